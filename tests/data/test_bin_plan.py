@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude.data import plan_bins
-from postlude.data.bins import bin_cost, even_bins, fewest_bins
+from postlude.data.bins import balance_bins, bin_cost, fewest_bins
 
 
 @st.composite
@@ -95,7 +95,7 @@ def test_a_bin_too_full_for_one_sequence_takes_a_later_one_that_just_fits():
 def test_evening_equals_the_naive_one_and_is_never_worse_than_no_evening(case, spare):
     lengths, budget = case
     before = fewest_bins(lengths, budget) + [[] for _ in range(spare)]
-    after = costs_descending(even_bins(before, lengths, budget), lengths)
+    after = costs_descending(balance_bins(before, lengths, budget), lengths)
     naive = cheapest_fit_decreasing(lengths, budget, len(before))
     assert after[0] <= costs_descending(before, lengths)[0]
     assert after == min(costs_descending(bins, lengths) for bins in (before, naive) if bins is not None)

@@ -258,11 +258,12 @@ def one_cut() -> Microbatch:
         ),
         (
             lambda: shard_context(one_cut(), Axis(2, 0)),
-            "microbatch 0 is padded or cut already, but only a whole one can be cut. Cut it once, as pack made it.",
+            "microbatch 0 is padded or sharded already, but only a whole one can be sharded. "
+            "Shard it once, as pack made it.",
         ),
         (
             lambda: unpack([one_cut()], [torch.zeros(4)]),
-            "microbatch 0 is padded or cut over ranks, but unpack splits whole sequences. "
+            "microbatch 0 is padded or sharded over ranks, but unpack splits whole sequences. "
             "Put its values back with scatter.",
         ),
         (

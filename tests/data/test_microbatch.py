@@ -168,7 +168,7 @@ def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
         ),
         (
             {"sequences": (0,)},
-            "sequences names 1 places, but 2 sequences are packed. Give the caller's index of each one.",
+            "sequences has 1 indices, but 2 sequences are packed. Give the caller's index of each one.",
         ),
         ({"index": 1}, "index is 1, but the batch has 1 microbatches. Count them from 0 to count - 1."),
     ],
@@ -186,8 +186,8 @@ def test_what_the_host_knows_of_columns_goes_along_to_a_device_and_not_into_a_cu
     assert microbatch.column_stats == {}
     there = microbatch.to("cpu")
     assert there.target_count == 7  # every token but the first of a sequence is predicted
-    assert there.column_stats["weights"].weighed == 3  # 1e-60 is none in fp32
-    assert (there.column_stats["weights"].least, there.column_stats["weights"].most) == (0.0, 2.0)
-    assert (there.column_stats["ids"].least, there.column_stats["ids"].most) == (1, 8)
+    assert there.column_stats["weights"].nonzero == 3  # 1e-60 is none in fp32
+    assert (there.column_stats["weights"].minimum, there.column_stats["weights"].maximum) == (0.0, 2.0)
+    assert (there.column_stats["ids"].minimum, there.column_stats["ids"].maximum) == (1, 8)
     assert shard_context(there, Axis(), multiple_of=8).column_stats == {}
-    assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").column_stats["weights"].weighed == 0
+    assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").column_stats["weights"].nonzero == 0

@@ -249,7 +249,7 @@ PAIR = [[1, 2, 3], [4, 5]]
             [[1], [4, -100]],
             {},
             "sequence 1 holds token -100, but the least is 0. "
-            "Mark what is not to be learned in a column, not in the tokens.",
+            "Mark tokens that are not trained on in a column, not in the tokens.",
         ),
         (PAIR, {"budget": 0}, "budget is 0, but the least is 1. Give a positive budget."),
         (PAIR, {"budget": 0, "truncate": True}, "budget is 0, but the least is 1. Give a positive budget."),

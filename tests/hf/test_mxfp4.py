@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from postlude import export_hf, load_model
 from postlude.hf.load import check_weights
-from postlude.hf.mxfp4 import unpacked
+from postlude.hf.mxfp4 import dequantise
 from tests.hf.attention_families import SINKS
 from tests.hf.families import saved
 
@@ -40,7 +40,7 @@ def test_every_byte_and_exponent_stands_for_what_transformers_says() -> None:
     blocks, scales = packed(3, 50, 320)
     assert blocks.unique().numel() == 256
     assert scales.unique().numel() > 200
-    ours = unpacked(blocks, scales)
+    ours = dequantise(blocks, scales)
     assert ours.shape == (3, 320, 50)
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, convert_moe_packed_tensors(blocks, scales))

@@ -264,7 +264,7 @@ class TestDirectory:
         export_model(load_model(LLAMA), llama, overwrite=True)
         assert not (llama / "postlude.json").exists()
         (llama / "postlude.json").touch()
-        with pytest.raises(ValueError, match=r"has both config\.json and postlude\.json; take away the one"):
+        with pytest.raises(ValueError, match=r"has both config\.json and postlude\.json; remove the one"):
             load_model(llama)
 
     def test_it_says_what_it_is(self, llama: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_missing_columns_are_named() -> None:
 
 def test_columns_of_the_wrong_shape() -> None:
     two = [torch.ones(length, 2) for length in (5, 4, 6, 3)]
-    with pytest.raises(ValueError, match="one per token"):
+    with pytest.raises(ValueError, match=r"weights are \[18\], one per token"):
         run(SFT(over="mask"), mask=two)
     with pytest.raises(ValueError, match=r"must both be \[tokens, k\]"):
         run(Distill(), teacher_ids=two, teacher_logprobs=[1.0] * 4)

@@ -1,7 +1,6 @@
-"""From sequences to packed microbatches and back.
+"""Data: rows of datasets, chat encoding, and packed microbatches.
 
-Tensors are made by `batch`, `microbatch` and `packing`; `chat` and `datasets` come before them and need no torch. So
-that those can be imported alone, each name here is imported when it is first used.
+`chat` and `datasets` need no torch. So that they can be imported alone, each name here is imported when first used.
 """
 
 import importlib

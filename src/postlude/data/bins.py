@@ -1,4 +1,4 @@
-"""Which sequences share a microbatch, and which rank runs it: planned from their lengths alone."""
+"""Assigns sequences to microbatches, and microbatches to ranks, from lengths alone."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ ATTENTION_PARITY_LENGTH = 12 * 4096
 
 @dataclass(frozen=True)
 class BinPlan:
-    """The microbatches of a batch, from the lengths of its sequences: the same on every rank that knows these."""
+    """The microbatches of a batch. It depends on lengths only, so it is equal on every rank."""
 
     lengths: Sequence[int]
-    """Tokens of each sequence, as far as they are kept."""
+    """The number of tokens that are kept of each sequence."""
     bins: Sequence[Sequence[int]]
-    """The sequences of each microbatch, ascending. Of r data-parallel ranks, rank k runs k, k + r, k + 2r, …"""
+    """The sequences of each microbatch, ascending. Of r data-parallel ranks, rank k runs bins k, k + r, k + 2r, …"""
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each sequence starts when all are laid end to end, and where the last one ends."""
+        """The index of each sequence's first token among all tokens, and the total."""
         return list(accumulate(self.lengths, initial=0))
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all sequences."""
+        """The number of tokens of all sequences."""
         return self.starts[-1]
 
     def members(self, numbers: Sequence[int]) -> list[int]:
-        """The sequences of these microbatches, one after the other."""
+        """Returns the sequences of these microbatches, in order."""
         return [member for number in numbers for member in self.bins[number]]
 
 
@@ -46,52 +46,53 @@ def plan_sharded_bins(
     *,
     groups: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """As `plan_bins`, where each sequence is run by the data-parallel rank that holds it, `owners` of `ranks`.
+    """Plans bins where each sequence runs on the data-parallel rank that holds it, `owners` of `ranks`.
 
-    Every rank gets bins of its own, as many as the rank that needs most, and bin k is rank k % ranks'.
+    Every rank gets as many bins as the rank that needs most. Bin k belongs to rank k % ranks.
     """
     if len(owners) != len(lengths):
         raise ValueError(f"there are {len(owners)} owners for {len(lengths)} sequences. Give one per sequence.")
-    own: list[list[int]] = [[] for _ in range(ranks)]
+    members_of: list[list[int]] = [[] for _ in range(ranks)]
     for index, owner in enumerate(owners):
         if not 0 <= owner < ranks:
             raise ValueError(
                 f"sequence {index} is held by data-parallel rank {owner}, but there are ranks 0 to {ranks - 1}."
             )
-        own[owner].append(index)
+        members_of[owner].append(index)
     if groups is not None:
-        where: dict[Hashable, int] = {}
+        rank_of: dict[Hashable, int] = {}
         for index, (group, owner) in enumerate(zip(groups, owners, strict=False)):
-            if where.setdefault(group, owner) != owner:
+            if rank_of.setdefault(group, owner) != owner:
                 raise ValueError(
                     f"sequence {index} of group {group!r} is held by data-parallel rank {owner}, but others of its "
-                    f"group by rank {where[group]}. Let one rank hold what stays together."
+                    f"group by rank {rank_of[group]}. Let one rank hold a whole group."
                 )
 
-    def planned(members: list[int], multiple_of: int) -> list[list[int]]:
-        their_groups = None if groups is None else [groups[member] for member in members]
-        bins = plan_bins([lengths[member] for member in members], budget, multiple_of=multiple_of, groups=their_groups)
-        return [[members[index] for index in each] for each in bins]
+    def plan(members: list[int], multiple_of: int) -> list[list[int]]:
+        member_groups = None if groups is None else [groups[member] for member in members]
+        bins = plan_bins([lengths[member] for member in members], budget, multiple_of=multiple_of, groups=member_groups)
+        return [[members[index] for index in indices] for indices in bins]
 
-    count = max(len(planned(members, 1)) for members in own)
-    bins = [planned(members, count) or [[] for _ in range(count)] for members in own]
+    count = max(len(plan(members, 1)) for members in members_of)
+    bins = [plan(members, count) or [[] for _ in range(count)] for members in members_of]
     return [bins[rank][number] for number in range(count) for rank in range(ranks)]
 
 
 def plan_bins(
     lengths: Sequence[int], budget: int, *, multiple_of: int = 1, groups: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Divide sequences of these `lengths` into bins of at most `budget` tokens: lists of ascending indices.
+    """Divides sequences of these `lengths` into bins of at most `budget` tokens. Returns lists of ascending indices.
 
-    The number of bins comes first: the better of best-fit and first-fit decreasing, rounded up to `multiple_of`.
-    The cost (matrices plus quadratic attention) is then evened out over that many bins, as far as the budget allows.
-    Bins come costliest first and empty ones last, so neighbours, which data-parallel ranks run at the same time, cost
-    alike. The same lengths always give the same bins. Sequences of one of `groups`, one per sequence, stay together.
+    The number of bins is the better of best-fit and first-fit decreasing, rounded up to `multiple_of`. The cost
+    (matrices plus quadratic attention) is then balanced over that many bins, as far as the budget allows. Bins come in
+    descending cost, so that neighbours, which data-parallel ranks run at the same time, cost about the same. Sequences
+    of one of `groups`, one per sequence, stay in one bin.
     """
     if groups is not None:
         members = _members(groups, lengths, budget)
-        together = plan_bins([sum(lengths[each] for each in part) for part in members], budget, multiple_of=multiple_of)
-        return [sorted(each for part in parts for each in members[part]) for parts in together]
+        totals = [sum(lengths[index] for index in group) for group in members]
+        bins = plan_bins(totals, budget, multiple_of=multiple_of)
+        return [sorted(index for number in numbers for index in members[number]) for numbers in bins]
     for name, value in (("budget", budget), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but the least is 1. Give a positive {name}.")
@@ -105,12 +106,12 @@ def plan_bins(
             )
     bins = fewest_bins(lengths, budget)
     bins += [[] for _ in range(-len(bins) % multiple_of)]
-    bins = even_bins(bins, lengths, budget)
+    bins = balance_bins(bins, lengths, budget)
     return sorted((sorted(members) for members in bins), key=lambda members: -bin_cost(members, lengths))
 
 
 def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """The sequences of each group, in the order in which groups appear."""
+    """Returns the sequences of each group, in the order of first appearance."""
     if len(groups) != len(lengths):
         raise ValueError(f"there are {len(groups)} groups for {len(lengths)} sequences. Give one per sequence.")
     members: dict[Hashable, list[int]] = {}
@@ -127,12 +128,12 @@ def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) ->
 
 
 def bin_cost(members: Sequence[int], lengths: Sequence[int]) -> int:
-    """Return the relative cost of running these sequences in one microbatch; an integer, so that ties are exact."""
+    """Returns the relative cost of these sequences in one microbatch; an integer, so that ties are exact."""
     return sum(_cost(lengths[member]) for member in members)
 
 
 def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the smaller of the best-fit and first-fit decreasing bins: neither is always the better one."""
+    """Returns the fewer of the best-fit and first-fit decreasing bins: neither is always better."""
     longest_first = _longest_first(lengths)
     bins = _best_fit(longest_first, lengths, budget)
     if len(bins) * budget - sum(lengths) < budget:  # no fewer bins could hold the tokens
@@ -140,17 +141,17 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return min(bins, _first_fit(longest_first, lengths, budget), key=len)
 
 
-def even_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return as many bins of more even cost, or `bins` where the budget leaves no room for better ones.
+def balance_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Returns as many bins of more equal cost, or `bins` if the budget allows none.
 
-    Of two divisions, the better has the cheaper costliest bin; at a tie the second costliest decides, and so on.
+    The better division has the lower cost of the costliest bin; at a tie the second costliest decides, and so on.
     """
 
-    def unevenness(division: list[list[int]]) -> list[int]:
+    def costs(division: list[list[int]]) -> list[int]:
         return sorted((bin_cost(members, lengths) for members in division), reverse=True)
 
-    evened = _cheapest_fit(_longest_first(lengths), lengths, budget, len(bins))
-    return bins if evened is None else min(bins, evened, key=unevenness)
+    balanced = _cheapest_fit(_longest_first(lengths), lengths, budget, len(bins))
+    return bins if balanced is None else min(bins, balanced, key=costs)
 
 
 def _cost(length: int) -> int:
@@ -162,21 +163,21 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put each sequence in the fullest bin that can take it."""
+    """Puts each sequence in the fullest bin that can take it."""
     bins: list[list[int]] = []
     bins_by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of bins_by_room, ascending
     for member in order:
         length = lengths[member]
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
+        position = bisect_left(rooms, length)
+        if position == len(rooms):
             chosen, room = len(bins), budget
             bins.append([])
         else:
-            room = rooms[place]
+            room = rooms[position]
             chosen = bins_by_room[room].pop()
             if not bins_by_room[room]:
-                del bins_by_room[room], rooms[place]
+                del bins_by_room[room], rooms[position]
         bins[chosen].append(member)
         if room > length:
             if room - length not in bins_by_room:
@@ -187,7 +188,7 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put each sequence in the first bin that can take it, found by descent in a tree of the most room."""
+    """Puts each sequence in the first bin that can take it, found by descent in a tree of the most room."""
     bins: list[list[int]] = []
     leaves = 1 << (len(order) - 1).bit_length()
     most_room = [budget] * (2 * leaves)  # node k is over nodes 2k and 2k + 1; the last `leaves` nodes are the bins
@@ -207,9 +208,9 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> lis
 
 
 def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Put each sequence in the cheapest of `count` bins that can take it; None when at some point none can.
+    """Puts each sequence in the cheapest of `count` bins that can take it. Returns None if one fits in none.
 
-    `order` is longest first: a bin found too full is set aside until the lengths have come down to its room.
+    `order` is longest first: a bin that is too full is set aside until the lengths have come down to its room.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count

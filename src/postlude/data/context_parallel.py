@@ -1,8 +1,8 @@
-"""Cut a microbatch for context parallelism: every rank gets two chunks of every sequence, and alike much work.
+"""Shards a microbatch for context parallelism: every rank gets two chunks of every sequence, and equal work.
 
-A sequence is padded to 2 · size chunks of one width, and rank r takes chunks r and 2 · size - 1 - r: with a late chunk,
-whose queries see many keys, goes an early one. Targets and columns were aligned to the predicting position before, so
-none is ever needed from another rank.
+A sequence is padded to 2 · size chunks of equal width, and rank r takes chunks r and 2 · size - 1 - r: an early one,
+whose queries see few keys, and a late one, whose queries see many. Targets and columns are aligned to the predicting
+position before, so none is needed from another rank.
 """
 
 from __future__ import annotations
@@ -20,55 +20,50 @@ from postlude.world.mesh import Axis
 
 
 def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:
-    """Leave of `microbatch` this rank's part of every sequence: its chunks `rank` and `2 * size - 1 - rank`, adjacent.
+    """Returns this rank's chunks `rank` and `2 * size - 1 - rank` of every sequence, adjacent.
 
     Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `multiple_of`.
-    For that, sequences are padded at their ends to a multiple of 2 · size, and the last one as far as need be: token 0,
-    target `IGNORE`, columns 0, place and routing -1, positions going on. With one rank only the last sequence is
-    padded, and a microbatch that needs none is returned as it is; so is an empty one, which has nothing to share.
+    For that, sequences are padded at their ends to a multiple of 2 · size, and the last one further if needed: token 0,
+    target `IGNORE`, columns 0, batch index and routing -1, positions continued. With one rank only the last sequence is
+    padded. A microbatch that needs no padding, or is empty, is returned as it is.
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, but the least is 1. Give a positive multiple_of.")
     if microbatch.padding or microbatch.context is not None:
         raise ValueError(
-            f"microbatch {microbatch.index} is padded or cut already, but only a whole one can be cut. "
-            f"Cut it once, as pack made it."
+            f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "
+            f"Shard it once, as pack made it."
         )
-    further = tuple(
-        _cut(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.mtp_microbatches, start=1)
-    )
-    return (
-        replace(_cut(microbatch, cp, multiple_of), mtp_microbatches=further)
-        if further
-        else _cut(microbatch, cp, multiple_of)
-    )
+    mtp = tuple(_shard(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.mtp_microbatches, start=1))
+    sharded = _shard(microbatch, cp, multiple_of)
+    return replace(sharded, mtp_microbatches=mtp) if mtp else sharded
 
 
-def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> Microbatch:
-    """The same of a microbatch whose positions predict `depth` tokens further ahead than the next."""
+def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> Microbatch:
+    """Shards a microbatch whose positions predict `depth` tokens further ahead than the next."""
     packing = microbatch.packing
     padded = _padded(packing.lengths, cp.size, multiple_of)
     if not padded or (cp.size == 1 and padded == packing.lengths):
         return microbatch
 
     device = microbatch.tokens.device
-    numbers = (cp.rank, 2 * cp.size - 1 - cp.rank) if cp.size > 1 else (0,)  # the chunks of a sequence this rank takes
-    widths = [length // _chunks(cp.size) for length in padded]
-    pieces = Packing.from_lengths([width for width in widths for _ in numbers], device)
-    starts = [number * width for width in widths for number in numbers]  # of each piece in its sequence
-    stops = [length for length in packing.lengths for _ in numbers]  # where its padding begins
+    numbers = (cp.rank, 2 * cp.size - 1 - cp.rank) if cp.size > 1 else (0,)  # this rank's chunks of a sequence
+    widths = [length // _chunk_count(cp.size) for length in padded]
+    chunks = Packing.from_lengths([width for width in widths for _ in numbers], device)
+    starts = [number * width for width in widths for number in numbers]  # of each chunk in its sequence
+    stops = [length for length in packing.lengths for _ in numbers]  # where the padding of each chunk's sequence begins
 
     def before(end: int) -> int:
-        """How many positions here are at least `end` tokens before their sequence's end."""
+        """Returns the number of positions here that are at least `end` tokens before their sequence's end."""
         return sum(
             max(0, min(width, stop - end - start))
-            for start, width, stop in zip(starts, pieces.lengths, stops, strict=True)
+            for start, width, stop in zip(starts, chunks.lengths, stops, strict=True)
         )
 
-    padding = pieces.total - before(depth)
-    piece = pieces.sequence_index()
-    sequence = piece // len(numbers)
-    positions = torch.tensor(starts, device=device)[piece] + pieces.positions()
+    padding = chunks.total - before(depth)
+    chunk = chunks.sequence_index()
+    sequence = chunk // len(numbers)
+    positions = torch.tensor(starts, device=device)[chunk] + chunks.positions()
     real = positions < packing.cu_seqlens.diff()[sequence]
     rows = (packing.cu_seqlens[sequence] + positions).where(real, 0)
 
@@ -88,28 +83,28 @@ def _cut(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> 
         target_count=before(depth + 1),
         padding=padding,
         column_stats={},
-        context=_context(cp, widths, numbers, pieces) if cp.size > 1 else None,
+        context=_context(cp, widths, numbers, chunks) if cp.size > 1 else None,
     )
 
 
-def _chunks(size: int) -> int:
-    """How many chunks of one width a sequence is cut into."""
+def _chunk_count(size: int) -> int:
+    """Returns the number of chunks of a sequence."""
     return 2 * size if size > 1 else 1
 
 
 def _padded(lengths: tuple[int, ...], size: int, multiple_of: int) -> tuple[int, ...]:
-    """The lengths that divide into chunks, and whose total divides into `size` parts of a multiple of `multiple_of`."""
-    padded = [length + -length % _chunks(size) for length in lengths]
+    """Returns lengths that divide into chunks, and whose total divides into `size` multiples of `multiple_of`."""
+    padded = [length + -length % _chunk_count(size) for length in lengths]
     if padded:
-        padded[-1] += -sum(padded) % lcm(_chunks(size), size * multiple_of)
+        padded[-1] += -sum(padded) % lcm(_chunk_count(size), size * multiple_of)
     return tuple(padded)
 
 
 def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> ContextShard:
-    """The keys before the end of each chunk, and where they lie once every rank's are gathered in rank order."""
+    """Returns the keys before the end of each chunk, and their rows once all ranks' are gathered in rank order."""
     device = queries.cu_seqlens.device
     keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
-    whole = Packing.from_lengths([_chunks(cp.size) * width for width in widths], device)
+    whole = Packing.from_lengths([_chunk_count(cp.size) * width for width in widths], device)
     chunk = keys.sequence_index()
     key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
     return ContextShard(
@@ -118,8 +113,8 @@ def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: P
 
 
 def _rows(cp: Axis, queries: Packing, chunk: Tensor, position: Tensor) -> Tensor:
-    """Where tokens lie once every rank's are gathered in rank order: those at `position` in the sequence whose first
-    chunk on every rank is number `chunk`."""
+    """Returns the rows of tokens once all ranks' are gathered in rank order: those at `position` in the sequence whose
+    first chunk on every rank is number `chunk`."""
     width = queries.cu_seqlens.diff()[chunk]
     number = position // width
     late = number >= cp.size

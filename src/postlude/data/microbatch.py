@@ -1,4 +1,4 @@
-"""The one batch: packed tokens, their targets, and the caller's columns beside them."""
+"""Microbatch: packed tokens, their targets, and the caller's columns, aligned to the predicting position."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from postlude.world.mesh import SINGLE_RANK, Axis
 IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
 ROUTING = "routing"
-"""The column of a batch that says which experts its tokens are sent to: see `Microbatch.routing`."""
+"""The column of a batch with the experts of its tokens: see `Microbatch.routing`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextShard:
-    """What a rank that holds two chunks of each of `n` sequences needs to attend to all before them.
+    """A rank's two chunks of each of `n` sequences under context parallelism, and the keys they attend to.
 
-    Gather keys and values over `axis` in rank order, [size * T, ...], and take `key_rows` of them: what each of this
-    rank's chunks attends to, chunk by chunk.
+    Keys and values are gathered over `axis` in rank order, [size * T, ...]. `key_rows` selects those that each chunk
+    attends to, chunk by chunk.
     """
 
     axis: Axis
     """The ranks that share every sequence."""
     queries: Packing
-    """The 2n chunks of this rank, as they lie among its own tokens."""
+    """The 2n chunks among this rank's tokens."""
     keys: Packing
-    """For each of them, its sequence from the start to the end of the chunk."""
+    """For each chunk, its sequence from the start to the end of the chunk."""
     key_rows: Tensor
-    """[keys.total] int64, the row of each key among those gathered."""
+    """[keys.total] int64, the row of each key in the gathered ones."""
     whole: Packing
-    """The whole sequences, as they lie once every rank's tokens are together and in order."""
+    """The whole sequences in order, over all ranks' tokens."""
     whole_rows: Tensor
-    """[whole.total] int64, the row of each of those tokens among all ranks' laid end to end in rank order."""
+    """[whole.total] int64, the row of each of those tokens among all ranks' tokens in rank order."""
 
     def to(self, device: torch.device | str) -> ContextShard:
-        """Return the same cut with every tensor on `device`."""
+        """Returns the same shard with every tensor on `device`."""
         return replace(
             self,
             queries=self.queries.to(device),
@@ -53,9 +53,9 @@ class ContextShard:
 
 
 class HeadExchange:
-    """The tokens of a microbatch seen another way: whole sequences, of this rank's block of the heads.
+    """All-to-all between chunks of sequences with all heads and whole sequences with some heads (Ulysses).
 
-    For work that goes along a sequence, such as a scan. Where sequences are whole anyway, nothing moves.
+    For operations along a sequence, such as a scan. Without context parallelism nothing moves.
     """
 
     def __init__(self, packing: Packing, context: ContextShard | None) -> None:
@@ -64,71 +64,71 @@ class HeadExchange:
         self._rows = None if context is None else context.whole_rows
 
     def local_heads(self, heads: Tensor) -> Tensor:
-        """What this rank works with of something that there is one of for each head: [heads, ...] -> its block."""
+        """Returns this rank's block of a per-head tensor [heads, ...]."""
         return heads[slice(*self.axis.block(len(heads)))]
 
     def to_heads(self, tensor: Tensor) -> Tensor:
-        """This rank's tokens of all heads [T, heads, ...] -> the whole sequences of its block, [total, own, ...]."""
+        """Exchanges this rank's tokens with all heads [T, heads, ...] for whole sequences [total, local heads, ...]."""
         if self._rows is None:
             return tensor
         return sequence_to_heads(tensor, self.axis.group)[self._rows]
 
     def to_sequences(self, tensor: Tensor) -> Tensor:
-        """The way back: [total, own, ...] -> [T, heads, ...]."""
+        """Exchanges whole sequences [total, local heads, ...] for this rank's tokens [T, heads, ...]."""
         if self._rows is None:
             return tensor
-        together = torch.empty_like(tensor).index_copy(0, self._rows, tensor)
-        return heads_to_sequence(together, self.axis.group)
+        by_rank = torch.empty_like(tensor).index_copy(0, self._rows, tensor)
+        return heads_to_sequence(by_rank, self.axis.group)
 
 
 @dataclass(frozen=True)
 class ColumnStats:
-    """What the host saw of a column at the positions with a target, before it went to a device."""
+    """What the host knows of a column's values at positions with a target, before it goes to a device."""
 
-    weighed: int
-    """How many of them hold something else than zero: where the column is weights, those that are learned."""
-    least: float
-    most: float
+    nonzero: int
+    """The number of values that are not zero."""
+    minimum: float
+    maximum: float
 
     @classmethod
     def of(cls, column: Tensor, targets: Tensor) -> ColumnStats:
-        """Of a column [T, ...] and targets [T] on the host.
+        """Returns the stats of a column [T, ...], given targets [T], both on the host.
 
-        By numpy: the device waits for what is known before a step, and torch wakes its threads even for this little.
+        It uses numpy: the device waits for this, and torch would wake its threads even for so little.
         """
-        known = (column.float() if column.is_floating_point() else column).detach().numpy()
-        values = known[targets.numpy() != IGNORE]
+        array = (column.float() if column.is_floating_point() else column).detach().numpy()
+        values = array[targets.numpy() != IGNORE]
         if not values.size:
             return cls(0, 0.0, 0.0)
-        weighed = values.reshape(len(values), -1).any(1) if values.ndim > 1 else values
-        return cls(int(np.count_nonzero(weighed)), float(values.min()), float(values.max()))
+        flags = values.reshape(len(values), -1).any(1) if values.ndim > 1 else values
+        return cls(int(np.count_nonzero(flags)), float(values.min()), float(values.max()))
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """`n` sequences packed end to end over `T` tokens, everything aligned to the position that predicts.
+    """`n` sequences packed end to end over `T` tokens, everything aligned to the predicting position.
 
-    A microbatch may be empty (T = n = 0): it fills up the count and weighs nothing. Under context parallelism
-    `context_parallel.cut` leaves each rank its part of every sequence, and the end of a sequence may then be padding,
-    whose token and columns are zero.
+    A microbatch may be empty (T = n = 0): it fills up the count and has weight zero. Under context parallelism
+    `shard_context` leaves each rank its chunks of every sequence, and the end of a sequence may then be padding, whose
+    token and columns are zero.
     """
 
     tokens: Tensor
     """[T] int64."""
     packing: Packing
-    """Where each sequence, or this rank's part of it, lies."""
+    """Where each sequence, or this rank's part of it, is."""
     positions: Tensor
-    """[T] int64, each token's place in its own sequence."""
+    """[T] int64, each token's position in its sequence."""
     targets: Tensor
     """[T] int64, the next token of the same sequence; `IGNORE` at each sequence's last position."""
     columns: Mapping[str, Tensor]
     """Each [T, ...]; entry t is the caller's value for token t + 1, zero at each sequence's last position."""
     batch_indices: Tensor
-    """[T] int64, each token's place in the caller's sequences laid end to end; -1 for padding."""
+    """[T] int64, each token's index among all tokens of the batch in the caller's order; -1 for padding."""
     sequences: tuple[int, ...]
-    """The place of each packed sequence in the caller's list."""
+    """The index of each packed sequence in the caller's list."""
     index: int
-    """Which of the `count` microbatches of its batch this is."""
+    """Its index among the `count` microbatches of its batch."""
     count: int
     """The number of microbatches in the batch."""
     batch_tokens: int
@@ -136,19 +136,19 @@ class Microbatch:
     batch_targets: int
     """The number of positions with a target in all microbatches: the denominator of a mean over the batch."""
     target_count: int
-    """The number of positions *here* with a target (`targets != IGNORE`), on the host: no kernel need count them."""
+    """The number of positions *here* with a target (`targets != IGNORE`), known on the host."""
     padding: int = 0
-    """The number of tokens here that are padding, on the host."""
+    """The number of tokens here that are padding, known on the host."""
     context: ContextShard | None = None
-    """How to attend where each sequence is shared with other ranks; None where it is whole."""
+    """This rank's chunks under context parallelism; None where sequences are whole."""
     mtp_microbatches: tuple[Microbatch, ...] = ()
-    """What the same positions predict further ahead, for each multi-token-prediction depth d = 1, 2, …: `tokens` are
-    those d ahead, `targets` and `columns` those of the token after that. Past the end of a sequence it is padding."""
+    """For each multi-token-prediction depth d = 1, 2, …, the same positions shifted by d: `tokens` are those d ahead,
+    `targets` and `columns` those of the token after that. Past the end of a sequence there is padding."""
     routing: Tensor | None = None
-    """[T, routers, top_k] integers, the experts that each token is sent to when it is the input; a token with a -1 in a
-    router's row is sent where that router chooses. Unlike a column it is aligned to the token itself."""
+    """[T, routers, top_k] integers, the experts of each input token. Where a router's row has a -1, the router chooses.
+    Unlike a column it is aligned to the token itself."""
     column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
-    """By column, what the host knows of it; made when the microbatch leaves the host."""
+    """By column, what the host knows of it; computed when the microbatch leaves the host."""
 
     def __post_init__(self) -> None:
         total = self.packing.total
@@ -172,7 +172,7 @@ class Microbatch:
             )
         if len(self.sequences) != self.packing.count:
             raise ValueError(
-                f"sequences names {len(self.sequences)} places, but {self.packing.count} sequences are packed. "
+                f"sequences has {len(self.sequences)} indices, but {self.packing.count} sequences are packed. "
                 f"Give the caller's index of each one."
             )
         if not 0 <= self.index < self.count:
@@ -181,12 +181,12 @@ class Microbatch:
             )
 
     def __len__(self) -> int:
-        """Return T, the number of tokens."""
+        """The number of tokens, T."""
         return self.packing.total
 
     @property
     def head_exchange(self) -> HeadExchange:
-        """The whole sequences, for work along them that can be divided by heads instead."""
+        """The exchange to whole sequences, for operations along them that can be sharded by heads."""
         return HeadExchange(self.packing, self.context)
 
     @property
@@ -200,7 +200,7 @@ class Microbatch:
         return self.batch_indices >= 0 if self.padding else None
 
     def column(self, name: str) -> Tensor:
-        """Return the column `name`, [T, ...], aligned to the predicting position."""
+        """Returns the column `name`, [T, ...], aligned to the predicting position."""
         if name not in self.columns:
             available = ", ".join(f'"{other}"' for other in self.columns) or "none"
             raise LookupError(
@@ -210,10 +210,10 @@ class Microbatch:
         return self.columns[name]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable.
+        """Returns the sum of `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable.
 
-        Padding does not count. Where sequences are shared with other ranks, each of them gets the sums over the whole
-        sequences, and the gradient of a value is that of all their losses added up.
+        Padding is ignored. Under context parallelism every rank gets the sums over whole sequences, and the gradient of
+        a value is that of the sum of all ranks' losses.
         """
         real = self.real
         if real is not None and values.shape[:1] == real.shape:
@@ -230,7 +230,7 @@ class Microbatch:
         return sum_over_group(sums, axis.group)
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """Return the same microbatch with every tensor on `device`. What the host can know of its columns, it keeps."""
+        """Returns the same microbatch with every tensor on `device`, and `column_stats` if it comes from the host."""
         column_stats = self.column_stats
         if self.tokens.device.type == "cpu":
             column_stats = {name: ColumnStats.of(column, self.targets) for name, column in self.columns.items()}
@@ -244,6 +244,6 @@ class Microbatch:
             columns={name: to_device(column, device) for name, column in self.columns.items()},
             batch_indices=to_device(self.batch_indices, device),
             context=self.context and self.context.to(device),
-            mtp_microbatches=tuple(each.to(device) for each in self.mtp_microbatches),
+            mtp_microbatches=tuple(shifted.to(device) for shifted in self.mtp_microbatches),
             routing=None if self.routing is None else to_device(self.routing, device),
         )

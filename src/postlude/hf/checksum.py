@@ -1,4 +1,4 @@
-"""checksum: a short name for the weights of a directory, by which who wrote them and who read them know they agree."""
+"""checksum: a digest of weights, by which a writer and a reader check that they agree."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import SafetensorsSource
 
-LINE = 4096  # words of 8 bytes that are added before their place counts
+LINE = 4096  # words of 8 bytes that are summed without regard to their order
 
 
 class ChecksummedSource:
-    """Tensors of a source, each added up as it is taken."""
+    """The tensors of a source, each summed up as it is taken."""
 
     def __init__(self, source: TensorSource) -> None:
         self.source = source
         self._sums: dict[str, str] = {}
 
     def names(self) -> Iterable[str]:
-        """Every tensor there is."""
+        """Returns the names of all tensors."""
         return self.source.names()
 
     def take(self, name: str) -> Tensor:
-        """One tensor."""
+        """Returns one tensor."""
         tensor = self.source.take(name)
         self._sums[name] = f"{tensor.dtype} {tuple(tensor.shape)} {int(word_sum(tensor))}"
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor."""
+        """Returns the shape of one tensor."""
         return self.source.shape(name)
 
     def checksum(self) -> str:
-        """Of all tensors: those that nobody has taken are taken now."""
+        """Returns the checksum of all tensors. Reads those that were not taken yet."""
         for name in self.names():
             if name not in self._sums:
                 self.take(name)
@@ -46,7 +46,7 @@ class ChecksummedSource:
 
 
 def checksum(directory: Path) -> str:
-    """Of the safetensors in a directory: names, dtypes, shapes and values. Memory's speed, not cryptography."""
+    """Returns the checksum of a directory's safetensors: names, dtypes, shapes and values. It is not cryptographic."""
     return ChecksummedSource(SafetensorsSource(directory)).checksum()
 
 
@@ -56,7 +56,7 @@ def _named(sums: Mapping[str, str]) -> str:
 
 
 def word_sum(tensor: Tensor) -> Tensor:
-    """Of a tensor's bytes as words, so that each counts, and where it is to within a line: [] int64, modulo 2 ** 64."""
+    """Returns a sum of a tensor's bytes as words, weighted by line: [] int64, modulo 2 ** 64."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     words = (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
     whole = len(words) // LINE * LINE

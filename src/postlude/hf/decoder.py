@@ -1,4 +1,4 @@
-"""What the Llama-shaped families have in common: their config's fields and the names of their tensors."""
+"""What the Llama-like families share: fields of the config and names of tensors."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def decoder_config(
     blocks: Mapping[str, BlockConfig] | None = None,
     **attention: Any,
 ) -> ModelConfig:
-    """A ModelConfig from the fields these families share.
+    """Returns a ModelConfig from the fields that these families share.
 
-    `sliding` says which layers attend within the window (default: by `layer_types`, else none). `layers` gives the
-    second block of each layer (default "-" everywhere), and `blocks` the configs of those that are no gated MLP.
-    `attention` is what else its config takes, such as biases.
+    `sliding` tells which layers have a sliding window (default: by `layer_types`, else none). `layers` are the second
+    blocks of the layers (default "-"), and `blocks` the configs of those that are no gated MLP. `attention` are other
+    fields of the attention's config, such as biases.
     """
     count = hf.num_hidden_layers
     sliding = sliding if sliding is not None else sliding_layers(hf)
@@ -83,7 +83,7 @@ def decoder_config(
 def model_config(
     hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig], *, norm_eps: float | None = None
 ) -> ModelConfig:
-    """A ModelConfig of these layers ("*-", "+E", …), with what nearly all families name alike; else give it."""
+    """Returns a ModelConfig of these layers ("*-", "+E", …), with the fields that nearly all families share."""
     if getattr(hf, "attention_dropout", 0.0):
         warnings.warn(
             f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
@@ -102,12 +102,12 @@ def model_config(
 
 
 def head_dim(hf: PretrainedConfig) -> int:
-    """The width of a head, where the config need not say it."""
+    """Returns the head dimension, which a config may omit."""
     return getattr(hf, "head_dim", None) or int(hf.hidden_size // hf.num_attention_heads)
 
 
 def sliding_layers(hf: PretrainedConfig) -> list[bool]:
-    """Which layers attend within a window, by the config's `layer_types`."""
+    """Returns which layers have a sliding window, by the config's `layer_types`."""
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -118,7 +118,7 @@ def sliding_layers(hf: PretrainedConfig) -> list[bool]:
 
 
 def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
-    """The MLP's activation by our name."""
+    """Returns our name of the MLP's activation."""
     theirs = getattr(hf, field)
     if theirs not in ACTIVATIONS:
         raise ValueError(f"{field} {theirs!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
@@ -126,15 +126,15 @@ def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
 
 
 def rotary_dim(hf: PretrainedConfig, head_dim: int) -> int:
-    """How many of a head's features are turned, of a family that may turn part of them."""
+    """Returns the number of rotated features of a head, for families that may rotate a part."""
     parameters = hf.rope_parameters.get("full_attention", hf.rope_parameters)
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def rotary(hf: PretrainedConfig, layer_type: str, *, partial: bool = False) -> RotaryConfig:
-    """Rotary frequencies of one kind of layer: the parameters stand by layer type, or once for all.
+    """Returns the rotary config of one type of layer: the parameters are given by layer type, or once for all.
 
-    `partial` says that the caller turns `rotary_dim` features of a head; otherwise all have to be turned.
+    With `partial` the caller rotates `rotary_dim` features of a head; otherwise all must be rotated.
     """
     parameters = hf.rope_parameters
     parameters = parameters.get(layer_type, parameters)
@@ -185,5 +185,5 @@ def _yarn(hf: PretrainedConfig, parameters: Mapping[str, Any], theta: float) -> 
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """How much longer YaRN makes rotated vectors where it stretches by `factor`."""
+    """Returns the factor by which YaRN scales rotated vectors, given its context extension `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

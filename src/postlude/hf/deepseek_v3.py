@@ -35,11 +35,11 @@ MOE_NAMES = {
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The first layers are dense. Where YaRN stretches, it sharpens the scores too."""
+    """The first layers are dense. YaRN also scales the attention scores."""
     rope, width = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
-    sharpness = 1.0
+    score_scale = 1.0
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
-        sharpness = yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+        score_scale = yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
     second, blocks = dense_then_experts(hf)
     blocks["+"] = LatentAttentionConfig(
         heads=hf.num_attention_heads,
@@ -51,13 +51,13 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         rotary=rotary(hf, "full_attention"),
         interleaved=bool(hf.rope_interleave),
         bias=hf.attention_bias,
-        scale=width**-0.5 * sharpness,
+        scale=width**-0.5 * score_scale,
     )
     return model_config(hf, ["+" + block for block in second], blocks)
 
 
 def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, BlockConfig]]:
-    """The second block of each layer, and the configs of these blocks."""
+    """Returns the second block of each layer, and the configs of these blocks."""
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     second = ["-"] * dense + ["E"] * (hf.num_hidden_layers - dense)
     blocks: dict[str, BlockConfig] = {}
@@ -70,7 +70,7 @@ def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, Block
 
 
 def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
-    """How experts are chosen, and their sizes: by sigmoids and a bias that evens them out, in the best groups alone."""
+    """Returns experts chosen by sigmoid scores and a balancing bias, within the best groups."""
     return MoEConfig(
         experts=hf.n_routed_experts,
         top_k=hf.num_experts_per_tok,
@@ -89,7 +89,7 @@ def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
 MTP_NAMES = MTPNames(
     layers=lambda config: config.pattern.layers[-1:],
     layer="model.layers.{layer}",
-    first_layer=lambda config: len(config.pattern),  # numbered on from the trunk's
+    first_layer=lambda config: len(config.pattern),  # numbered after the trunk's
     names={
         "embedding_norm": f"{FIRST}.enorm",
         "hidden_norm": f"{FIRST}.hnorm",

@@ -1,4 +1,4 @@
-"""The families that can be read and written. A new one is a file beside this one and a line in this table."""
+"""FAMILIES: the families that can be read and written. A new one is a file beside this one and a line here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from postlude.hf.gemma3 import GEMMA3
 from postlude.hf.glm4_moe import GLM4_MOE
 from postlude.hf.gpt_oss import GPT_OSS
 from postlude.hf.granitemoehybrid import GRANITEMOEHYBRID
-from postlude.hf.llama import LLAMA
+from postlude.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from postlude.hf.mamba2 import MAMBA2
-from postlude.hf.mistral import MISTRAL
 from postlude.hf.nemotron_h import NEMOTRON_H
 from postlude.hf.olmo3 import OLMO3
-from postlude.hf.qwen2 import QWEN2
-from postlude.hf.qwen3 import QWEN3
 from postlude.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_VISION, QWEN3_5_VISION
 from postlude.hf.qwen3_moe import QWEN3_MOE
 from postlude.hf.qwen3_next import QWEN3_NEXT

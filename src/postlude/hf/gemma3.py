@@ -1,4 +1,4 @@
-"""Gemma 3's text models: a norm before and after everything, most layers within a window, embeddings scaled up."""
+"""Gemma 3's text models: norms before and after every block, mostly sliding windows, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """Norms store their weights around zero; windowed layers have rotary frequencies of their own."""
+    """Norms store their weights minus one; sliding layers have their own rotary frequencies."""
     if hf.use_bidirectional_attention:
         raise ValueError(
-            "use_bidirectional_attention=true makes this an encoder, which sees what it is to predict; load a Gemma "
-            "that was trained to predict."
+            "use_bidirectional_attention=true makes this an encoder, not a causal model; load a causal Gemma."
         )
     mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf, "hidden_activation"), norm="both")
     config = decoder_config(

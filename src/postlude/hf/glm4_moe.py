@@ -1,4 +1,4 @@
-"""GLM-4.5 and what shares its code: attention that turns half of a head, and DeepSeek-V3's experts."""
+"""GLM-4.5 and models that share its code: rotary on half of a head, and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """Its biases are those of queries, keys and values."""
+    """Biases are on queries, keys and values."""
     second, blocks = dense_then_experts(hf)
     return decoder_config(
         hf,

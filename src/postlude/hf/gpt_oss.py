@@ -1,4 +1,4 @@
-"""GPT-OSS: attention with sinks, every other layer within a window, and experts with biases and a bounded SwiGLU."""
+"""GPT-OSS: attention with sinks, a sliding window in every other layer, experts with biases and a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The weights of the chosen experts are a softmax over them alone, which is what is left of one over all."""
+    """Expert weights are a softmax over the chosen experts, which equals a renormalised softmax over all."""
     experts = MoEConfig(
         experts=hf.num_local_experts,
         top_k=hf.num_experts_per_tok,
@@ -25,7 +25,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
         up_offset=1.0,
         expert_bias=True,
         router_bias=True,
-        # Theirs counts each of the top_k choices as a share of its own.
+        # transformers counts each of the top_k choices separately.
         balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
     )
     return decoder_config(
@@ -39,7 +39,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
 
 
 def names(config: ModelConfig) -> Names:
-    """All experts are one tensor, transposed, with gate and up in turn."""
+    """Returns the names: all experts are one transposed tensor, with gate and up interleaved."""
     moe = config.blocks["E"]
     assert isinstance(moe, MoEConfig)
     count, outer, inner = moe.experts, config.hidden_size, moe.intermediate_size

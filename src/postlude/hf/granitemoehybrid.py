@@ -1,4 +1,4 @@
-"""Granite 4 hybrids: Mamba-2 or attention, then experts beside a shared MLP or that alone, with multipliers."""
+"""Granite 4 hybrids: Mamba-2 or attention, then a shared MLP with or without experts, and multipliers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
+    """The balance loss is on if transformers would add it to the loss: with `output_router_logits`."""
     second = "E" if hf.num_local_experts else "-"
     layers = [SYMBOLS[kind] + second for kind in hf.layer_types]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
@@ -62,20 +62,20 @@ def _mlp(hf: PretrainedConfig) -> BlockConfig:
 
 
 def _moe(hf: PretrainedConfig) -> BlockConfig:
-    """A softmax over the chosen alone is one over all, made to sum to one again."""
+    """A softmax over the chosen experts equals a renormalised softmax over all."""
     return MoEConfig(
         experts=hf.num_local_experts,
         top_k=hf.num_experts_per_tok,
         intermediate_size=hf.intermediate_size,
         activation=activation(hf),
         shared_intermediate_size=hf.shared_intermediate_size,
-        # Theirs counts each of the top_k choices as a share of its own.
+        # transformers counts each of the top_k choices separately.
         balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
     )
 
 
 def names(config: ModelConfig) -> Names:
-    """Gate and up stand in one tensor, one after the other; so do those of all experts, stacked."""
+    """Returns the names: gate and up are one tensor, one after the other; those of all experts are stacked."""
     size, second = config.hidden_size, config.blocks.get("-") or config.blocks["E"]
     found: dict[str, str | TensorMapping] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
     if "M" in config.blocks:

@@ -1,10 +1,10 @@
-"""Llama, and what shares its code: SmolLM2, Llama 3.x."""
+"""Llama (with SmolLM2) and the families that differ by a few settings: Mistral, Qwen2 (with Qwen2.5), Qwen3."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, decoder_config
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config
 from postlude.hf.family import Family
 from postlude.model import ModelConfig
 
@@ -12,9 +12,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """Pre-norm attention and SwiGLU; the biases are the config's to choose."""
+def _llama(hf: PretrainedConfig) -> ModelConfig:
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, mlp_bias=hf.mlp_bias)
 
 
-LLAMA = Family("llama", to_model, ATTENTION_NAMES | MLP_NAMES)
+def _mistral(hf: PretrainedConfig) -> ModelConfig:
+    """A sliding window in every layer, or in none."""
+    return decoder_config(hf, sliding=[hf.sliding_window is not None] * hf.num_hidden_layers)
+
+
+def _qwen2(hf: PretrainedConfig) -> ModelConfig:
+    """Biases on queries, keys and values. The later layers may have a sliding window."""
+    return decoder_config(hf, qkv_bias=True)
+
+
+def _qwen3(hf: PretrainedConfig) -> ModelConfig:
+    """Queries and keys are normalised per head. The later layers may have a sliding window."""
+    return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="head")
+
+
+LLAMA = Family("llama", _llama, ATTENTION_NAMES | MLP_NAMES)
+MISTRAL = Family("mistral", _mistral, ATTENTION_NAMES | MLP_NAMES)
+QWEN2 = Family("qwen2", _qwen2, ATTENTION_NAMES | MLP_NAMES)
+QWEN3 = Family("qwen3", _qwen3, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES)

@@ -17,13 +17,13 @@ from postlude.hf.family import NOT_IN_HF, Family, HFTensor, copy_from_hf, map_to
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.read_model import (
     GGUF_NEEDS,
-    existing,
     first_line,
     read_model,
     read_model_with_mtp,
     read_recast_plan,
+    resolve_path,
     tensors_in,
-    weights_at,
+    weights_path,
     with_mtp,
 )
 from postlude.hf.tensor_source import TensorSource
@@ -76,7 +76,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model directory or a GGUF file; one token per byte for the built-in models."""
     if isinstance(source, str) and source in BUILTIN:
         return byte_tokenizer()
-    path = existing(source)
+    path = resolve_path(source)
     try:
         if path.is_dir():
             return AutoTokenizer.from_pretrained(path)
@@ -206,7 +206,7 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     prediction included.
     """
     given = source.source if isinstance(source, Recast) else source
-    path = weights_at(given)
+    path = weights_path(given)
     if path is None or not path.is_dir():
         return None
     family, config = (read_model_with_mtp if isinstance(source, Recast) else read_model)(given, families)
@@ -285,7 +285,7 @@ def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None
 
 
 def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:
-    path = weights_at(source)
+    path = weights_path(source)
     if path is None:
         return None
     if path.is_dir():

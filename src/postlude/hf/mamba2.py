@@ -1,4 +1,4 @@
-"""Mamba-2 by itself, and how all families with such blocks name their tensors."""
+"""Mamba-2, and the tensor names of all families with Mamba-2 blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKBONE = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f", "head
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """One block a layer. The residual stream is in the dtype of all else, whatever `residual_in_fp32` says."""
+    """One block per layer. The residual stream has the model's dtype, whatever `residual_in_fp32` is."""
     check_activation(hf.hidden_act)
     block = MambaConfig(
         heads=hf.num_heads,
@@ -35,21 +35,21 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
 
 
 def check_activation(name: str) -> None:
-    """Refuse a convolution that is followed by something else than silu."""
+    """Refuses a convolution with another activation than silu."""
     if name not in ("silu", "swish"):
         raise ValueError(f"a Mamba-2 block with activation {name!r} is not supported, only with silu.")
 
 
 def time_step_limit(hf: PretrainedConfig) -> tuple[float, float]:
-    """The least and the greatest time step; JSON has no word for infinity, so it may be missing or text."""
+    """Returns the bounds of the time step. JSON has no infinity, so it may be missing or text."""
     low, high = hf.time_step_limit or (0.0, math.inf)
     return float(low), float(high)
 
 
 def mamba_names(mixer: str, config: ModelConfig) -> Names:
-    """Our tensors of a block "mamba" in theirs, whose module in a layer is called `mixer`.
+    """Returns the names of a block "mamba" whose module in their layer is `mixer`.
 
-    They keep the projections of z, x, B, C and dt in one, and the kernels of x, B and C.
+    They fuse the projections of z, x, B, C and dt, and the convolutions of x, B and C.
     """
     block = config.blocks["M"]
     assert isinstance(block, MambaConfig)

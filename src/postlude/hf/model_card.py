@@ -1,4 +1,4 @@
-"""The model card: what a model is, what it was made from, how, and what it scores. It is the README.md of an export."""
+"""ModelCard: the README.md of an export: what the model is, what it was made from, how, and its scores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the hub, such as org/model
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the caller knows of a model; what the model itself knows is added when it is written."""
+    """What the caller knows of a model. Facts from its config are added when the card is written."""
 
     base: str = ""
-    """What it was made from: a name on the hub, or a path."""
+    """The model it was made from: a name on the hub, or a path."""
     how: str = ""
     """How it was made, in a sentence or a command."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What it was trained with, by name."""
+    """Training settings by name."""
     scores: Mapping[str, Any] = field(default_factory=dict)
-    """What it was measured to do, by what was measured."""
+    """Scores by name."""
 
     def text(self, title: str, facts: Mapping[str, Any], *, library: str = "transformers") -> str:
-        """The card as Markdown. `facts` are what the model knows of itself, `library` is what loads it."""
+        """Returns the card as Markdown. `facts` come from the model's config, `library` loads the model."""
         front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- postlude"]
         if HUB.fullmatch(self.base):
             front.append(f"base_model: {self.base}")

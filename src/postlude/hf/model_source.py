@@ -1,4 +1,4 @@
-"""What a model can be loaded from."""
+"""Source: what a model can be loaded from."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ PlainSource: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
 class Recast:
     """The model of a source under another pattern: `Recast("path/of/a-llama", "[M-][*-]{3}", {"M": MambaConfig(…)})`.
 
-    Its blocks are counted one by one, however they are grouped, and the new pattern has as many. One whose symbol is
-    the same at its place keeps its weights, under the name it has now. Any other is new: it needs a config in `blocks`,
-    if the source has none for its symbol, and starts from fresh weights. Multi-token-prediction depths may be added or
-    left out at the end; those that the source's files hold stay. `postlude.hf.read_model.read_recast_plan` tells what
-    stays, what is fresh and what is dropped.
+    Blocks are matched by position, however they are grouped, and the new pattern has as many. A block with the same
+    symbol keeps its weights, under its new name. Any other is new: it is initialised, and needs a config in `blocks` if
+    the source has none for its symbol. Multi-token-prediction depths may be added or left out at the end; those in the
+    source's files stay. `postlude.hf.read_model.read_recast_plan` returns what stays, what is new and what is dropped.
     """
 
     source: PlainSource

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: Mamba-2, attention without positions, ReLU² MLPs and experts, one block a layer."""
+"""Nemotron-H and Nemotron 3: Mamba-2, attention without positions, ReLU² MLPs and experts, one block per layer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NAMES = {
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """Time steps are held within `time_step_limit`, as in NVIDIA's own code; transformers 5 takes the least from
-    `time_step_min`, which is for fresh weights (its pull request 48989 mends that)."""
+    """Time steps are clamped to `time_step_limit`, as in NVIDIA's code; transformers 5 takes the minimum from
+    `time_step_min`, which is for initialisation (its pull request 48989 fixes that)."""
     layers = [SYMBOLS[kind] for kind in hf.layers_block_type]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
     blocks = {symbol: makers[symbol](hf) for symbol in dict.fromkeys(layers)}
@@ -84,7 +84,7 @@ def _moe(hf: PretrainedConfig) -> BlockConfig:
 
 
 def names(config: ModelConfig) -> Names:
-    """Every block's module is called mixer."""
+    """Returns the names: every block's module is `mixer`."""
     return {**NAMES, **(mamba_names("mixer", config) if "M" in config.blocks else {})}
 
 

@@ -1,4 +1,4 @@
-"""OLMo 3: norms after attention and MLP, queries and keys normalised whole, three sliding layers in four."""
+"""OLMo 3: norms after attention and MLP, queries and keys normalised as a whole, three sliding layers in four."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """Rotary scaling belongs to the full layers alone; the config carries parameters for each kind of layer."""
+    """Rotary scaling applies to the full-attention layers alone; the config has parameters for each type of layer."""
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post")
 
 

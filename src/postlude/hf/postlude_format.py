@@ -1,12 +1,12 @@
-"""Models that no Hugging Face family describes, as Postlude's own directories.
+"""Postlude's own model directories, for models that no Hugging Face family describes.
 
-Such a directory has `postlude.json` where theirs have config.json, and its tensors go by our names. All else is alike:
-safetensors, sharded with an index where they are large, generation_config.json, a tokenizer and a model card.
+Such a directory has `postlude.json` instead of config.json, and its tensors have our names. All else is as theirs:
+safetensors, sharded with an index if they are large, generation_config.json, a tokenizer and a model card.
 
     {"format": 1, "dtype": "bfloat16", "config": {"pattern": "[M-][*-]", …}, "hf_config": {…}}
 
-`config` is the ModelConfig (`model/config_json.py`). `hf_config` is what the config.json said that the model was first
-read from, if it was: given the pattern that it had there, it is a model of that family again.
+`config` is the ModelConfig (`model/config_json.py`). `hf_config` is the config.json that the model was first read
+from, if any: under its pattern of then, it is a model of that family again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from postlude.model.config_json import config_from_json, config_to_json
 
 POSTLUDE_CONFIG = "postlude.json"
 FORMAT = 1
-ENDLESS = "__float__"
+NOT_FINITE = "__float__"
 ENTRIES = ("format", "dtype", "config", "hf_config")
 
 
 @dataclass(frozen=True)
 class PostludeConfig:
-    """What `postlude.json` says: a model's config, and the dtype of its weights. To be written like a family's."""
+    """The content of `postlude.json`: a model's config and the dtype of its weights."""
 
     config: ModelConfig
     dtype: torch.dtype
     blocks: Mapping[str, type[Block]]
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write it."""
+        """Writes `postlude.json`, as transformers' configs write config.json."""
         (directory / POSTLUDE_CONFIG).write_text(
             json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its entries. A config that JSON cannot hold is a sentence."""
+        """Returns its entries. Raises if JSON cannot hold the config."""
         return {
             "format": FORMAT,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -56,10 +56,10 @@ class PostludeConfig:
 
 
 def read_postlude_config(directory: Path, blocks: Mapping[str, type[Block]] = BLOCKS) -> ModelConfig:
-    """The config of a model in a directory of Postlude's own; `blocks` is the table of blocks, with yours added."""
+    """Returns the config of a model in Postlude's own format; `blocks` is the table of blocks, with yours added."""
     file = directory / POSTLUDE_CONFIG
     try:
-        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse, object_hook=_endless)
+        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse, object_hook=_decode_float)
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{file} is not JSON that can be read ({error}); fetch or write it again.") from error
     try:
@@ -69,19 +69,19 @@ def read_postlude_config(directory: Path, blocks: Mapping[str, type[Block]] = BL
 
 
 def _plain(value: Any) -> Any:
-    """A config's value in JSON's words, an endless number as transformers writes it."""
+    """Returns a config's value as JSON; a number that is not finite is written as transformers writes it."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return {ENDLESS: str(value)}
+        return {NOT_FINITE: str(value)}
     return value if isinstance(value, str | int | float | NoneType) else str(value)
 
 
-def _endless(entries: dict[str, Any]) -> Any:
-    """The number that `_plain` wrote as an object, or the object."""
-    return float(entries[ENDLESS]) if entries.keys() == {ENDLESS} else entries
+def _decode_float(entries: dict[str, Any]) -> Any:
+    """Returns the number that `_plain` wrote as an object, or the object."""
+    return float(entries[NOT_FINITE]) if entries.keys() == {NOT_FINITE} else entries
 
 
 def _refuse(word: str) -> None:

@@ -1,6 +1,6 @@
-"""Qwen3.5's text models, dense and with experts: Qwen3-Next whose z, b and a have projections of their own.
+"""Qwen3.5's text models, dense and with experts: Qwen3-Next with separate projections of z, b and a.
 
-They are also read out of the models that see, which is how they are published; what is exported is the text model.
+They are also read out of the published vision models; the export is the text model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_moe(hf: PretrainedConfig) -> ModelConfig:
 
 
 def names(config: ModelConfig) -> Names:
-    """q, k and v stand in one matrix, one after another."""
+    """Returns the names: q, k and v are one matrix, one after another."""
     found = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
     if "G" not in config.blocks:
         return found
@@ -53,7 +53,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
-    """The config of the text model inside one that sees, with what the whole says of it."""
+    """Returns the config of the text model in a vision model, with the fields that only the whole has."""
     text = copy.deepcopy(hf.text_config)
     text.tie_word_embeddings = hf.tie_word_embeddings
     text.dtype = text.dtype or hf.dtype
@@ -61,7 +61,7 @@ def text_config(hf: PretrainedConfig) -> PretrainedConfig:
 
 
 def stacked_names(config: ModelConfig) -> Names:
-    """As published, experts are stacked, and each one's gate stands before its up."""
+    """Returns the names of the published files: experts are stacked, and each one's gate comes before its up."""
     moe = cast(MoEConfig, config.blocks["E"])
     inner = moe.intermediate_size
     shape = (moe.experts, 2 * inner, config.hidden_size)
@@ -92,12 +92,12 @@ QWEN3_5_VISION = Family(
     },
     layer=f"model.language_model.layers.{LAYER}",
     mtp=MTP_NAMES_3_5,
-    ignored={"model.visual.": "what sees"},
+    ignored={"model.visual.": "vision"},
 )
 QWEN3_5_MOE_VISION = replace(
     QWEN3_5_VISION,
     model_type="qwen3_5_moe",
     to_model=lambda hf: to_moe(text_config(hf)),
     names=stacked_names,
-    adapt_source=StackedExpertsSource,  # some of those published have the experts of multi-token prediction one by one
+    adapt_source=StackedExpertsSource,  # some published files have the MTP experts one by one
 )

@@ -22,7 +22,7 @@ MOE_NAMES = {
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The balance loss is on where transformers would add it to the loss: with `output_router_logits`."""
+    """The balance loss is on if transformers would add it to the loss: with `output_router_logits`."""
     second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
     if "E" in second:
@@ -32,7 +32,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
             intermediate_size=hf.moe_intermediate_size,
             activation=activation(hf),
             normalise=hf.norm_topk_prob,
-            # Theirs counts each of the top_k choices as a share of its own.
+            # transformers counts each of the top_k choices separately.
             balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
         )
     return decoder_config(
@@ -47,7 +47,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
 
 
 def experts_or_dense(hf: PretrainedConfig) -> list[str]:
-    """The second block of each layer: an MLP where `mlp_only_layers` or `decoder_sparse_step` leaves it dense."""
+    """Returns the second block of each layer: an MLP where `mlp_only_layers` or `decoder_sparse_step` ask for it."""
     dense = set(hf.mlp_only_layers or ())
     sparse = (
         layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0

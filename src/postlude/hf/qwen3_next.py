@@ -35,7 +35,7 @@ NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
 
 
 def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """As Qwen3-MoE, but for what mixes tokens."""
+    """Qwen3-MoE with other token mixers."""
     second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
     if "E" in second:
@@ -46,7 +46,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
 
 
 def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
-    """A ModelConfig whose first block of each layer is by `layer_types`; `second` and its configs are the caller's."""
+    """Returns a ModelConfig whose first blocks follow `layer_types`; `second` are the other blocks of the layers."""
     unknown = sorted(set(hf.layer_types) - set(LAYER_TYPES))
     if unknown:
         raise ValueError(f"layer_types holds {', '.join(unknown)}, which {hf.model_type} has no block for.")
@@ -80,9 +80,9 @@ def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[s
 
 
 def shared_experts(hf: PretrainedConfig, *, normalise: bool) -> MoEConfig:
-    """Experts of which one sees every token, by a gate of its own.
+    """Returns experts with a shared expert that has its own gate.
 
-    The balance loss is on where transformers would add it to the loss: with `output_router_logits`.
+    The balance loss is on if transformers would add it to the loss: with `output_router_logits`.
     """
     return MoEConfig(
         experts=hf.num_experts,
@@ -92,20 +92,20 @@ def shared_experts(hf: PretrainedConfig, *, normalise: bool) -> MoEConfig:
         normalise=normalise,
         shared_intermediate_size=hf.shared_expert_intermediate_size,
         shared_gate=True,
-        # Theirs counts each of the top_k choices as a share of its own.
+        # transformers counts each of the top_k choices separately.
         balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
     )
 
 
 def names(config: ModelConfig) -> Names:
-    """q, k, v and z stand in one matrix and b and a in another, key head by key head."""
+    """Returns the names: q, k, v and z are one matrix and b and a another, key head by key head."""
     found = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
     if "G" not in config.blocks:
         return found
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     heads, size, group = delta.key_heads, config.hidden_size, delta.group
-    stretches = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
-    qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, stretches)
+    sizes = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
+    qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, sizes)
     ba = _by_head("linear_attn.in_proj_ba.weight", heads, size, (group, group))
     for name, place in zip("qkvzba", (*qkvz, *ba), strict=True):
         found[f"gated_delta.{name}_proj.weight"] = place
@@ -113,7 +113,7 @@ def names(config: ModelConfig) -> Names:
 
 
 def gated_attention_names(config: ModelConfig) -> Names:
-    """Each head's queries stand before its gate in one matrix."""
+    """Returns the names of attention: each head's queries come before its gate in one matrix."""
     if "*" not in config.blocks:
         return {}
     attention = cast(AttentionConfig, config.blocks["*"])
@@ -131,7 +131,7 @@ def gated_attention_names(config: ModelConfig) -> Names:
 
 
 def gated_delta_names(config: ModelConfig) -> Names:
-    """All but the projections that go in. The convolutions of q, k and v are one."""
+    """Returns the names of a gated delta net but for its input projections. The convolutions of q, k and v are one."""
     if "G" not in config.blocks:
         return {}
     delta = cast(GatedDeltaConfig, config.blocks["G"])
@@ -152,13 +152,13 @@ def gated_delta_names(config: ModelConfig) -> Names:
     }
 
 
-def _by_head(theirs: str, heads: int, size: int, stretches: Sequence[int]) -> list[TensorMapping]:
-    """Matrices that stand in theirs one after another, head by head, each with its stretch of rows of a head."""
-    rows_of_head, found, start = sum(stretches), [], 0
-    for stretch in stretches:
-        index = (slice(None), slice(start, start + stretch))
+def _by_head(theirs: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
+    """Maps matrices that are interleaved by head in one of theirs, each with its number of rows per head."""
+    rows_of_head, found, start = sum(sizes), [], 0
+    for rows in sizes:
+        index = (slice(None), slice(start, start + rows))
         found.append(TensorMapping(theirs, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index))
-        start += stretch
+        start += rows
     return found
 
 

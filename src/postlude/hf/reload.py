@@ -1,4 +1,4 @@
-"""renew: another set of weights for a model that is there, read from a directory, all of them or none."""
+"""reload_weights: reads other weights into an existing model, all of them or none."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from postlude.model import LanguageModel
 
 
 class PartialReloadError(RuntimeError):
-    """Reading failed after it had begun: the model has some of the new weights and some of the old."""
+    """Reading failed in the middle: the model has some of the new weights and some of the old."""
 
 
 def reload_weights(model: LanguageModel, directory: str | os.PathLike[str]) -> str:
-    """Copy the weights of a directory that `export_hf` wrote into a model of the same config, in place.
+    """Copies the weights of a directory that `export_hf` wrote into a model of the same config, in place.
 
-    What the files' headers show is seen before the first weight is touched: a directory without one of the tensors, or
-    with another shape, raises a sentence and leaves the model as it was. Returns the checksum of what was read.
+    The files' headers are checked first: a missing tensor, or one of another shape, raises and leaves the model as it
+    was. Returns the checksum of the weights.
     """
     try:
         path = Path(directory).expanduser()
-    except RuntimeError as error:  # ~ of a user that there is none of
+    except RuntimeError as error:  # ~ of an unknown user
         raise FileNotFoundError(f"{directory} names the home of a user who is not known here.") from error
     family = FAMILIES[model.config.family] if model.config.family is not None else None
     summed = ChecksummedSource(SafetensorsSource(path))

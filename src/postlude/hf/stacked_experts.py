@@ -1,4 +1,4 @@
-"""Experts of multi-token prediction that files have one by one, seen stacked as the trunk's are."""
+"""StackedExpertsSource: stacks experts of multi-token prediction that files have one by one."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ FUSED, DOWN = ".gate_up_proj", ".down_proj"
 
 
 class StackedExpertsSource:
-    """The tensors of another source, where each depth's experts are [experts, 2 · inner, H] and [experts, H, inner].
+    """The tensors of another source, with each depth's experts as [experts, 2 · inner, H] and [experts, H, inner].
 
-    Each one's gate stands before its up. What is stacked already is left as it is.
+    The gate of an expert comes before its up projection. Experts that are stacked already stay as they are.
     """
 
     def __init__(self, single: TensorSource) -> None:
         self._single = single
-        self._experts: dict[str, int] = {}  # how many there are of one layer, by what their names begin with
+        self._experts: dict[str, int] = {}  # the number of experts by the prefix of their names
         for name in single.names():
-            if found := ONE.fullmatch(name):
-                self._experts[found[1]] = max(self._experts.get(found[1], 0), int(found[2]) + 1)
+            if match := ONE.fullmatch(name):
+                self._experts[match[1]] = max(self._experts.get(match[1], 0), int(match[2]) + 1)
 
     def names(self) -> Iterable[str]:
-        """Every tensor, experts by the name that they have when they are stacked."""
+        """Returns the names of all tensors, with the names of stacked experts."""
         yield from (name for name in self._single.names() if not ONE.fullmatch(name))
         for stem in self._experts:
             yield from (stem + FUSED, stem + DOWN)
 
     def take(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Returns one tensor, on the CPU."""
         parts = self._parts(name)
         if parts is None:
             return self._single.take(name)
         return torch.stack([torch.cat([self._single.take(each) for each in expert]) for expert in parts])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of one tensor."""
+        """Returns the shape of one tensor."""
         parts = self._parts(name)
         if parts is None:
             return self._single.shape(name)
@@ -49,13 +49,13 @@ class StackedExpertsSource:
         return (len(parts), sum(rows), *(sizes[0] for sizes in rest))
 
     def _parts(self, name: str) -> list[list[str]] | None:
-        """The tensors that a stacked one is made of, expert by expert; None if it is there as it is."""
+        """Returns the tensors of a stacked one, expert by expert; None if it is not stacked here."""
         stem, dot, leaf = name.rpartition(".")
         if stem not in self._experts or dot + leaf not in (FUSED, DOWN):
             return None
         which = ("gate", "up") if dot + leaf == FUSED else ("down",)
         parts = [[f"{stem}.{expert}.{each}_proj.weight" for each in which] for expert in range(self._experts[stem])]
-        there = set(self._single.names())
-        for missing in (each for expert in parts for each in expert if each not in there):
+        available = set(self._single.names())
+        for missing in (name for expert in parts for name in expert if name not in available):
             raise ValueError(f"the source lacks {missing}, but has other experts of {stem}; fetch it again.")
         return parts

@@ -1,4 +1,4 @@
-"""The byte tokenizer of the built-in models, and where two tokenizers differ."""
+"""The byte tokenizer of the built-in models, and the first difference of two tokenizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token a byte, then the special tokens; a transformers tokenizer, so it is saved and exported like any."""
+    """Returns a transformers tokenizer with one token per byte, then the special tokens."""
     tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
-    """The smallest id that stands for different tokens in two tokenizers, with both tokens; None if there is none."""
+    """Returns the smallest id with different tokens in two tokenizers, and both tokens; None if there is none."""
     tokens, others = ({number: token for token, number in each.get_vocab().items()} for each in (one, other))
     differing = [number for number in tokens.keys() | others.keys() if tokens.get(number) != others.get(number)]
     if not differing:
@@ -35,7 +35,7 @@ def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBas
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte: its own where that is printable, else the next one past Latin-1."""
+    """Returns the letter for each byte: its own if that is printable, else the next one past Latin-1."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     beyond = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
     return [chr(byte) if chr(byte) in alphabet else next(beyond) for byte in range(256)]

@@ -112,9 +112,9 @@ class Distill:
 
 def _check_ids(inputs: OutputInputs) -> None:
     """Refuses ids outside the vocabulary, by the column's range on the host."""
-    facts, size = inputs.microbatch.column_stats.get(TEACHER_IDS), inputs.config.vocab_size
-    if facts is not None and (facts.least < 0 or facts.most >= size):
-        wrong = facts.least if facts.least < 0 else facts.most
+    stats, size = inputs.microbatch.column_stats.get(TEACHER_IDS), inputs.config.vocab_size
+    if stats is not None and (stats.minimum < 0 or stats.maximum >= size):
+        wrong = stats.minimum if stats.minimum < 0 else stats.maximum
         raise ValueError(
             f'"{TEACHER_IDS}" holds {wrong:.0f}, which is outside the vocabulary, 0 to {size - 1}. '
             "Give ids of this model's vocabulary."

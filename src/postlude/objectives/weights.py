@@ -79,7 +79,7 @@ def weighted_targets(microbatch: Microbatch, over: str) -> WeightedTargets:
         )
     stats = microbatch.column_stats.get(over)
     targets = microbatch.targets.masked_fill(values == 0, IGNORE)
-    return WeightedTargets(targets, values, None if stats is None else stats.weighed)
+    return WeightedTargets(targets, values, None if stats is None else stats.nonzero)
 
 
 def sequence_mean(microbatch: Microbatch, values: Tensor, kept: Tensor) -> Tensor:
