@@ -129,7 +129,7 @@ BAD = [
     grpo(
         "experts replayed where there are none",
         "--replay_routing=true",
-        says=("replay_routing", "tiny-dense has none", "Set it to false"),
+        says=("replay_routing", "tiny-dense has no experts", "Set it to false"),
     ),
     sft(
         "no such model", "--model=modle", says=("'modle'", "neither a model directory"), mended=(*SFT, "--model=model")
@@ -494,7 +494,7 @@ def test_checkpoints_that_are_not_there_or_not_whole(
         damage(checkpoint)
     capsys.readouterr()
     assert run((*more, "--steps=4")) == 2
-    assert "no checkpoint of" in capsys.readouterr().err
+    assert "every checkpoint of" in capsys.readouterr().err
 
 
 def damage(checkpoint: Path) -> None:

@@ -48,7 +48,7 @@ def told_of(run: Path) -> list[dict[str, Any]]:
 
 
 def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str, Any]]:
-    return trained(group, run, *overrides, beginning=StartMode(step))
+    return trained(group, run, *overrides, start_mode=StartMode(step))
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
         "save_every": [1, 2],
         "keep_checkpoints": [9, 1],
     }
-    with pytest.raises(pytest.fail.Exception, match=r"batch is 4 there and 8 here.*--from .*/parts/step-000004"):
+    with pytest.raises(pytest.fail.Exception, match=r"batch_size is 4 there and 8 here.*--from .*/parts/step-000004"):
         ranks(1, trained, parts, rows, "--steps=4", "--batch_size=8")
     with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but the run ends at step 3"):
         ranks(1, trained, parts, rows, "--steps=3")
