@@ -337,7 +337,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
         ("steps: a: b", "FILE line 3 is not YAML: mapping values are not allowed here."),
         ("steps: [1", "FILE line 4 is not YAML: expected ',' or ']', but got '<stream end>'."),
         ("---\nsteps: 3", "FILE line 3 is not YAML: but found another document."),
-        ("extra: &a [*a]", "FILE is not YAML: a value contains itself, or too many others."),
+        ("extra: &a [*a]", "FILE is not YAML: a value contains itself, or is nested too deeply."),
         ("extra: \x00", "FILE is not YAML: unacceptable character #x0000: special characters are not allowed in \"<unicode string>\", position 55."),
     ],
 )  # fmt: skip

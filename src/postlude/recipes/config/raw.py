@@ -1,4 +1,4 @@
-"""What a user wrote, before it has types: a YAML file's tree with the command line's keys set in it; and where."""
+"""What a user wrote, before it has types: the tree of a YAML file and the command line, with line numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from postlude.recipes.config.schema import join, plain
 COMMAND_LINE = "on the command line"
 CALL = "in the call"
 NULL = "tag:yaml.org,2002:null"
-RULES = {  # YAML 1.2's, and none. They decide about null, and about fields that take any value
+RULES = {  # YAML 1.2's, and `none`. They decide what null is, and the type of values in untyped fields
     NULL: (r"~|null|Null|NULL|none|None|", ["~", "n", "N", ""]),
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
@@ -34,13 +34,13 @@ class ConfigError(ValueError):
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML by these rules alone."""
+    """Safe YAML with these rules only."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the base class has it so
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as in the base class
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that this loader, or another, would take for something else."""
+    """Quotes text that a YAML loader would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: D102
         return True
@@ -65,7 +65,7 @@ for _tag, (_pattern, _starts) in RULES.items():
 
 @dataclass
 class RawValue:
-    """What stands at a key: a scalar, a list, or entries. Entries beside a scalar are set over what it stands for."""
+    """The value of a key: a scalar, a list, or entries. Entries beside a scalar override parts of it."""
 
     path: str
     where: str
@@ -73,9 +73,9 @@ class RawValue:
     items: list[RawValue] | None = None
     entries: dict[str, RawValue] = field(default_factory=dict)
     file: Path | None = None
-    """The config file that it was written in; None on the command line."""
+    """The config file; None on the command line."""
     whole: bool = False
-    """The entries are a mapping as it was written, not keys that were set one by one."""
+    """Whether the entries are a whole mapping, and not keys that were set one by one."""
 
     def __str__(self) -> str:
         if self.scalar is not None:
@@ -83,31 +83,31 @@ class RawValue:
         return "a list" if self.items is not None else "a mapping"
 
     def inside(self, part: str | int) -> RawValue | None:
-        """What stands at a key, or at a place of a list."""
+        """Returns the value at a key, or at an index of a list."""
         if isinstance(part, int) and self.items is not None:
             return self.items[part]
         return self.entries.get(str(part))
 
     @property
     def null(self) -> bool:
-        """Nothing, said in so many words."""
+        """Whether it is an explicit null."""
         return self.scalar is not None and self.scalar.tag == NULL and not self.entries
 
     @property
     def places(self) -> str:
-        """Where it and the keys under it were written."""
-        later = COMMAND_LINE if self.where != COMMAND_LINE and self._set_later() else ""
-        return " and ".join(filter(None, (self.where, later)))
+        """Where it and the keys below it were written."""
+        override = COMMAND_LINE if self.where != COMMAND_LINE and self._on_command_line() else ""
+        return " and ".join(filter(None, (self.where, override)))
 
-    def _set_later(self) -> bool:
-        return self.where == COMMAND_LINE or any(each._set_later() for each in self.entries.values())
+    def _on_command_line(self) -> bool:
+        return self.where == COMMAND_LINE or any(each._on_command_line() for each in self.entries.values())
 
 
 def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
-    """The file with the settings and then the overrides set in it, one after the other."""
-    written = RawValue("", "") if file is None else _read_file(file)
+    """Returns the tree of the file, with settings and then overrides set in it."""
+    raw = RawValue("", "") if file is None else _read_file(file)
     for each in settings:
-        _set_values(written, plain(each))
+        _set_values(raw, plain(each))
     rest = list(overrides)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -115,8 +115,8 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
             raise ConfigError(f'"{name}" is no config key; write --a.b VALUE or --a.b=VALUE.')
         if not equals and (not rest or rest[0].startswith("--")):
             raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
-        _set(written, name[2:], value if equals else rest.pop(0))
-    return written
+        _set(raw, name[2:], value if equals else rest.pop(0))
+    return raw
 
 
 def _read_file(file: Path) -> RawValue:
@@ -129,17 +129,17 @@ def _read_file(file: Path) -> RawValue:
         raise ConfigError(f'there is no config file "{file}"; {hint}')
     try:
         node = Loader(file.read_text("utf-8")).get_single_node()
-        written = RawValue("", f"in {file}") if node is None else _tree(node, "", f"in {file}", file)
+        raw = RawValue("", f"in {file}") if node is None else _tree(node, "", f"in {file}", file)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         if isinstance(error, RecursionError):
-            problem = "a value contains itself, or too many others"
+            problem = "a value contains itself, or is nested too deeply"
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{line} is not YAML: {problem}.") from error
-    if node is not None and not written.whole:
+    if node is not None and not raw.whole:
         raise ConfigError(f"{file} line {node.start_mark.line + 1} is no config; write lines of `key: value`.")
-    return written
+    return raw
 
 
 def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> RawValue:
@@ -155,18 +155,18 @@ def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> R
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else "?"
         if name in entries:
-            first = f"{entries[name].where} and {place(key)}"
-            raise ConfigError(f'config key "{join(path, name)}" is given twice, {first}; keep one.')
+            places = f"{entries[name].where} and {place(key)}"
+            raise ConfigError(f'config key "{join(path, name)}" is given twice, {places}; keep one.')
         entries[name] = _tree(value, join(path, name), place(key), file)
     return RawValue(path, where, entries=entries, whole=True)
 
 
-def _set_values(written: RawValue, values: Mapping[str, Any]) -> None:
-    """Set values of Python in what is written: those of a mapping one by one."""
+def _set_values(raw: RawValue, values: Mapping[str, Any]) -> None:
+    """Sets values from Python, those of a mapping one by one."""
     for name, value in values.items():
-        path = join(written.path, str(name))
+        path = join(raw.path, str(name))
         if isinstance(value, Mapping) and value:
-            _set_values(written.entries.setdefault(str(name), RawValue(path, CALL)), value)
+            _set_values(raw.entries.setdefault(str(name), RawValue(path, CALL)), value)
             continue
         try:
             node = SafeRepresenter().represent_data(value)
@@ -174,16 +174,16 @@ def _set_values(written: RawValue, values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f'config key "{path}" is a {type(value).__name__} {CALL}; give a number, text, a list or a mapping.'
             ) from None
-        written.entries[str(name)] = _tree(node, path, CALL)
+        raw.entries[str(name)] = _tree(node, path, CALL)
 
 
-def _set(written: RawValue, path: str, text: str) -> None:
+def _set(raw: RawValue, path: str, text: str) -> None:
     *sections, name = path.split(".")
     for section in sections:
-        written = written.entries.setdefault(section, RawValue(join(written.path, section), COMMAND_LINE))
+        raw = raw.entries.setdefault(section, RawValue(join(raw.path, section), COMMAND_LINE))
     found = RawValue(path, COMMAND_LINE)
     if text.startswith(("[", "{")):
-        with contextlib.suppress(yaml.YAMLError):  # it may be meant as text
+        with contextlib.suppress(yaml.YAMLError):  # it may be text
             found = _tree(Loader(text).get_single_node() or yaml.ScalarNode(NULL, ""), path, COMMAND_LINE)
     found.scalar = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
-    written.entries[name] = found
+    raw.entries[name] = found

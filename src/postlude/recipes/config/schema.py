@@ -1,13 +1,13 @@
-"""What a config can hold, as one JSON Schema: help, editors and the reader of configs all look at it.
+"""What a config can hold, as one JSON Schema. Help, editors and `load.py` use it.
 
-A config is a `Settings` (pydantic) made of other ones and of the core's own dataclasses. The string under a field is
-its help, its type carries its bounds. Where a field may hold one of several, `TaggedUnion` names each:
+A config is a `Settings` (pydantic) of other ones and of the core's dataclasses. The string under a field is its help,
+its type has its bounds. `TaggedUnion` names the alternatives of a field:
 
     class Config(Settings):
         steps: PositiveInt = 100
         '''Optimizer steps.'''
         optimizer: Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)] = AdamW()
-        '''How weights are moved.'''
+        '''Optimizer.'''
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 KIND = "kind"
-"""The key that says which of several a section is."""
+"""The key that names the alternative of a section."""
 TEXT = "="
-"""The key of text that stands for a section, beside those that are set over it: layout=pp=2 and layout.vpp=2."""
+"""The key of text that is parsed to a section, beside keys that override it: layout=pp=2 and layout.vpp=2."""
 
 NAME = "x-kind"
-"""In a schema, a section's name; editors pass over it. Those without one are no part of a `TaggedUnion`."""
+"""In a schema, the name of a section in a `TaggedUnion`. Editors ignore it."""
 
 PLACE = "x-path"
-"""In a schema, marks text that names a file or directory to read; see `InputPath`."""
+"""In a schema, marks text that is a path; see `InputPath`."""
 
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -48,13 +48,13 @@ BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of 
 
 
 class Settings(BaseModel):
-    """A config, or a section of one: frozen, with no other keys, described by the strings under its fields."""
+    """A config, or a section of one: frozen, without unknown keys, documented by the strings under its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, protected_namespaces=())
 
 
 class InputPath:
-    """Beside the type of a field that names something to read: `path: Annotated[Path, InputPath("path")]`.
+    """Marks a field that is a path to read: `path: Annotated[Path, InputPath("path")]`.
 
     `what` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
     RawValue in a config file, it is looked for beside that file first, then in the working directory.
@@ -64,12 +64,12 @@ class InputPath:
         self.what = what
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The field's own schema, marked."""
+        """Returns the field's schema with the mark."""
         return handler(core) | {PLACE: self.what}
 
 
 class TaggedUnion:
-    """The sections a field may hold, by name: `Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]`.
+    """The alternatives of a field by name: `Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]`.
 
     One alone needs no name: `Annotated[Layout, TaggedUnion(Layout)]` says that it can be given as text. Text is
     read by a class's `parse`, or stands for the field that its `text_field` names.
@@ -79,7 +79,7 @@ class TaggedUnion:
         self.classes: dict[str, type] = classes if only is None else {"": only}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Choose by the key, leave it out of what is validated, and write it again."""
+        """Returns a tagged union that drops the key before validation and writes it again."""
 
         def section(cls: type) -> CoreSchema:
             return core_schema.no_info_before_validator_function(functools.partial(_contents, cls), handler(cls))
@@ -92,7 +92,7 @@ class TaggedUnion:
         )
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Any of the sections, each with its name beside it, or that name, or text."""
+        """Returns any of the sections with its name, or the name alone, or text."""
         found = []
         for name, choice in core["choices"].items():
             cls = self.classes[name]
@@ -104,7 +104,7 @@ class TaggedUnion:
         return {"anyOf": [*found, *names, *texts]}
 
     def name_of(self, value: Any) -> str | None:
-        """The name of a section, given as a value or as keys."""
+        """Returns the name of a section, given as a value or as keys."""
         if isinstance(value, Mapping):
             return "" if "" in self.classes else cast("str | None", value.get(KIND))
         return next((name for name, cls in self.classes.items() if isinstance(value, cls)), None)
@@ -115,7 +115,7 @@ class TaggedUnion:
 
 
 def _contents(cls: type, value: Any) -> Any:
-    """What is validated as `cls`: keys without the kind's, over those that text stands for."""
+    """Returns the keys of `cls` to validate: without the kind, and with text parsed."""
     if not isinstance(value, Mapping):
         return value
     text = plain(cls.parse(value[TEXT])) if TEXT in value else {}  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def _contents(cls: type, value: Any) -> Any:
 
 
 class _JsonSchema(GenerateJsonSchema):
-    """Defaults as a config would have them, and `none` wherever nothing may be given."""
+    """Writes defaults as in a config, and `none` for None."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         found = super().default_schema(schema)
@@ -143,11 +143,11 @@ class _JsonSchema(GenerateJsonSchema):
         return False
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
-        return value  # as written
+        return value  # in the order of the fields
 
 
-class _Helpful(_JsonSchema):
-    """The same with the help of every field, for which the files of their classes are read."""
+class _JsonSchemaWithHelp(_JsonSchema):
+    """The same with the help of every field, read from the source files of the classes."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         return _with_help(super().model_schema(schema), schema["cls"])
@@ -157,7 +157,7 @@ class _Helpful(_JsonSchema):
 
 
 def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
-    """The schema of a section, with the strings under the fields of its class."""
+    """Adds the strings under the fields of a class to its schema."""
     helps = {name: text for base in reversed(cls.__mro__) for name, text in _helps(base).items()}
     for name, field in found.get("properties", {}).items():
         if name in helps:
@@ -166,13 +166,13 @@ def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
 
 
 def _helps(cls: type) -> dict[str, str]:
-    """The strings under the fields that a class itself declares."""
+    """Returns the strings under the fields that a class itself declares."""
     return _read(cls.__module__).get(cls.__qualname__, {}) if cls.__module__ != "builtins" else {}
 
 
 @functools.cache
 def _read(module: str) -> dict[str, dict[str, str]]:
-    """The strings under fields, by class. A file is parsed once: pydantic's own reader finds each class anew."""
+    """Returns the strings under fields by class. Each file is parsed once; pydantic would parse it for each class."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or not path.endswith(".py"):
         return {}
@@ -180,7 +180,7 @@ def _read(module: str) -> dict[str, dict[str, str]]:
 
 
 def _classes(tree: ast.AST, within: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Every class below, by the name that Python gives it, and the strings under its fields."""
+    """Yields every class by qualified name, with the strings under its fields."""
     for each in ast.iter_child_nodes(tree):
         if isinstance(each, ast.FunctionDef):
             yield from _classes(each, f"{within}{each.name}.<locals>.")
@@ -197,12 +197,12 @@ def _strings(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def is_section(value: Any) -> bool:
-    """Whether it has keys of its own."""
+    """Returns whether a value has keys of its own."""
     return isinstance(value, BaseModel) or is_dataclass(value)
 
 
 def plain(value: Any) -> Any:
-    """A config, or a value in one, as YAML has it: mappings, lists and scalars."""
+    """Returns a config, or a value in one, as mappings, lists and scalars."""
     if is_section(value):
         return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(value))
     if isinstance(value, Mapping):
@@ -213,8 +213,8 @@ def plain(value: Any) -> Any:
 
 
 def json_schema(config: type, *, helpful: bool = True) -> Node:
-    """The JSON Schema of a config's file, for editors; without help sooner."""
-    whole = TypeAdapter(config).json_schema(schema_generator=_Helpful if helpful else _JsonSchema)
+    """Returns the JSON Schema of a config file. Without help it is faster."""
+    whole = TypeAdapter(config).json_schema(schema_generator=_JsonSchemaWithHelp if helpful else _JsonSchema)
     for node in list(_nodes(whole)):
         if node.get(NAME):
             section = whole["$defs"][node["$ref"].rpartition("/")[2]]
@@ -231,7 +231,7 @@ def _nodes(node: Any) -> Iterator[Node]:
 
 @functools.cache
 def structure(config: type, *, helpful: bool = False) -> Node:
-    """The same without references: every section in its place."""
+    """Returns the schema with all references inlined."""
     whole = json_schema(config, helpful=helpful)
     definitions = whole.pop("$defs", {})
 
@@ -249,18 +249,18 @@ def structure(config: type, *, helpful: bool = False) -> Node:
 
 
 def alternatives(node: Node) -> list[Node]:
-    """All that may stand at a field, but nothing."""
+    """Returns the alternatives of a field, without null."""
     flat = [each for part in node["anyOf"] for each in alternatives(part)] if "anyOf" in node else [node]
     return [each for each in flat if None not in each.get("enum", ())]
 
 
 def optional(node: Node) -> bool:
-    """Whether nothing may be given."""
+    """Returns whether a field may be null."""
     return None in node.get("enum", ()) or any(optional(part) for part in node.get("anyOf", ()))
 
 
 def sections(node: Node) -> dict[str, Node]:
-    """What has keys of its own among all that may stand at a field, by kind. One alone has the kind ""."""
+    """Returns the alternatives with keys of their own, by kind. A single one has the kind ""."""
     found = [each for each in alternatives(node) if "properties" in each]
     named = {each.get(NAME, ""): each for each in found}
     if len(named) < len(found):
@@ -272,7 +272,7 @@ def sections(node: Node) -> dict[str, Node]:
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a config. `default` is MISSING if it must be given; `kind` names the section it belongs to."""
+    """One field of a config. `default` is MISSING if it is required; `kind` is that of its section."""
 
     path: str
     node: Node
@@ -282,15 +282,15 @@ class Option:
 
 
 def options(config: type) -> Iterator[Option]:
-    """Every field, those of nested sections after the one that holds them."""
+    """Yields every field, depth first."""
     return options_of(structure(config, helpful=True))
 
 
 def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
-    """The same of one section, with the values of `default` in place of the fields' own."""
+    """Yields the fields of one section, with the values of `default` in place of their own."""
     for name, node in section["properties"].items():
         if name == KIND:
-            continue  # said where one is chosen
+            continue  # listed with the field that holds the section
         here, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
         yield Option(here, node, fallback, node.get("description", ""), kind)
         inner, found = here, sections(node)
@@ -298,20 +298,20 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
             inner, found = join(here, "*"), sections(shape.get("items", {}))
         if len(found) > 1:
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
-            yield Option(join(inner, KIND), {"enum": list(found)}, named, "Which of these it is.", kind)
+            yield Option(join(inner, KIND), {"enum": list(found)}, named, "Kind of this section.", kind)
         for each, nested in found.items():
             same = isinstance(fallback, dict) and fallback.get(KIND, "") == each
             yield from options_of(nested, inner, fallback if same else None, each or kind)
 
 
 def describe(config: type) -> str:
-    """Every option with its type, default and help, as text for `--help`."""
+    """Returns every option with its type, default and help, for `--help`."""
     lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
     for option in options(config):
         kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
         default = ", required" if option.default is MISSING else f", default {_shown(option.default)}"
         if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
-            default = ""  # that of each of its fields follows
+            default = ""  # its fields have their own
         head = f"--{option.path}{kind}: {words(option.node)}{default}"
         lines += textwrap.wrap(head, width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
         lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
@@ -319,12 +319,12 @@ def describe(config: type) -> str:
 
 
 def undocumented(config: type) -> list[str]:
-    """The paths of the fields without help."""
+    """Returns the paths of fields without help."""
     return list(dict.fromkeys(option.path for option in options(config) if not option.help))
 
 
 def words(node: Node) -> str:
-    """What a field takes, as it is said to a user."""
+    """Returns what a field takes, in words."""
     if found := sections(node):
         said = "keys and values" + (f" of kind {_listed(list(found))}" if len(found) > 1 else "")
         said += ", or text" if any(TEXT in each for each in found.values()) else ""
@@ -350,7 +350,7 @@ def _takes(node: Node) -> str:
 
 
 def join(path: str, name: str) -> str:
-    """A key's full path."""
+    """Returns the full path of a key."""
     return f"{path}.{name}" if path else name
 
 

@@ -1,8 +1,7 @@
-"""mask: a config without its secrets, as a run writes and shows it.
+"""Masks the secrets of a config in everything that a run writes and shows.
 
-Secret are every value of `rollout.env`, and in `environment.settings`, at any depth, text under a name whose
-last word is one of `SECRET_WORDS`: api_key, hf_token, password. Nothing that a run writes holds them, so that who goes
-on with it gives them again, as the first time; that they are other ones then is no change of the run.
+Secrets are every value of `rollout.env`, and in `environment.settings`, at any depth, text under a name whose last word
+is one of `SECRET_WORDS`: api_key, hf_token, password. A resumed run needs them again; they are not part of its config.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ VARIABLES, SETTINGS = ("rollout", "env"), ("environment", "settings")
 
 
 def mask(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config with `MASK` in place of every secret."""
+    """Returns the config with `MASK` in place of every secret."""
     return {name: _changed(value, (str(name),), lambda *_: MASK) for name, value in config.items()}
 
 
 def refuse_masked(config: Mapping[str, Any]) -> None:
-    """Refuse a config that a run wrote, whose secrets are not given again."""
+    """Refuses a config that a run wrote, if its secrets are still masked."""
     found = [".".join(path) for path, value in _secrets(config, ()) if value == MASK]
     if found:
         raise ValueError(
@@ -34,7 +33,7 @@ def refuse_masked(config: Mapping[str, Any]) -> None:
 
 
 def mask_arguments(words: Sequence[str]) -> list[str]:
-    """A command's words with `MASK` in place of every value that holds a secret, however it was written."""
+    """Returns the arguments of a command with `MASK` in place of every value that holds a secret."""
     found, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
@@ -51,7 +50,7 @@ def mask_arguments(words: Sequence[str]) -> list[str]:
 def _holds_secret(path: tuple[str, ...], text: str) -> bool:
     value: Any = text
     if text.startswith(("{", "[")):
-        import yaml  # only here: a command without a mapping starts sooner
+        import yaml  # imported here, because most commands do not need it
 
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(text)
@@ -59,13 +58,13 @@ def _holds_secret(path: tuple[str, ...], text: str) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting of this name is a secret, by its last word."""
+    """Returns whether a setting of this name is a secret, by its last word."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
     return re.split(r"[^a-z0-9]+", words)[-1] in SECRET_WORDS
 
 
 def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every secret of a config, with where it stands."""
+    """Yields every secret of a config with its path."""
     found: list[tuple[tuple[str, ...], Any]] = []
 
     def keep(place: tuple[str, ...], secret: Any) -> Any:
@@ -77,7 +76,7 @@ def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 def _changed(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Any], Any]) -> Any:
-    """The value, with what `change` makes of each secret in it."""
+    """Returns the value with `change` applied to each secret in it."""
     if isinstance(value, Mapping):
         return {name: _changed(inner, (*path, str(name)), change) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -86,7 +85,7 @@ def _changed(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...
 
 
 def _is_secret(path: tuple[str, ...]) -> bool:
-    """Whether text at this place of a config is a secret."""
+    """Returns whether text at this path of a config is a secret."""
     if path[-3:-1] == VARIABLES:
         return True
     inside = any(path[place : place + 2] == SETTINGS for place in range(len(path) - 2))
