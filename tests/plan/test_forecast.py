@@ -15,7 +15,7 @@ from postlude.layout import Layout
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.pipeline.schedule import Action
 from postlude.plan.cost import ActionCost, CostModel
-from postlude.plan.forecast import forecast, simulate_step, turn_seconds
+from postlude.plan.forecast import entry_seconds, forecast, simulate_step
 from postlude.plan.hardware import HARDWARE, Hardware, load_hardware
 from postlude.plan.search import search
 
@@ -30,11 +30,13 @@ def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
 
 def test_a_turn_of_two_hides_what_it_can() -> None:
     forward, backward = ActionCost(compute=2.0, exchange=1.0), ActionCost(compute=4.0, exchange=1.5, waited=0.5)
-    assert turn_seconds([forward]) == 3.0
-    assert turn_seconds([forward, backward]) == 2.0 + 4.5  # both exchanges behind the other's compute
-    assert turn_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 1.0)]) == 10.0  # its own compute and exchange take turns
-    assert turn_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 9.0)]) == 18.0  # one link
-    assert turn_seconds([ActionCost(1.0), ActionCost(2.0)]) == 3.0
+    assert entry_seconds([forward]) == 3.0
+    assert entry_seconds([forward, backward]) == 2.0 + 4.5  # both exchanges behind the other's compute
+    assert (
+        entry_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 1.0)]) == 10.0
+    )  # its own compute and exchange take turns
+    assert entry_seconds([ActionCost(1.0, 9.0), ActionCost(2.0, 9.0)]) == 18.0  # one link
+    assert entry_seconds([ActionCost(1.0), ActionCost(2.0)]) == 3.0
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (4, 2)])
@@ -72,14 +74,20 @@ def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
 def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute: str) -> None:
     model = model_of("tiny-moe", "pp=2,dp_shard=2,ep=2", recompute=recompute)
     for stage in range(2):
-        whole, part, rest = model(Action("B", stage, 0)), *(model.apart(Action(kind, stage, 0)) for kind in "BW")
+        whole, part, rest = (
+            model(Action("B", stage, 0)),
+            *(model.with_deferred_wgrads(Action(kind, stage, 0)) for kind in "BW"),
+        )
         assert part.compute + rest.compute == pytest.approx(whole.compute)
         assert (part.exchange + rest.exchange, part.waited + rest.waited) == (whole.exchange, whole.waited)
         assert 0 < rest.compute < model(Action("F", stage, 0)).compute < part.compute
-    assert model.apart(Action("F", 0, 0)) == model(Action("F", 0, 0))
+    assert model.with_deferred_wgrads(Action("F", 0, 0)) == model(Action("F", 0, 0))
     slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
     last = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
-    assert [last.apart(Action(kind, 1, 7)).waited > 0 for kind in "BW"] == [False, True]  # sums come after all
+    assert [last.with_deferred_wgrads(Action(kind, 1, 7)).waited > 0 for kind in "BW"] == [
+        False,
+        True,
+    ]  # sums come after all
 
 
 def test_a_forecast_with_zero_bubble_is_faster_and_counts_what_is_put_off() -> None:
@@ -106,15 +114,15 @@ def test_links_inside_a_node_and_between() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
 def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
-    whole = sum(work.compute for work in model_of(name).works.values())
+    whole = sum(work.compute for work in model_of(name).costs.values())
     for layout in ("tp=2", "cp=2", "pp=2,vpp=2"):
         parts = model_of(name, layout)
         ranks = parts.layout.tp * parts.layout.cp
-        assert sum(work.compute for work in parts.works.values()) * ranks == pytest.approx(whole)
+        assert sum(work.compute for work in parts.costs.values()) * ranks == pytest.approx(whole)
     one = model_of(name)
     assert whole == pytest.approx(one.model_flops * one.budget / (one.machine.flops * one.machine.efficiency))
     again = model_of(name, recompute="full")
-    assert sum(work.compute for work in again.works.values()) == pytest.approx(whole * 4 / 3)
+    assert sum(work.compute for work in again.costs.values()) == pytest.approx(whole * 4 / 3)
 
 
 def test_longer_sequences_cost_more_by_what_attends_alone() -> None:
@@ -129,14 +137,14 @@ def test_longer_sequences_cost_more_by_what_attends_alone() -> None:
 
 
 def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
-    assert all(work.exchange == 0 for work in model_of("tiny-moe", "dp_shard=2").works.values())
-    works = model_of("tiny-moe", "dp_shard=2,ep=2").works
+    assert all(work.exchange == 0 for work in model_of("tiny-moe", "dp_shard=2").costs.values())
+    works = model_of("tiny-moe", "dp_shard=2,ep=2").costs
     assert works["F", 0].exchange == works["B", 0].exchange > 0
 
 
 def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
     slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
-    assert model_of("tiny-dense", "dp_shard=2", machine=slow).works["F", 0].waited > 0
+    assert model_of("tiny-dense", "dp_shard=2", machine=slow).costs["F", 0].waited > 0
     pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
     assert pipeline(Action("F", 0, 0)).waited > 0  # gathered once
     assert pipeline(Action("F", 0, 1)).waited == 0
@@ -202,8 +210,8 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     assert load_hardware(str(path)).flops == HARDWARE["h100"].flops
     for given, sentence in (
         ('{"like": "h100", "speed": 1}', "'speed' in it is unknown"),
-        ('{"flops": 1}', "does not say memory, bandwidth"),
-        ('{"like": "h100", "efficiency": 2}', "efficiency is 2, but is a share"),
+        ('{"flops": 1}', "lacks memory, bandwidth"),
+        ('{"like": "h100", "efficiency": 2}', "efficiency is 2, but it is a fraction"),
         ('{"like": "h100", "node": 0}', "node of a GPU is 0"),
         ("[", "is not JSON"),
     ):

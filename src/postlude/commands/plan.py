@@ -16,7 +16,7 @@ from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
 from postlude.plan.parameter_count import total_parameters
-from postlude.plan.search import ROOM, SearchResult, explain_time, search
+from postlude.plan.search import USABLE_MEMORY, SearchResult, explain_time, search
 from postlude.recipes.report.formatting import format_bytes, format_duration
 from postlude.verify.cases import resolve_source
 
@@ -97,7 +97,7 @@ def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
 def _show(console: Console, made: StepForecast, gpu: str) -> None:
     model, step, layout = made.model, made.step, made.model.layout
     table = Table(show_header=False, box=None)
-    room = model.machine.memory
+    usable = model.machine.memory
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
         ("batch", f"{made.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
@@ -107,7 +107,7 @@ def _show(console: Console, made: StepForecast, gpu: str) -> None:
         ("waited", f"{format_duration(step.waited)} for tokens, weights and gradients"),
         (
             "memory",
-            f"{format_bytes(made.peak)} of {format_bytes(room)}" + ("" if made.peak <= room else ": does not fit"),
+            f"{format_bytes(made.peak)} of {format_bytes(usable)}" + ("" if made.peak <= usable else ": does not fit"),
         ),
     ):  # fmt: skip
         table.add_row(name, value)
@@ -139,13 +139,13 @@ def _show(console: Console, made: StepForecast, gpu: str) -> None:
 
 
 def _told(console: Console, found: SearchResult, options: argparse.Namespace, machine: Hardware) -> int:
-    room = format_bytes(ROOM * machine.memory)
+    usable = format_bytes(USABLE_MEMORY * machine.memory)
     if not found.best:
         needs = (
             f"the least needs about {format_bytes(found.least)} a rank" if found.fitting else "none divides the model"
         )
         mend = "Use more GPUs, --recompute full, or a smaller --budget." if found.fitting else "Raise --batch-tokens."
-        console.print(f"No layout of {options.gpus} {options.gpu} fits in {room}: {needs}. {mend}", highlight=False)
+        console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {mend}", highlight=False)
         return 1
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
@@ -165,7 +165,7 @@ def _told(console: Console, found: SearchResult, options: argparse.Namespace, ma
     best, tokens = found.best[0], found.best[0].tokens
     console.print(f"{_short(best.model.layout)}: {explain_time(best)}.", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)
-    console.print(f"The best of {found.fitting:,} layouts that divide the model, in {room} a GPU.", highlight=False)
+    console.print(f"The best of {found.fitting:,} layouts that divide the model, in {usable} a GPU.", highlight=False)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""What one action of a schedule takes, from FLOPs, bytes and link speeds: the cost model, written out.
+"""The cost model: the seconds of one action of a schedule, from FLOPs, bytes and link speeds.
 
-A forward takes its FLOPs over the GPU's rate, a backward twice that, and once more where a layer is made again. Of the
-backward the gradients of layers' weights can be an action of their own.
-Tokens that are gathered for tensor or context parallelism are waited for. Exchanges with experts are waited for, too,
-unless another microbatch's compute hides them: that is the schedule's affair (`forecast.py`). Gathers of weights and
-sums of gradients run behind the action that they belong to, and are waited for where they take longer.
+A forward takes its FLOPs over the GPU's rate, a backward twice that, and once more for a recomputed layer. Deferred
+weight gradients are an action of their own. A rank waits for tokens that are gathered for tensor or context
+parallelism. It waits for exchanges with experts unless another microbatch's compute hides them, which depends on the
+schedule (`forecast.py`). Gathers of weights and reductions of gradients run behind their action, and a rank waits for
+them only if they take longer.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from postlude.model.blocks import BLOCKS, Block
 from postlude.options import Recompute
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
-from postlude.plan.memory import STORED, puts_off, symbols_of
+from postlude.plan.memory import STORED, defers_wgrads, symbols_of
 from postlude.plan.parameter_count import ModelParameterCount, ParameterCount, count_parameters
 
-AGAIN: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
-"""Of a forward, what the backward does again; of "selective" it is only what is cheap."""
-STEPPED = 28  # bytes that a fused AdamW reads and writes for each parameter, all in fp32
+RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
+"""The fraction of a forward that the backward repeats; "selective" repeats only what is cheap."""
+ADAMW_BYTES = 28  # that a fused AdamW reads and writes per parameter, all in fp32
 
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Seconds of one action on one rank. `exchange` is with experts, and can hide behind another action's compute."""
+    """Seconds of one action on one rank. `exchange` with experts can hide behind another action's compute."""
 
     compute: float
     exchange: float = 0.0
     waited: float = 0.0
-    """For tokens of other ranks, and for weights and gradients that compute does not hide."""
+    """Waits for tokens of other ranks, and for weights and gradients that compute does not hide."""
 
     @property
-    def alone(self) -> float:
-        """With nothing to hide behind."""
+    def total(self) -> float:
+        """The seconds if nothing is hidden."""
         return self.compute + self.exchange + self.waited
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The cost of every action of a model in a layout on a machine, at a full microbatch.
+    """The cost of every action of a model in a layout on given hardware, at a full microbatch.
 
-    `length` is that of its sequences. With `mtp` the last stage runs and trains its depths.
+    `length` is that of the sequences. With `mtp` the last stage runs and trains its depths.
     """
 
     config: ModelConfig
@@ -62,45 +62,45 @@ class CostModel:
     mtp: bool = True
     blocks: Mapping[str, type[Block]] | None = None
     known: ModelParameterCount | None = None
-    """What a rank of this layout holds, where somebody has counted already."""
+    """The parameters of a rank of this layout, if they are counted already."""
 
     @cached_property
     def sizes(self) -> ModelParameterCount:
-        """What a rank of this layout holds."""
+        """The parameters of a rank of this layout."""
         return self.known or count_parameters(self.config, self.layout, self.blocks or BLOCKS)
 
     @cached_property
-    def works(self) -> Mapping[tuple[str, int], ActionCost]:
-        """A forward and a backward of each stage, between the first microbatch and the last."""
+    def costs(self) -> Mapping[tuple[str, int], ActionCost]:
+        """The cost of a forward and a backward of each stage, between the first microbatch and the last."""
         return {
-            (kind, index): self._work(kind, Stage(index, self.layout.stages), once=False)
+            (kind, index): self._cost(kind, Stage(index, self.layout.stages), once=False)
             for index in range(self.layout.stages)
             for kind in "FB"
         }
 
     @cached_property
     def once(self) -> Mapping[tuple[str, int], ActionCost]:
-        """The same, where weights are gathered for all microbatches, and gradients summed after all."""
+        """The same for the action that gathers weights for all microbatches, or reduces gradients after all."""
         return {
-            (kind, index): self._work(kind, Stage(index, self.layout.stages), once=True)
+            (kind, index): self._cost(kind, Stage(index, self.layout.stages), once=True)
             for index in range(self.layout.stages)
             for kind in "FB"
         }
 
     def __call__(self, action: Action) -> ActionCost:
-        """What an action takes. In a pipeline, the first forward of a stage gathers, and its last backward sums."""
+        """Returns an action's cost. In a pipeline, a stage's first forward gathers, and its last backward reduces."""
         which = 0 if action.kind == "F" else self.microbatches - 1
-        table = self.once if action.microbatch == which else self.works
+        table = self.once if action.microbatch == which else self.costs
         return table[action.kind, action.stage]
 
-    def apart(self, action: Action) -> ActionCost:
-        """The same where a backward puts off the gradients of weights: a W makes them, and the last of them sums."""
+    def with_deferred_wgrads(self, action: Action) -> ActionCost:
+        """Returns an action's cost if backwards defer weight gradients: a W computes them, and the last W reduces."""
         if action.kind == "F":
             return self(action)
         stage = Stage(action.stage, self.layout.stages)
         made = self._seconds(self._weight_flops(stage))
         if action.kind == "B":
-            whole = self.works["B", action.stage]
+            whole = self.costs["B", action.stage]
             return replace(whole, compute=whole.compute - made)
         once = action.microbatch == self.microbatches - 1
         summed = self._weights("B", self.sizes.stage(stage), once)
@@ -108,7 +108,7 @@ class CostModel:
 
     @property
     def transfer_seconds(self) -> float:
-        """From one pipeline rank to the next: this rank's tokens, [T / tp, H]."""
+        """Seconds from one pipeline rank to the next, for this rank's tokens, [T / tp, H]."""
         layout, machine = self.layout, self.machine
         if layout.pp == 1:
             return 0.0
@@ -118,25 +118,25 @@ class CostModel:
 
     @property
     def step_seconds(self) -> float:
-        """The optimizer's step on the rank that stores most."""
+        """Seconds of the optimizer step on the rank that stores most."""
         layout, stored = self.layout, [0] * self.layout.pp
         for index in range(layout.stages):
             stored[index % layout.pp] += self.sizes.stage(Stage(index, layout.stages)).stored(layout)
-        return max(stored) * STEPPED / self.machine.bandwidth
+        return max(stored) * ADAMW_BYTES / self.machine.bandwidth
 
     @property
     def tokens(self) -> float:
-        """Of one microbatch, those that one rank holds between blocks."""
+        """Tokens of one microbatch that one rank holds between blocks."""
         return self.budget / (self.layout.cp * self.layout.tp)
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of a forward and a backward of one token through the whole model, nothing made again."""
+        """FLOPs of a forward and a backward of one token through the whole model, without recompute."""
         stages = [Stage(index, self.layout.stages) for index in range(self.layout.stages)]
         return 3 * sum(self._flops(stage) for stage in stages)
 
     def _flops(self, stage: Stage) -> float:
-        """Forward, a token."""
+        """Returns the forward FLOPs per token."""
         config, hidden = self.config, self.config.hidden_size
         total = 0.0
         for symbol, count in self._counts(stage).items():
@@ -150,27 +150,27 @@ class CostModel:
         return total
 
     def _weight_flops(self, stage: Stage) -> float:
-        """Of the gradients of weights that a backward puts off, a token: all but the head's."""
+        """Returns the FLOPs per token of deferred weight gradients: all but the head's."""
         config, hidden = self.config, self.config.hidden_size
-        if not puts_off(config, stage):
+        if not defers_wgrads(config, stage):
             return 0.0
         depths = len(config.pattern.mtp) if self.mtp and stage.last else 0
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
-        each = sum(count * (block.flops(hidden) - block.attention_flops(NOMINAL_LENGTH)) for block, count in blocks)
-        return each + depths * 4.0 * hidden**2
+        flops = sum(count * (block.flops(hidden) - block.attention_flops(NOMINAL_LENGTH)) for block, count in blocks)
+        return flops + depths * 4.0 * hidden**2
 
     def _seconds(self, flops: float) -> float:
-        """Of so many FLOPs a token, for a microbatch."""
+        """Returns the seconds of a microbatch with so many FLOPs per token."""
         return flops * self.tokens / (self.machine.flops * self.machine.efficiency)
 
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
 
-    def _work(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
+    def _cost(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
         config, layout, machine = self.config, self.layout, self.machine
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
-        times = 1.0 if kind == "F" else 2.0 + AGAIN[self.recompute]
+        times = 1.0 if kind == "F" else 2.0 + RECOMPUTED[self.recompute]
         trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
         compute = times * self._seconds(self._flops(stage))
         by_tp = sum(count * block.tp_traffic(hidden) for block, count in blocks) * (layout.tp - 1)
@@ -184,7 +184,7 @@ class CostModel:
         return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
 
     def _weights(self, kind: str, held: ParameterCount, once: bool) -> float:
-        """Seconds that weights are gathered in this action, and gradients summed, by themselves."""
+        """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
         layout, machine = self.layout, self.machine
         if layout.pp > 1 and not once:
             return 0.0
@@ -202,5 +202,5 @@ class CostModel:
 
 
 def _ring(machine: Hardware, size: float, ranks: int, stride: int) -> float:
-    """Seconds to gather `size` bytes in all on each of so many ranks, or to sum so many to shards."""
+    """Returns the seconds to gather `size` bytes on each of so many ranks, or to reduce them to shards."""
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / machine.ring_rate(ranks, stride)

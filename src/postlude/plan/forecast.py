@@ -1,4 +1,4 @@
-"""StepForecast: a step of a model in a layout, run on the clock with the cost model, and the memory of its ranks."""
+"""StepForecast: the simulated time of a step of a model in a layout, and the memory of its ranks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from postlude.plan.simulator import SimulatedTimeline, simulate_schedule
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step on the clock. Shares are of all pipeline ranks together."""
+    """One simulated step. Averages are over pipeline ranks."""
 
     timeline: SimulatedTimeline
     seconds: float
-    """The whole step, what comes after its last backward included."""
+    """The whole step, with what follows its last backward."""
     exchange: float
-    """Seconds a pipeline rank exchanges with experts, on average."""
+    """Seconds of exchanges with experts, on average."""
     exposed: float
-    """How much of that no compute hides."""
+    """Those of them that no compute hides."""
     waited: float
-    """Seconds a pipeline rank waits for other tokens, weights or gradients, on average."""
+    """Seconds of waits for tokens, weights or gradients, on average."""
 
     @property
     def bubble(self) -> float:
-        """The share of the schedule in which a pipeline rank idles, on average."""
+        """The fraction of the schedule in which a pipeline rank idles, on average."""
         makespan = self.timeline.makespan
         return 1 - sum(self.timeline.busy) / (makespan * len(self.timeline.schedule)) if makespan else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each pipeline rank, the most forwards of a stage that await their backward."""
+        """For each pipeline rank, the most forwards that await their backward."""
         return self.timeline.peak_in_flight
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a step will take."""
+    """The time and the memory of a step."""
 
     model: CostModel
     overlap: Overlap
@@ -56,31 +56,31 @@ class StepForecast:
 
     @property
     def tokens(self) -> int:
-        """Of a step, on all ranks."""
+        """Tokens of a step, on all ranks."""
         return self.model.microbatches * self.model.budget * self.model.layout.dp
 
     @property
     def tokens_a_second(self) -> float:
-        """On one GPU."""
+        """Per GPU."""
         return self.tokens / self.step.seconds / self.model.layout.world_size
 
     @property
     def mfu(self) -> float:
-        """FLOPs that the model needs over those that the GPUs could have done."""
+        """Model FLOPs over the peak FLOPs of the GPUs."""
         return self.tokens_a_second * self.model.model_flops / self.model.machine.flops
 
 
-def turn_seconds(works: list[ActionCost]) -> float:
-    """How long a turn takes: one action, or a forward and a backward that are run in turn, perfectly interleaved.
+def entry_seconds(costs: list[ActionCost]) -> float:
+    """Returns the seconds of a schedule entry: one action, or a forward and a backward, perfectly interleaved.
 
-    The GPU computes one thing at a time, so both computes add up. An exchange of the one runs behind the compute of
-    the other, and exchanges share a link:
+    The GPU computes one thing at a time, so both computes add up. An exchange of one runs behind the compute of the
+    other, and exchanges share a link:
 
-        max(C₁ + C₂, C₁ + X₁, C₂ + X₂, X₁ + X₂)     C: compute and what is waited for, X: exchange
+        max(C₁ + C₂, C₁ + X₁, C₂ + X₂, X₁ + X₂)     C: compute and waits, X: exchange
     """
-    if len(works) == 1:
-        return works[0].alone
-    computes, exchanges = [work.compute + work.waited for work in works], [work.exchange for work in works]
+    if len(costs) == 1:
+        return costs[0].total
+    computes, exchanges = [work.compute + work.waited for work in costs], [work.exchange for work in costs]
     longest = max(compute + exchange for compute, exchange in zip(computes, exchanges, strict=True))
     return max(sum(computes), sum(exchanges), longest)
 
@@ -94,21 +94,21 @@ def simulate_step(
     transfer_seconds: float = 0.0,
     after: float = 0.0,
 ) -> StepTime:
-    """Run a step's schedule on the clock. `cost` may be a `CostModel`, or give what was measured.
+    """Simulates a step's schedule. `cost` is a `CostModel`, or returns what was measured.
 
-    With "zero_bubble" it is asked for what a B takes without its weights' gradients, and a W with: `CostModel.apart`.
-    `after` are seconds that follow the last backward: the optimizer's.
+    With "zero_bubble", the cost of a B is without its weight gradients (`CostModel.with_deferred_wgrads`). `after` are
+    the seconds of the optimizer after the last backward.
     """
     schedule = schedule_of(layout, microbatches, overlap=overlap)
     seconds: dict[ScheduleEntry, float] = {}
     exchange = exposed = waited = 0.0
-    for turns in schedule:
-        for turn in turns:
-            works = [cost(action) for action in turn]
-            seconds[turn] = turn_seconds(works)
-            exchange += sum(work.exchange for work in works)
-            waited += sum(work.waited for work in works)
-            exposed += seconds[turn] - sum(work.compute + work.waited for work in works)
+    for entries in schedule:
+        for entry in entries:
+            costs = [cost(action) for action in entry]
+            seconds[entry] = entry_seconds(costs)
+            exchange += sum(work.exchange for work in costs)
+            waited += sum(work.waited for work in costs)
+            exposed += seconds[entry] - sum(work.compute + work.waited for work in costs)
     timeline = simulate_schedule(
         schedule, stages=layout.stages, seconds=seconds.__getitem__, transfer_seconds=transfer_seconds
     )
@@ -117,11 +117,11 @@ def simulate_step(
 
 
 def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
-    """A step of the cost model's layout: its time, and each pipeline rank's memory."""
+    """Returns the time of a step in the cost model's layout, and each pipeline rank's memory."""
     layout = model.layout
     step = simulate_step(
         layout,
-        model.apart if overlap == ZERO_BUBBLE else model,
+        model.with_deferred_wgrads if overlap == ZERO_BUBBLE else model,
         microbatches=model.microbatches,
         overlap=overlap,
         transfer_seconds=model.transfer_seconds,
@@ -131,7 +131,7 @@ def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
 
 
 def memory_of(model: CostModel, *, overlap: Overlap) -> list[MemoryEstimate]:
-    """What each pipeline rank needs on a GPU, with AdamW's two moments."""
+    """Returns what each pipeline rank needs on a GPU, with AdamW's two moments."""
     return estimate_memory(
         model.config,
         model.layout,

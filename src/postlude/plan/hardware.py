@@ -1,4 +1,4 @@
-"""Hardware: the numbers of a GPU and of what joins it to others, by name or from a JSON file. No torch."""
+"""Hardware: the numbers of a GPU and of its links, by name or from a JSON file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One GPU, and its links to those of its node and to other nodes. Rates are a second's, one way.
-
-    `efficiency` is the share of `flops` that a whole forward or backward reaches, `link_efficiency` that of a link's.
-    """
+    """One GPU, and its links inside its node and to other nodes. Rates are per second and in one direction."""
 
     flops: float
-    """bf16 products, dense."""
+    """Dense bf16 FLOPs."""
     memory: float
-    """Bytes."""
+    """Bytes of GPU memory."""
     bandwidth: float
     """Bytes between the GPU and its memory."""
     node: int = 8
-    """GPUs of a node."""
+    """GPUs per node."""
     inside: float = 450 * GB
-    """Bytes a GPU sends to others of its node."""
+    """Bytes that a GPU sends to others of its node."""
     between: float = 50 * GB
-    """Bytes a GPU sends to other nodes."""
+    """Bytes that a GPU sends to other nodes."""
     latency: float = 2e-5
-    """Seconds that a transfer takes besides."""
+    """Seconds that a transfer takes in addition."""
     efficiency: float = 0.45
+    """The fraction of `flops` that a whole forward or backward reaches."""
     link_efficiency: float = 0.8
+    """The fraction of a link's rate that is reached."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,19 +42,19 @@ class Hardware:
             if not number or value < 0 or (value == 0 and field.name != "latency"):
                 raise ValueError(f"{field.name} of a GPU is {value!r}; give a number above 0.")
             if field.name.endswith("efficiency") and value > 1:
-                raise ValueError(f"{field.name} is {value}, but is a share: give at most 1.")
+                raise ValueError(f"{field.name} is {value}, but it is a fraction: give at most 1.")
 
     def ring_rate(self, size: int, stride: int) -> float:
-        """Bytes a second that come to each of `size` ranks, every `stride`th, that gather or sum in a ring.
+        """Returns the bytes per second that each of `size` ranks, every `stride`th, receives in a ring collective.
 
-        Between nodes a ring passes through the links of all its ranks in a node at once.
+        Between nodes, a ring uses the links of all its ranks in a node at once.
         """
         near = self.near(size, stride)
         rate = self.inside if near == size else min(self.inside, near * self.between)
         return rate * self.link_efficiency
 
     def exchange_seconds(self, sent: float, size: int, stride: int) -> float:
-        """How long it takes when each of `size` ranks sends `sent` bytes, evenly to all of them, itself included."""
+        """Returns the seconds in which each of `size` ranks sends `sent` bytes, evenly to all, itself included."""
         if size == 1:
             return 0.0
         near = self.near(size, stride)
@@ -63,7 +62,7 @@ class Hardware:
         return self.latency + max(inside / self.inside, between / self.between) / self.link_efficiency
 
     def near(self, size: int, stride: int) -> int:
-        """How many of `size` ranks, every `stride`th, are in one node."""
+        """Returns how many of `size` ranks, every `stride`th, are in one node."""
         return min(size, max(1, self.node // stride))
 
 
@@ -79,7 +78,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
 
 
 def load_hardware(name: str) -> Hardware:
-    """One of `HARDWARE`, or one that a JSON file describes: its fields, and perhaps `like`, a name to start from."""
+    """Returns one of `HARDWARE`, or what a JSON file describes: its fields, and optionally `like`, a name."""
     if name in HARDWARE:
         return HARDWARE[name]
     path = Path(name).expanduser()
@@ -88,19 +87,19 @@ def load_hardware(name: str) -> Hardware:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist. Use {', '.join(HARDWARE)}, or write the file.")
     try:
-        given = json.loads(path.read_text())
+        numbers = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     known = [field.name for field in fields(Hardware)]
-    if not isinstance(given, dict) or (unknown := [key for key in given if key not in (*known, "like")]):
-        wrong = f"{unknown[0]!r} in it is unknown" if isinstance(given, dict) else "it is none"
-        raise ValueError(f"{path} is to be an object of a GPU's numbers, but {wrong}; there are {', '.join(known)}.")
-    like = given.pop("like", None)
+    if not isinstance(numbers, dict) or (unknown := [key for key in numbers if key not in (*known, "like")]):
+        wrong = f"{unknown[0]!r} in it is unknown" if isinstance(numbers, dict) else "it is not one"
+        raise ValueError(f"{path} must be an object of a GPU's numbers, but {wrong}; the keys are {', '.join(known)}.")
+    like = numbers.pop("like", None)
     if like is not None and like not in HARDWARE:
         raise ValueError(f"{path} is like {like!r}, which is unknown; use {', '.join(HARDWARE)}.")
     if like is not None:
-        return replace(HARDWARE[like], **given)
-    missing = [key for key in ("flops", "memory", "bandwidth") if key not in given]
+        return replace(HARDWARE[like], **numbers)
+    missing = [key for key in ("flops", "memory", "bandwidth") if key not in numbers]
     if missing:
-        raise ValueError(f"{path} does not say {', '.join(missing)}. Add it, or `like`: one of {', '.join(HARDWARE)}.")
-    return Hardware(**given)
+        raise ValueError(f"{path} lacks {', '.join(missing)}. Add it, or `like`: one of {', '.join(HARDWARE)}.")
+    return Hardware(**numbers)

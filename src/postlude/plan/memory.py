@@ -1,8 +1,8 @@
-"""How much memory a rank will need, from the model's config, the layout and the schedule: an estimate, before any rank.
+"""An estimate of the memory that a rank needs, from the model's config, the layout and the schedule.
 
-What a run keeps is counted exactly but for padding: parameters, gradients and the optimizer's numbers in fp32, spread
-over the ranks that share a stage. How many microbatches are in flight is counted in the schedule that ranks run. What
-each leaves for its backward is what the blocks say of a token (`BlockConfig.saved_activations`), at a full microbatch.
+Parameters, gradients and optimizer state are counted exactly, without padding. The schedule that ranks run gives the
+number of microbatches in flight. The blocks' configs give what each keeps for its backward
+(`BlockConfig.saved_activations`), at a full microbatch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters, layers_of, total
 from postlude.plan.simulator import peak_held
 
-STORED = 4  # bytes of a parameter as it is stored; of its gradient and each of the optimizer's numbers too
-NARROW = 2  # of one that is stored in bf16
-AT_WORK = 0.35  # of what its largest block keeps, roughly: gradients of features that a backward holds beside it
+STORED = 4  # bytes of a stored parameter, of its gradient, and of each number of the optimizer
+NARROW = 2  # bytes of a parameter that is stored in bf16
+WORKING = 0.35  # gradients that a backward holds, roughly, as a fraction of what its largest block keeps
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,26 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     frozen: int
-    """A reference's or a teacher's weights."""
+    """Weights of a reference or a teacher."""
     gathered: int
-    """Whole weights while they are used, in the dtype of computation; where gradients are summed once a step, those
-    too."""
+    """Gathered weights in the compute dtype; also gradients if they are reduced once a step."""
     activations: int
-    """What the forward of microbatches in flight keeps for their backward, and a backward for what it puts off."""
+    """What microbatches in flight keep for their backward, and for deferred weight gradients."""
     working: int
-    """What the backward of a layer holds besides, and makes again where it recomputes."""
+    """What the backward of a layer holds in addition, and what it recomputes."""
     head: int
-    """Logits that exist at one time, and the gradients of the head and of what it projects."""
+    """Logits that exist at a time, and the gradients of the head and of its input."""
     summed: int
-    """Whole gradients outside the layers, while they are summed at the end."""
+    """Gradients outside the layers, while they are reduced at the end."""
 
     @property
     def lasting(self) -> int:
-        """What a run holds at every moment."""
+        """What a run holds all the time."""
         return self.parameters + self.gradients + self.optimizer + self.frozen
 
     @property
     def total(self) -> int:
-        """The most at one time: the head and a layer's backward take turns, and the end comes after both."""
+        """The peak: the head and a layer's backward never run at once, and the reduction comes after both."""
         passing = self.activations + max(self.working, self.head)
         return self.lasting + self.gathered + max(passing, self.summed)
 
@@ -76,7 +75,7 @@ def estimate_memory(
     blocks: Mapping[str, type[Block]] = BLOCKS,
     sizes: ModelParameterCount | None = None,
 ) -> list[MemoryEstimate]:
-    """What each pipeline rank needs.
+    """Returns the estimate of each pipeline rank.
 
     `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.fp32_per_parameter`);
     `frozen` the parameters of other models that are held in the same layout, in all. `microbatches` are those of
@@ -87,25 +86,25 @@ def estimate_memory(
     sizes = sizes or count_parameters(config, layout, blocks)
     tokens = -(-budget // (layout.cp * layout.tp))
     weight_bytes = STORED if weights == "fp32" else NARROW
-    found = []
+    estimates = []
     for rank in range(layout.pp):
         stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
         stored = sum(sizes.stage(stage).stored(layout) for stage in stages)
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
         last = stages[-1].last
         held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
-        own = schedule_of(layout, microbatches, overlap=overlap)[rank]
-        put_off = {stage.index: _put_off(config, stage, mtp) for stage in stages}
-        in_flight = peak_held(own, held.__getitem__, put_off.__getitem__)
+        schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
+        deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
+        in_flight = peak_held(schedule, held.__getitem__, deferred.__getitem__)
         at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
-        found.append(
+        estimates.append(
             MemoryEstimate(
                 parameters=stored * weight_bytes,
                 gradients=(stored - idle) * STORED,
                 optimizer=int((stored - idle) * STORED * moments),
                 frozen=frozen * weight_bytes // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
                 gathered=0
-                if compute_bytes == weight_bytes and _is_whole(sizes, stages, layout)
+                if compute_bytes == weight_bytes and _is_unsharded(sizes, stages, layout)
                 else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
@@ -113,15 +112,15 @@ def estimate_memory(
                 summed=_summed(sizes, stages, layout, compute_bytes, once=gather_once),
             )
         )
-    return found
+    return estimates
 
 
 def schedule_of(layout: Layout, microbatches: int | None, *, overlap: Overlap) -> tuple[tuple[ScheduleEntry, ...], ...]:
-    """The turns of every pipeline rank; without a number, of enough microbatches that no more would be in flight."""
+    """Returns the schedule of every pipeline rank; by default with so many microbatches that more change nothing."""
     return _schedule(layout.pp, layout.vpp, 4 * layout.pp if microbatches is None else microbatches, overlap)
 
 
-@lru_cache(maxsize=64)  # a search asks for few of them many times
+@lru_cache(maxsize=64)  # a search needs few of them many times
 def _schedule(pp: int, vpp: int, microbatches: int, overlap: Overlap) -> tuple[tuple[ScheduleEntry, ...], ...]:
     return tuple(
         rank_schedule(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, overlap=overlap) for rank in range(pp)
@@ -137,19 +136,18 @@ def _gathered(
     overlap: Overlap,
     once: bool,
 ) -> int:
-    """Whole weights beside the stored ones: a layer's and the next one's; or all of the rank's.
+    """Returns the bytes of gathered weights: of a layer and the next one, or of all.
 
-    All, where nobody shards them: a copy in the dtype of computation, unless that is the stored one. In a pipeline, or
-    where they are gathered `once`, they stay whole between microbatches, and gradients with them, in fp32. Otherwise
-    what is outside the layers is gathered for the whole pass; with overlap all of it, and a layer's gradient waits in
-    fp32.
+    Without sharding, all: a copy in the compute dtype. In a pipeline, or with `once`, all stay gathered between
+    microbatches, and gradients too, in fp32. Otherwise what is outside the layers is gathered for the whole pass. With
+    overlap all is, and a layer's gradient waits in fp32.
     """
     held = total(sizes.stage(stage) for stage in stages)
-    if _is_whole(sizes, stages, layout):
+    if _is_unsharded(sizes, stages, layout):
         return held.used * compute_bytes
     if layout.pp > 1 or once:
-        own = sum(sizes.stage(stage).stored(layout) for stage in stages)  # of gradients, which come as these go
-        return held.used * (compute_bytes + STORED) - own * STORED
+        stored = sum(sizes.stage(stage).stored(layout) for stage in stages)  # gradients that replace the gathered ones
+        return held.used * (compute_bytes + STORED) - stored * STORED
     largest = max((each.used for each in sizes.inside(stages[0])), default=0)
     if overlap:
         return sizes.stage(stages[0]).used * compute_bytes + largest * STORED
@@ -159,30 +157,30 @@ def _gathered(
 def _summed(
     sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, once: bool
 ) -> int:
-    """A gradient as it was made, what is sent of it, and this rank's part of the sum; summed once, the first lasts."""
+    """Returns the bytes of a gradient, of what is sent of it, and of this rank's shard of the sum."""
     each = [sizes.outside(stage) for stage in stages]
     largest = max(each, key=lambda held: held.used)
-    if _is_whole(sizes, stages, layout):
+    if _is_unsharded(sizes, stages, layout):
         return largest.used * compute_bytes
     made = 0 if layout.pp > 1 or once else compute_bytes
     return largest.used * (made + STORED) + largest.stored(layout) * STORED
 
 
-def _is_whole(sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout) -> bool:
-    """Whether nobody shares what a rank holds, so that nothing is gathered or sent."""
+def _is_unsharded(sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout) -> bool:
+    """Returns whether no rank shares what this one holds, so that nothing is gathered."""
     held = total(sizes.stage(stage) for stage in stages)
     return layout.dp_replicate == 1 and held.stored(layout) == held.used
 
 
 def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
-    """The blocks that a stage runs in order; those of its multi-token-prediction depths, too."""
+    """Returns the blocks that a stage runs in order, with those of its multi-token-prediction depths."""
     own = [symbol for layer in layers_of(config, stage) for symbol in layer]
     ahead = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
     return own + ahead if mtp and stage.last else own
 
 
 def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
-    """Numbers that one token leaves for a stage's backward."""
+    """Returns the numbers that one token keeps for a stage's backward."""
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
@@ -192,18 +190,18 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
     )
     if recompute == "full":
         kept = layers * hidden
-    outside = hidden * (2 * stage.last + 6 * depths)  # the final norm's; a depth's two norms and their projection
+    outside = hidden * (2 * stage.last + 6 * depths)  # of the final norm; of a depth's two norms and projection
     return kept + outside
 
 
-def puts_off(config: ModelConfig, stage: Stage) -> bool:
-    """Whether a stage's backward can leave the gradients of weights for later: not where one is used twice."""
+def defers_wgrads(config: ModelConfig, stage: Stage) -> bool:
+    """Returns whether a stage's backward can defer weight gradients: not if a weight is used twice."""
     return not (stage.last and config.mtp_module_count < len(config.pattern.mtp))
 
 
-def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
-    """Numbers that one token leaves for the gradients of a stage's weights, where its backward has put them off."""
-    if not puts_off(config, stage):
+def _deferred(config: ModelConfig, stage: Stage, mtp: bool) -> float:
+    """Returns the numbers that one token keeps for deferred weight gradients of a stage."""
+    if not defers_wgrads(config, stage):
         return 0.0
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
@@ -211,18 +209,18 @@ def _put_off(config: ModelConfig, stage: Stage, mtp: bool) -> float:
 
 
 def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
-    """Numbers a token that the backward of one block holds besides: gradients, and what it makes again."""
+    """Returns the numbers per token that a block's backward holds in addition: gradients, and what it recomputes."""
     hidden = config.hidden_size
     layers = [*layers_of(config, stage)]
     layers += [layer for depth in config.pattern.mtp for layer in depth] if mtp and stage.last else []
     kept = [[config.blocks[symbol].saved_activations(hidden) for symbol in layer] for layer in layers] or [[0.0]]
     largest = max(max(layer) for layer in kept)
     again = {"none": 0.0, "selective": largest / 2, "full": max(map(sum, kept))}[recompute]
-    return largest * AT_WORK + again
+    return largest * WORKING + again
 
 
 def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int) -> int:
-    """A slab of logits, what is summed beside it, and the gradients of the weight and of the states it projects."""
+    """Returns the bytes of a chunk of logits, and of the gradients of the head's weight and input."""
     columns = -(-config.vocab_size // layout.tp)
     logit_bytes = 8 if device == "cpu" else 4  # on a CPU they are also held as probabilities
     shape = Shape(rows=tokens, columns=columns, hidden=config.hidden_size, logit_bytes=logit_bytes, device=device)

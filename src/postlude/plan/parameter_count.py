@@ -1,6 +1,6 @@
-"""How many parameters a rank holds, layer by layer: one layer of each kind is built without tensors, as a rank sees it.
+"""How many parameters a rank holds, layer by layer: one layer of each kind is built on the meta device.
 
-So a model of hundreds of billions is counted in a moment: its other layers are as those.
+So a model of hundreds of billions of parameters is counted in a moment.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters that a rank uses, its own part of what tensor- and expert-parallel ranks share.
+    """Parameters that a rank uses: its part of what tensor- and expert-parallel ranks share.
 
-    `dense` ones are stored in shards over dp_shard · cp ranks, those of `experts` over dp_shard · cp · tp / ep.
+    `dense` ones are sharded over dp_shard · cp ranks, those of `experts` over dp_shard · cp · tp / ep.
     """
 
     dense: int = 0
@@ -32,11 +32,11 @@ class ParameterCount:
 
     @property
     def used(self) -> int:
-        """All of them, whole, as they are when a layer runs."""
+        """All of them, gathered, as a layer uses them."""
         return self.dense + self.experts
 
     def stored(self, layout: Layout) -> int:
-        """What of them one rank stores, but for padding."""
+        """Returns what one rank stores of them, without padding."""
         shards = layout.dp_shard * layout.cp
         return -(-self.dense // shards) + -(-self.experts * layout.ep // (shards * layout.tp))
 
@@ -50,74 +50,74 @@ class ModelParameterCount:
 
     config: ModelConfig
     layers: Mapping[str, ParameterCount]
-    """By the blocks of a logical layer."""
+    """By the pattern of a logical layer."""
     depth: ParameterCount
-    """Of one multi-token-prediction depth."""
+    """One multi-token-prediction depth."""
     embedding: ParameterCount
     head: ParameterCount
     norm: ParameterCount
 
     def outside(self, stage: Stage) -> ParameterCount:
-        """Of a stage's embedding, norm and head: what belongs to none of its layers."""
-        config, found = self.config, ParameterCount()
+        """Returns the count of a stage's embedding, norm and head."""
+        config, count = self.config, ParameterCount()
         if stage.first or (stage.last and config.shared):
-            found += self.embedding
+            count += self.embedding
         if stage.last:
-            found += self.norm if config.tied_head else self.norm + self.head
-        return found
+            count += self.norm if config.tied_head else self.norm + self.head
+        return count
 
     def inside(self, stage: Stage) -> list[ParameterCount]:
-        """Of each layer of a stage in order, and of each multi-token-prediction depth after them."""
+        """Returns the count of each layer of a stage in order, and of each multi-token-prediction depth after them."""
         layers = [self.layers[layer] for layer in layers_of(self.config, stage)]
         return layers + [self.depth] * (self.config.mtp_module_count if stage.last else 0)
 
     def stage(self, stage: Stage) -> ParameterCount:
-        """Of all of a stage."""
+        """Returns the count of a whole stage."""
         return total([self.outside(stage), *self.inside(stage)])
 
 
 def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
-    """The logical layers of a stage, by their blocks."""
+    """Returns the patterns of a stage's logical layers."""
     own = config.stage_layers(stage)
     return config.pattern.layers[own.start : own.stop]
 
 
 def total(parts: Iterable[ParameterCount]) -> ParameterCount:
-    """Several together."""
+    """Returns their sum."""
     return sum(parts, ParameterCount())
 
 
 def count_parameters(
     config: ModelConfig, layout: Layout | None = None, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> ModelParameterCount:
-    """Count the parameters that the first rank of each stage of a layout uses; by default of one rank alone."""
+    """Counts the parameters that the first rank of each stage of a layout uses; by default of one rank."""
     mesh = Mesh.without_processes(layout or Layout())
     pattern = config.pattern
     kinds = {blocks: index for index, blocks in enumerate(pattern.layers)}
-    vocabulary = ParameterCount(_whole_or_block(config.vocab_size, mesh) * config.hidden_size)
+    vocabulary = ParameterCount(_local_rows(config.vocab_size, mesh) * config.hidden_size)
     with torch.device("meta"):
         layers = {
-            kind: _held(layer := LogicalLayer(pattern.layer(index), config, mesh, blocks), layer.blocks)
+            kind: _count(layer := LogicalLayer(pattern.layer(index), config, mesh, blocks), layer.blocks)
             for kind, index in kinds.items()
         }
         depth = ParameterCount()
         if pattern.mtp:
             one = MTPDepth(0, config, mesh, blocks)
-            depth = _held(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
+            depth = _count(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
     return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, ParameterCount(config.hidden_size))
 
 
 def total_parameters(config: ModelConfig) -> int:
-    """How many parameters a model has."""
+    """Returns how many parameters a model has."""
     return count_parameters(config).stage(Stage()).used
 
 
-def _whole_or_block(rows: int, mesh: Mesh) -> int:
+def _local_rows(rows: int, mesh: Mesh) -> int:
     start, stop = mesh.tp.block(rows)
     return stop - start
 
 
-def _held(module: nn.Module, blocks: Iterable[Block]) -> ParameterCount:
+def _count(module: nn.Module, blocks: Iterable[Block]) -> ParameterCount:
     apart: list[SeparateUnit] = [part for block in blocks for part in block.sharded_separately()]
     experts = {id(each) for part in apart if part.experts for each in part.module.parameters()}
     sizes = [(each.numel(), id(each) in experts) for each in module.parameters()]

@@ -1,4 +1,4 @@
-"""Search: every layout of so many GPUs that fits the model and its memory, and the fastest of them."""
+"""Search: the fastest layouts of so many GPUs that fit the model and its memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from postlude.plan.forecast import StepForecast, forecast, memory_of
 from postlude.plan.memory import STORED
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters
 
-ROOM = 0.92  # of a GPU's memory: the rest is for NCCL, CUDA and what lies between blocks of the allocator
-SIMULATED = 32  # layouts that are run on the clock; the others are told apart by what theory says of their time
-VARIANTS = 3  # of them, that differ in ep or replicas alone
+USABLE_MEMORY = 0.92  # of a GPU: the rest is for NCCL, CUDA and fragmentation
+SIMULATED = 32  # layouts that are simulated; a formula ranks the others
+VARIANTS = 3  # of them that differ only in ep or replicas
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, and how many there were to choose from."""
+    """The best layouts, and how many fit."""
 
     best: Sequence[StepForecast]
     fitting: int
-    """That divide the model."""
+    """Layouts that divide the model."""
     least: float
-    """Bytes that a rank needs at least, as far as was looked."""
+    """The least bytes that a rank needs, of the layouts that were tried."""
 
 
 def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> SearchResult:
-    """The fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, all else as in `start`."""
-    room, least, fitting = ROOM * start.machine.memory, math.inf, 0
+    """Returns the fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, otherwise as `start`."""
+    usable, least, fitting = USABLE_MEMORY * start.machine.memory, math.inf, 0
     ranked: list[tuple[float, int, CostModel]] = []
     counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
@@ -51,8 +51,8 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
             least = min(least, needed)
-            if needed <= room:
-                ranked.append((_foretold(model, overlap), len(ranked), model))
+            if needed <= usable:
+                ranked.append((_rough_seconds(model, overlap), len(ranked), model))
     chosen: list[StepForecast] = []
     tried: Counter[tuple[int, ...]] = Counter()
     for _, _, model in sorted(ranked):
@@ -61,17 +61,17 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
             continue
         needed = max(each.total for each in memory_of(model, overlap=overlap))
         least = needed if not chosen else least
-        if needed <= room:
+        if needed <= usable:
             tried[kind] += 1
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
     best = sorted(chosen, key=lambda each: -each.tokens_a_second)
-    return SearchResult(_apart(best)[:most], fitting, least)
+    return SearchResult(_distinct(best)[:most], fitting, least)
 
 
 def _weights(model: CostModel) -> float:
-    """Bytes that weights and what belongs to them take on an average rank: at least so many are needed."""
+    """Returns the bytes of weights, gradients and optimizer state on an average rank: a lower bound."""
     layout = model.layout
     whole = model.sizes.stage(Stage())
     whole_between = (model.compute_bytes + STORED) * whole.used if layout.pp > 1 else 0
@@ -79,7 +79,7 @@ def _weights(model: CostModel) -> float:
 
 
 def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:
-    """What is worth a look: tensor parallelism inside a node, contexts cut to no less than 1,024 tokens a rank."""
+    """Yields the layouts to consider: tp inside a node, and cp with at least 1,024 tokens per rank."""
     experts = any(block.has_experts for block in start.config.blocks.values())
     for pp in _divisors(gpus, min(len(start.config.pattern), 64)):
         for tp in _divisors(gpus // pp, start.machine.node):
@@ -95,18 +95,18 @@ def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Those of a number that are powers of two, or its whole where it is odd besides; at most so many."""
+    """Returns the divisors that are powers of two, up to `most`."""
     return [each for each in range(1, min(number, most) + 1) if number % each == 0 and (each & (each - 1)) == 0]
 
 
-def _foretold(model: CostModel, overlap: Overlap) -> float:
-    """Seconds for a token by theory: the busiest rank's work, and a bubble of (pp - 1) / (vpp · microbatches).
+def _rough_seconds(model: CostModel, overlap: Overlap) -> float:
+    """Returns the seconds per token by a formula: the busiest rank, and a bubble of (pp - 1) / (vpp · microbatches).
 
-    With "zero_bubble" a third of it, as if all actions took as long.
+    With "zero_bubble" a third of the bubble, as if all actions took equally long.
     """
     layout = model.layout
     busy = [0.0] * layout.pp
-    for (kind, stage), work in model.works.items():
+    for (kind, stage), work in model.costs.items():
         exposed = max(0.0, work.exchange - work.compute) if overlap is True else work.exchange
         busy[stage % layout.pp] += work.compute + work.waited + exposed
         busy[stage % layout.pp] += (model.once[kind, stage].waited - work.waited) / model.microbatches
@@ -115,8 +115,8 @@ def _foretold(model: CostModel, overlap: Overlap) -> float:
     return max(busy) * rounds / (model.microbatches * layout.dp)
 
 
-def _apart(ranked: Sequence[StepForecast]) -> list[StepForecast]:
-    """Without those that differ from a faster one in ep or replicas alone."""
+def _distinct(ranked: Sequence[StepForecast]) -> list[StepForecast]:
+    """Returns those that do not differ only in ep or replicas from a faster one."""
     first = {_kind(each.model.layout): each for each in reversed(ranked)}
     return [each for each in ranked if first[_kind(each.model.layout)] is each]
 
@@ -126,7 +126,7 @@ def _kind(layout: Layout) -> tuple[int, ...]:
 
 
 def explain_time(found: StepForecast) -> str:
-    """Where a layout's time goes, in a sentence without its end."""
+    """Returns where a layout's time goes, as a sentence without its full stop."""
     step, seconds = found.step, found.step.timeline.makespan
     parts = {
         "to the pipeline's bubble": step.bubble,

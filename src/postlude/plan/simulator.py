@@ -1,4 +1,4 @@
-"""A schedule on a clock, without a process: the very turns that pipeline ranks run, each as soon as it can."""
+"""Simulates a pipeline schedule on a clock, without processes: the entries that ranks run, each as soon as it can."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from postlude.pipeline.schedule import Action, ScheduleEntry
 
 PipelineSchedule = Sequence[Sequence[ScheduleEntry]]
-"""For each pipeline rank its turns in order, as `postlude.pipeline.schedule.rank_schedule` gives them."""
+"""The entries of each pipeline rank in order, as `postlude.pipeline.schedule.rank_schedule` returns them."""
 
 
 class DeadlockError(RuntimeError):
-    """Orders in which every unfinished rank waits for an action that never comes."""
+    """Every unfinished rank waits for an action that never comes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimeline:
-    """When each action started and finished. Those of one turn do both together."""
+    """When each action started and finished. Actions of one entry do both together."""
 
     schedule: PipelineSchedule
     start: Mapping[Action, float]
@@ -31,27 +31,27 @@ class SimulatedTimeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank was at work."""
+        """How long each rank was busy."""
         return tuple(
-            sum(self.finish[turn[0]] - self.start[turn[0]] for turn in turns if turn) for turns in self.schedule
+            sum(self.finish[entry[0]] - self.start[entry[0]] for entry in entries if entry) for entries in self.schedule
         )
 
     @property
     def bubble(self) -> float:
-        """Idle time over busy time, of all ranks together: 0.25 makes a step a quarter longer than its work."""
+        """Idle time over busy time, of all ranks together."""
         busy = sum(self.busy)
         return self.makespan * len(self.schedule) / busy - 1 if busy else 0.0
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most forwards that each rank held at one time and that still awaited a backward."""
-        return tuple(round(peak_held(turns, lambda _: 1)) for turns in self.schedule)
+        """For each rank, the most forwards that awaited their backward at a time."""
+        return tuple(round(peak_held(entries, lambda _: 1)) for entries in self.schedule)
 
 
 def dependencies(action: Action, *, stages: int) -> tuple[Action, ...]:
-    """What must have finished before: for an F the stage before it, for a B its own F and the B of the stage after.
+    """Returns what must have finished before.
 
-    A W has its own B before it.
+    For an F the stage before it, for a B its own F and the B of the stage after, for a W its own B.
     """
     stage, microbatch = action.stage, action.microbatch
     assert 0 <= stage < stages
@@ -66,25 +66,25 @@ def dependencies(action: Action, *, stages: int) -> tuple[Action, ...]:
 def simulate_schedule(
     schedule: PipelineSchedule, *, stages: int, seconds: Callable[[ScheduleEntry], float], transfer_seconds: float = 0.0
 ) -> SimulatedTimeline:
-    """Run every rank's turns on a clock, each as soon as its rank is free and all it starts from has arrived.
+    """Runs every rank's entries on a clock, each as soon as its rank is free and its inputs have arrived.
 
-    `seconds` says how long a turn takes; what another rank made arrives `transfer_seconds` after it was finished.
-    Raises DeadlockError if a turn can never start.
+    `seconds` returns the duration of an entry; the output of another rank arrives `transfer_seconds` after it is
+    finished. Raises DeadlockError if an entry can never start.
     """
     ranks = len(schedule)
     start: dict[Action, float] = {}
     finish: dict[Action, float] = {}
-    clocks, queues = [0.0] * ranks, [deque(turns) for turns in schedule]
+    clocks, queues = [0.0] * ranks, [deque(entries) for entries in schedule]
     progress = True
     while progress:
         progress = False
         for rank, queue in enumerate(queues):
             while queue and finish.keys() >= (needed := _needed(queue[0], stages)):
-                turn = queue.popleft()
+                entry = queue.popleft()
                 arrivals = [finish[each] + transfer_seconds * (each.stage % ranks != rank) for each in needed]
                 begin = max([clocks[rank], *arrivals])
-                clocks[rank] = begin + seconds(turn)
-                for action in turn:
+                clocks[rank] = begin + seconds(entry)
+                for action in entry:
                     start[action], finish[action] = begin, clocks[rank]
                 progress = True
     blocked = [
@@ -99,24 +99,24 @@ def simulate_schedule(
 
 
 def peak_held(
-    turns: Sequence[ScheduleEntry], size: Callable[[int], float], put_off: Callable[[int], float] = lambda stage: 0.0
+    entries: Sequence[ScheduleEntry], size: Callable[[int], float], deferred: Callable[[int], float] = lambda stage: 0.0
 ) -> float:
-    """The most that forwards of one rank hold at one time until their backward; `size` says what one of a stage does.
+    """Returns the most that forwards of one rank hold at a time until their backward. `size` is of one of a stage.
 
-    In a turn of both, the forward holds all of its own before the backward has let go. Forwards that no backward
-    follows hold nothing. Backwards that a W follows go on to hold `put_off`.
+    In an overlapped entry, the forward holds all of its own before the backward has freed anything. Forwards without a
+    backward hold nothing. Backwards that a W follows then hold `deferred`.
     """
-    awaited = {(action.kind, action.stage, action.microbatch) for turn in turns for action in turn}
+    awaited = {(action.kind, action.stage, action.microbatch) for entry in entries for action in entry}
     held = most = 0.0
-    for turn in turns:
-        held += sum(size(a.stage) for a in turn if a.kind == "F" and ("B", a.stage, a.microbatch) in awaited)
+    for entry in entries:
+        held += sum(size(a.stage) for a in entry if a.kind == "F" and ("B", a.stage, a.microbatch) in awaited)
         most = max(most, held)
-        held -= sum(size(action.stage) for action in turn if action.kind == "B")
-        held += sum(put_off(a.stage) for a in turn if a.kind == "B" and ("W", a.stage, a.microbatch) in awaited)
+        held -= sum(size(action.stage) for action in entry if action.kind == "B")
+        held += sum(deferred(a.stage) for a in entry if a.kind == "B" and ("W", a.stage, a.microbatch) in awaited)
         most = max(most, held)
-        held -= sum(put_off(action.stage) for action in turn if action.kind == "W")
+        held -= sum(deferred(action.stage) for action in entry if action.kind == "W")
     return most
 
 
-def _needed(turn: ScheduleEntry, stages: int) -> set[Action]:
-    return {other for action in turn for other in dependencies(action, stages=stages)}
+def _needed(entry: ScheduleEntry, stages: int) -> set[Action]:
+    return {other for action in entry for other in dependencies(action, stages=stages)}

@@ -1,4 +1,4 @@
-"""What is compared: a model in a layout, on batches that are hard to divide."""
+"""The cases of a comparison: a model in a layout, on batches that are hard to divide."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from postlude.options import Overlap, Recompute
 from postlude.verify.choices import GRID
 
 BUDGET = 32
-FRESH_RANGE = 0.1  # fresh weights this wide give outputs that tell tokens apart
+FRESH_RANGE = 0.1  # with fresh weights this wide, tokens differ in the outputs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `initializer_range` widens a fresh model's weights, so that its outputs tell tokens apart.
+    """One comparison. `initializer_range` widens a fresh model's weights, so that tokens differ in its outputs.
 
-    `blocks` is a table with blocks of your own, by default the built-in ones'.
+    `blocks` is a table with your own blocks, by default the built-in one.
     """
 
     source: Source
@@ -46,10 +46,10 @@ class Case:
 
 
 def resolve_source(model: str) -> tuple[Source, float | None]:
-    """What to load for a model named on the command line, and how wide to draw weights where it has none.
+    """Returns the source of a model named on the command line, and the range of fresh weights if it has none.
 
-    A built-in name, a directory, a GGUF file; or a directory, a config.json or a postlude.json without weights, which
-    get fresh ones.
+    The name is a built-in one, a directory or a GGUF file; or a directory, a config.json or a postlude.json without
+    weights.
     """
     path = Path(model).expanduser()
     if model in BUILTIN:
@@ -66,18 +66,18 @@ def resolve_source(model: str) -> tuple[Source, float | None]:
 
 
 def fitting_layouts(config: ModelConfig) -> list[Layout]:
-    """The layouts of the grid that this model can be divided by."""
-    found = []
+    """Returns the layouts of the grid that fit this model."""
+    layouts = []
     experts = any(block.has_experts for block in config.blocks.values())
     for layout in GRID:
         with suppress(ValueError):
             config.check_layout(layout)
-            found += [layout] if experts or layout.ep == 1 else []
-    return found
+            layouts += [layout] if experts or layout.ep == 1 else []
+    return layouts
 
 
 def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
-    """By name: unequal lengths of which one fills a microbatch, and fewer sequences than any layout has places for.
+    """Returns batches by name: unequal lengths of which one fills a microbatch, and fewer sequences than ranks.
 
     For preferences, pairs of them.
     """
@@ -92,7 +92,7 @@ def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
 
 def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    # Near what a model says of random tokens. Far from it most ratios are clipped, and a KL is mostly rounding.
+    # Near a model's log-prob of random tokens. Far from it most ratios are clipped, and a KL is mostly rounding.
     guess = -math.log(vocab_size)
 
     def normal(length: int) -> Tensor:

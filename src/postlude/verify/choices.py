@@ -1,4 +1,4 @@
-"""What a comparison can be made of: layouts, objectives, and how far apart two answers may be. They need no torch."""
+"""The choices of a comparison: layouts, objectives and tolerances. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from postlude.objectives import SFT, Objective, PolicyGradient, Preference, Refe
 from postlude.options import ZERO_BUBBLE, Recompute
 
 RECOMPUTE = get_args(Recompute)
-OVERLAPS = (ZERO_BUBBLE,)  # beside yes and no
+OVERLAPS = (ZERO_BUBBLE,)  # beside true and false
 
-# Of the largest value. Half precision rounds each rank's part by itself, so layouts differ by a few of its steps.
+# Relative to the largest value. Half precision rounds each rank's part, so layouts differ by a few roundings.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
 
-# Every axis alone and in company. A model without experts leaves out those that need them.
+# Every axis alone and combined. A model without experts skips those with ep.
 GRID = tuple(
     Layout.parse(text)
     for text in (
@@ -54,7 +54,7 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
 
 
 def get_objective(name: str) -> Objective:
-    """One of `OBJECTIVES`."""
+    """Returns one of `OBJECTIVES`."""
     if name not in OBJECTIVES:
         raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]

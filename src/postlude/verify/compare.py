@@ -1,7 +1,7 @@
-"""compare: run one case in its layout and on one rank, and measure how far apart they are.
+"""compare: runs one case in its layout and on one rank, and measures the difference.
 
-The one rank is no engine: a plain model, each microbatch in turn, autograd alone, and packed for one rank, whatever the
-layout. What both share is the objective.
+The one rank uses no engine: a plain model, one microbatch after the other, packed for one rank, and plain autograd.
+Both share only the objective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True)
 class Report:
-    """How far a layout is from one rank, relative to the largest value: the loss, per-token results, every gradient."""
+    """The difference of a layout from one rank, relative to the largest value: loss, per-token results, gradients."""
 
     case: Case
     loss: float
@@ -42,11 +42,11 @@ class Report:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The gradient that is furthest off. One that is not a number is as far off as can be."""
+        """The gradient with the largest difference. NaN counts as infinite."""
         return max(self.gradients.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
 
     def passes(self, tolerance: float | None = None) -> bool:
-        """Whether everything is within the tolerance, by default that of the dtype."""
+        """Returns whether everything is within the tolerance, by default that of the dtype."""
         if tolerance is None:
             tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
         return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *self.gradients.values()))
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ComputedValues:
-    """What is compared of one batch."""
+    """The values of one batch that are compared."""
 
     loss: float
     logprob: Tensor
@@ -63,31 +63,29 @@ class ComputedValues:
 
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
-    """On every rank of the case's layout. The first rank gets the report, the others None."""
+    """Compares one case, on every rank of its layout. Returns the report on rank 0, None on the others."""
     found = run_in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
     return report(case, found, run_on_one_rank(case, device)) if dist.get_rank() == 0 else None
 
 
 def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
-    """On every rank, the cases in turn, all of one number of ranks. The first rank gets the reports."""
+    """Compares cases of one number of ranks, on every rank. Returns the reports on rank 0."""
     meshes: dict[Layout, Mesh] = {}
-    place = torch.device(device if device != "cuda" else f"cuda:{torch.cuda.current_device()}")
+    rank_device = torch.device(device if device != "cuda" else f"cuda:{torch.cuda.current_device()}")
     reports = []
     for case in cases:
         if case.layout not in meshes:
-            meshes[case.layout] = Mesh(case.layout, place.type)
-        reports.append(compare(case, mesh=meshes[case.layout], device=place))
+            meshes[case.layout] = Mesh(case.layout, rank_device.type)
+        reports.append(compare(case, mesh=meshes[case.layout], device=rank_device))
     return [report for report in reports if report is not None]
 
 
 def _source(case: Case) -> Source:
-    """The source, with the case's changes to its config; a fresh model's weights then follow them."""
+    """Returns the source with the case's changes to its config."""
     if case.tied is None and case.initializer_range is None:
         return case.source
     if isinstance(case.source, Recast):
-        raise TypeError(
-            "a case changes the config of a source, which a Recast has not of its own; change its source's."
-        )
+        raise TypeError("a case changes the config of a source, but a Recast has none of its own; change its source's.")
     found = read_description(case.source, case.blocks or BLOCKS)
     if isinstance(found, ModelConfig):
         changes = {"tied_head": case.tied, "initializer_range": case.initializer_range}
@@ -100,7 +98,7 @@ def _source(case: Case) -> Source:
 
 
 def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, ComputedValues]:
-    """What the engine finds, by the batch's name."""
+    """Returns what the engine computes, by the batch's name."""
     engine = Engine(
         _source(case),
         mesh=mesh,
@@ -114,23 +112,23 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
         mtp=True,
     )
     objective = _objective(case, engine.config)
-    answers = {}
+    values = {}
     for name, batch in batches(case.objective, engine.config.vocab_size, case.seed).items():
         engine.zero_grad()
         result = engine.forward_backward(batch, objective)
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
-        answers[name] = ComputedValues(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
-    return answers
+        values[name] = ComputedValues(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+    return values
 
 
 def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, ComputedValues]:
-    """What one rank finds: every microbatch in turn, by plain autograd."""
+    """Returns what one rank computes: every microbatch in turn, with plain autograd."""
     source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
     objective = _objective(case, model.config)
-    answers = {}
+    values = {}
     for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
         whole = pack(
             batch.sequences,
@@ -153,12 +151,12 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
             stats = [model(each, output_processor=_score) for each in microbatches]
         logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
-        answers[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source))
-    return answers
+        values[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source))
+    return values
 
 
 def _objective(case: Case, config: ModelConfig) -> Objective:
-    """The case's, and that of multi-token prediction beside it where the model has depths for it."""
+    """Returns the case's objective, with multi-token prediction if the model has depths."""
     objective = get_objective(case.objective)
     return MTP(objective=objective, weight=0.3) if config.pattern.mtp else objective
 
@@ -168,36 +166,38 @@ def _score(inputs: OutputInputs, context: None) -> TokenStats:
 
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
-    """By the names that weights are streamed under; zero where nothing depends on a parameter."""
+    """Returns gradients by the names of streamed weights; zeros if nothing depends on a parameter."""
     family, config = read_model(source, blocks=model.block_types)
-    own = dict(model.named_parameters())
-    found = {}
-    for theirs in map_to_hf(family, config, ((name, parameter.shape) for name, parameter in own.items())).values():
-        whole = found[theirs.name] = torch.zeros(theirs.shape)
+    parameters = dict(model.named_parameters())
+    gradients = {}
+    for theirs in map_to_hf(
+        family, config, ((name, parameter.shape) for name, parameter in parameters.items())
+    ).values():
+        whole = gradients[theirs.name] = torch.zeros(theirs.shape)
         for name, mapping in theirs.parts:
-            gradient = own[name].grad
+            gradient = parameters[name].grad
             if gradient is not None:
                 mapping.write(whole, gradient[mapping.region].float().cpu())
-    return found
+    return gradients
 
 
 def report(case: Case, found: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
-    """How far apart two answers are, the worst of all batches."""
+    """Returns the largest difference of all batches."""
     loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}
-    for name, answer in expected.items():
+    for name, reference in expected.items():
         ours = found[name]
-        loss = max(loss, _off(torch.tensor(ours.loss), torch.tensor(answer.loss)))
-        logprob = max(logprob, _off(ours.logprob, answer.logprob))
-        entropy = max(entropy, _off(ours.entropy, answer.entropy))
-        for parameter, gradient in answer.gradients.items():
-            off = _off(ours.gradients[parameter], gradient)
+        loss = max(loss, _difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
+        logprob = max(logprob, _difference(ours.logprob, reference.logprob))
+        entropy = max(entropy, _difference(ours.entropy, reference.entropy))
+        for parameter, gradient in reference.gradients.items():
+            off = _difference(ours.gradients[parameter], gradient)
             gradients[parameter] = max(gradients.get(parameter, 0.0), off)
     return Report(case, loss, logprob, entropy, gradients)
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected magnitude."""
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference relative to the largest expected magnitude."""
     if found.shape != expected.shape or not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
         return float("inf")
     scale = expected.double().abs().max().clamp_min(1e-12)
