@@ -16,8 +16,8 @@ WeightStorage = Literal["fp32", "split", "rounded"]
 """How weights are stored: in fp32; in bf16, with the lower sixteen bits of fp32 in the optimizer's state; or in bf16
 only, each step rounded up or down at random so that it is right on average."""
 Overlap = bool | Literal["zero_bubble"]
-"""What hides a rank's waits: nothing (False); a forward beside another microbatch's backward, so that one computes
-while the other exchanges rows with experts (True); or deferred weight gradients in the pipeline's bubble."""
+"""What hides a rank's waits: nothing (False); a forward interleaved with another microbatch's backward, so that one
+computes while the other exchanges rows with experts (True); or deferred weight gradients in the pipeline's bubble."""
 ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
 
 

@@ -151,14 +151,14 @@ def read_state(directory: Path, entries: Sequence[str] = ("files", "tensors")) -
         raise FileNotFoundError(f"{directory} has no {STATE}, so it is not a checkpoint, or not a complete one.")
     try:
         state: dict[str, Any] = json.loads((directory / STATE).read_text())
-        found = state["format"]
+        version = state["format"]
         missing = [entry for entry in entries if entry not in state]
-        if found == FORMAT and missing:
+        if version == FORMAT and missing:
             raise ValueError(f"{missing[0]!r} is missing")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / STATE} cannot be read ({error}); load another checkpoint.") from error
-    if found != FORMAT:
-        raise ValueError(f"{directory} has format {found}, but this version of postlude reads format {FORMAT}.")
+    if version != FORMAT:
+        raise ValueError(f"{directory} has format {version}, but this version of postlude reads format {FORMAT}.")
     return state
 
 

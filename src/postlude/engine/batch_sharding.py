@@ -66,7 +66,7 @@ class LocalBatch:
     def gather_results(
         self, values: Sequence[Mapping[str, Tensor]], *, shifted: bool, device: torch.device
     ) -> dict[str, list[Tensor]]:
-        """Returns one tensor [length, ...] per sequence by name, on the CPU, from [T, ...] of each own microbatch.
+        """Returns one tensor [length, ...] per sequence by name, on the CPU, from [T, ...] of each local microbatch.
 
         Every rank gets the sequences of the whole batch, or those that it holds. The last stage's ranks exchange
         per-token values and broadcast them to the stages before.

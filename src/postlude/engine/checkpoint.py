@@ -382,10 +382,10 @@ def _check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
         names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
         return damaged_files(source, {name: files[name] for name in names})
 
-    try:
-        gather_and_decide(damaged, lambda names: _refuse_damaged(source, [name for part in names for name in part]))
-    except RankFailure as failure:
-        raise failure.cause from None
+    def refuse(names_by_rank: list[list[str]]) -> None:
+        _refuse_damaged(source, [name for names in names_by_rank for name in names])
+
+    gather_and_decide(damaged, refuse, raise_cause=True)
 
 
 def _refuse_damaged(source: Path, names: list[str]) -> None:
@@ -422,10 +422,7 @@ def _check_tensors(
         unused = [name for name, number in numbers.items() if not used_by_any >> number & 1 and name not in optional]
         _refuse_other_model(source, missing, unused, [shape for _, _, shapes in comparisons for shape in shapes])
 
-    try:
-        gather_and_decide(compare, decide)
-    except RankFailure as failure:
-        raise failure.cause from None
+    gather_and_decide(compare, decide, raise_cause=True)
 
 
 def _refuse_other_model(source: Path, missing: list[str], unused: list[str], shapes: list[str]) -> None:

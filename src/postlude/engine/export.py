@@ -19,7 +19,7 @@ from postlude.hf.model_card import ModelCard
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
 from postlude.safetensors_file import TensorInfo
-from postlude.world.agreement import RankFailure, gather_and_decide
+from postlude.world.agreement import gather_and_decide
 
 BUCKET_BYTES = 1 << 30
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -88,8 +88,5 @@ def export(
         finally:
             stream.end()
 
-    try:
-        gather_and_decide(write_or_follow, lambda _: None)
-    except RankFailure as failure:
-        raise failure.cause from None
+    gather_and_decide(write_or_follow, lambda _: None, raise_cause=True)
     return Path(directory)

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: copied to the device and back piece by piece during a step, beside compute."""
+"""Optimizer state in host memory: copied to the device and back piece by piece during a step, while it computes."""
 
 from __future__ import annotations
 

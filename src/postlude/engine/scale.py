@@ -225,11 +225,11 @@ class MetricAccumulator:
         are exchanged only when a rank has a metric that not all know.
         """
         entries = {**(self.entries if counts_here else {}), **self.shares}
-        own = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
+        local = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
-            self.metric_index.add(own)
-        sums, highest = self._numbers(own, single_rank)
+            self.metric_index.add(local)
+        sums, highest = self._numbers(local, single_rank)
         if highest[2] >= 0 and not single_rank:
             sentence: list[str | None] = [None if self.refused is None else str(self.refused)]
             dist.broadcast_object_list(sentence, src=int(highest[2]))
@@ -237,9 +237,9 @@ class MetricAccumulator:
             return {}
         if highest[0] != -highest[1]:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(names_by_rank, list(own))
+            dist.all_gather_object(names_by_rank, list(local))
             self.metric_index.add(name for names in names_by_rank for name in names)
-            sums, highest = self._numbers(own, single_rank)
+            sums, highest = self._numbers(local, single_rank)
         values = {}
         for (name, reduction), line in self.metric_index.lines.items():
             first, second, present = sums[3 * line : 3 * line + 3]
@@ -248,16 +248,16 @@ class MetricAccumulator:
         return values
 
     def _numbers(
-        self, own: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
+        self, local: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
     ) -> tuple[list[float], list[float]]:
         """Returns three sums per line; and the maximum of the digest, of its negation, of the ranks that refused a
         loss, and of one number per line.
 
         A rank with a metric that has no line sends 0 instead of the negated digest, so that the digests differ.
         """
-        known, size = self.metric_index.has(own), self.metric_index.size
+        known, size = self.metric_index.has(local), self.metric_index.size
         device = next(
-            (first.device for first, _, _ in own.values()), torch.device("cpu") if single_rank else group_device()
+            (first.device for first, _, _ in local.values()), torch.device("cpu") if single_rank else group_device()
         )
         sums = torch.zeros(size, 3, dtype=torch.float64, device=device)
         highest = torch.full((3 + size,), float("-inf"), dtype=torch.float64, device=device)
@@ -265,7 +265,7 @@ class MetricAccumulator:
         highest[1].fill_(-float(self.metric_index.digest) if known else 0.0)
         if self.refused is not None:
             highest[2].fill_(0.0 if single_rank else float(dist.get_rank()))
-        for name, (first, second, extreme) in own.items() if known else ():
+        for name, (first, second, extreme) in local.items() if known else ():
             line = self.metric_index.lines[name]
             sums[line, 0], sums[line, 1], highest[3 + line] = first, second, extreme
             sums[line, 2].fill_(1.0)

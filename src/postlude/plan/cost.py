@@ -98,13 +98,13 @@ class CostModel:
         if action.kind == "F":
             return self(action)
         stage = Stage(action.stage, self.layout.stages)
-        made = self._seconds(self._weight_flops(stage))
+        deferred = self._seconds(self._weight_flops(stage))
         if action.kind == "B":
             whole = self.costs["B", action.stage]
-            return replace(whole, compute=whole.compute - made)
+            return replace(whole, compute=whole.compute - deferred)
         once = action.microbatch == self.microbatches - 1
-        summed = self._weights("B", self.sizes.stage(stage), once)
-        return ActionCost(made, waited=max(0.0, summed - made))
+        reduction = self._weights("B", self.sizes.stage(stage), once)
+        return ActionCost(deferred, waited=max(0.0, reduction - deferred))
 
     @property
     def transfer_seconds(self) -> float:

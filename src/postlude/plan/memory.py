@@ -162,8 +162,8 @@ def _summed(
     largest = max(each, key=lambda held: held.used)
     if _is_unsharded(sizes, stages, layout):
         return largest.used * compute_bytes
-    made = 0 if layout.pp > 1 or once else compute_bytes
-    return largest.used * (made + STORED) + largest.stored(layout) * STORED
+    unreduced = 0 if layout.pp > 1 or once else compute_bytes
+    return largest.used * (unreduced + STORED) + largest.stored(layout) * STORED
 
 
 def _is_unsharded(sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout) -> bool:
@@ -174,9 +174,9 @@ def _is_unsharded(sizes: ModelParameterCount, stages: Sequence[Stage], layout: L
 
 def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     """Returns the blocks that a stage runs in order, with those of its multi-token-prediction depths."""
-    own = [symbol for layer in layers_of(config, stage) for symbol in layer]
+    symbols = [symbol for layer in layers_of(config, stage) for symbol in layer]
     ahead = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
-    return own + ahead if mtp and stage.last else own
+    return symbols + ahead if mtp and stage.last else symbols
 
 
 def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
@@ -184,9 +184,10 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
-    own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
+    blocks = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
     kept = sum(
-        block.saved_activations(hidden) * (block.selective_share if recompute == "selective" else 1.0) for block in own
+        block.saved_activations(hidden) * (block.selective_share if recompute == "selective" else 1.0)
+        for block in blocks
     )
     if recompute == "full":
         kept = layers * hidden
@@ -204,8 +205,8 @@ def _deferred(config: ModelConfig, stage: Stage, mtp: bool) -> float:
     if not defers_wgrads(config, stage):
         return 0.0
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
-    own = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    return sum(block.wgrad_activations(config.hidden_size) for block in own) + 3 * config.hidden_size * depths
+    blocks = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
+    return sum(block.wgrad_activations(config.hidden_size) for block in blocks) + 3 * config.hidden_size * depths
 
 
 def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:

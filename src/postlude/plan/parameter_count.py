@@ -78,8 +78,8 @@ class ModelParameterCount:
 
 def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
     """Returns the patterns of a stage's logical layers."""
-    own = config.stage_layers(stage)
-    return config.pattern.layers[own.start : own.stop]
+    layers = config.stage_layers(stage)
+    return config.pattern.layers[layers.start : layers.stop]
 
 
 def total(parts: Iterable[ParameterCount]) -> ParameterCount:
@@ -118,8 +118,8 @@ def _local_rows(rows: int, mesh: Mesh) -> int:
 
 
 def _count(module: nn.Module, blocks: Iterable[Block]) -> ParameterCount:
-    apart: list[SeparateUnit] = [part for block in blocks for part in block.sharded_separately()]
-    experts = {id(each) for part in apart if part.experts for each in part.module.parameters()}
+    units: list[SeparateUnit] = [unit for block in blocks for unit in block.sharded_separately()]
+    experts = {id(each) for unit in units if unit.experts for each in unit.module.parameters()}
     sizes = [(each.numel(), id(each) in experts) for each in module.parameters()]
     return ParameterCount(
         sum(size for size, expert in sizes if not expert), sum(size for size, expert in sizes if expert)

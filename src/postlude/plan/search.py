@@ -125,14 +125,16 @@ def _kind(layout: Layout) -> tuple[int, ...]:
     return layout.pp, layout.vpp, layout.cp, layout.tp
 
 
-def explain_time(found: StepForecast) -> str:
+def explain_time(forecast: StepForecast) -> str:
     """Returns where a layout's time goes, as a sentence without its full stop."""
-    step, seconds = found.step, found.step.timeline.makespan
+    step, seconds = forecast.step, forecast.step.timeline.makespan
     parts = {
         "to the pipeline's bubble": step.bubble,
         "to exchanges with experts that nothing hides": step.exposed / seconds,
         "to waiting for tokens, weights or gradients": step.waited / seconds,
     }
-    told = [f"{share:.0%} {name}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.005]
+    shares = [
+        f"{share:.0%} {name}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.005
+    ]
     compute = 1 - sum(parts.values())
-    return ", ".join([f"{compute:.0%} of its time goes to compute", *told])
+    return ", ".join([f"{compute:.0%} of its time goes to compute", *shares])

@@ -22,7 +22,7 @@ Moment: TypeAlias = "float | torch.cuda.Event | torch.futures.Future[float]"
 
 
 class OpenSpan:
-    """A span that has started and runs beside what the rank does."""
+    """A span that has started and runs while the rank does other work."""
 
     def end_with(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
         """The span ends when `work` does. Returns a function that waits for that."""

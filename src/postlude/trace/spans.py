@@ -38,7 +38,7 @@ class Span:
 
     @property
     def lane(self) -> str:
-        """The row it is drawn in: exchanges run beside compute, one in each direction."""
+        """The row it is drawn in: exchanges run during compute, one in each direction."""
         return LANES[EXCHANGES.index(self.kind) + 1] if self.kind in EXCHANGES else LANES[0]
 
     @property

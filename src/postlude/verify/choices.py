@@ -11,7 +11,7 @@ from postlude.objectives import SFT, Objective, PolicyGradient, Preference, Refe
 from postlude.options import ZERO_BUBBLE, Recompute
 
 RECOMPUTE = get_args(Recompute)
-OVERLAPS = (ZERO_BUBBLE,)  # beside true and false
+OVERLAPS = (ZERO_BUBBLE,)  # other than true and false
 
 # Relative to the largest value. Half precision rounds each rank's part, so layouts differ by a few roundings.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})

@@ -64,8 +64,8 @@ class ComputedValues:
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
     """Compares one case, on every rank of its layout. Returns the report on rank 0, None on the others."""
-    found = run_in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
-    return report(case, found, run_on_one_rank(case, device)) if dist.get_rank() == 0 else None
+    values = run_in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
+    return report(case, values, run_on_one_rank(case, device)) if dist.get_rank() == 0 else None
 
 
 def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
@@ -86,15 +86,15 @@ def _source(case: Case) -> Source:
         return case.source
     if isinstance(case.source, Recast):
         raise TypeError("a case changes the config of a source, but a Recast has none of its own; change its source's.")
-    found = read_description(case.source, case.blocks or BLOCKS)
-    if isinstance(found, ModelConfig):
+    description = read_description(case.source, case.blocks or BLOCKS)
+    if isinstance(description, ModelConfig):
         changes = {"tied_head": case.tied, "initializer_range": case.initializer_range}
-        return replace(found, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+        return replace(description, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
     if case.tied is not None:
-        found.tie_word_embeddings = case.tied
+        description.tie_word_embeddings = case.tied
     if case.initializer_range is not None:
-        found.initializer_range = case.initializer_range
-    return found
+        description.initializer_range = case.initializer_range
+    return description
 
 
 def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, ComputedValues]:
@@ -181,12 +181,12 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     return gradients
 
 
-def report(case: Case, found: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
+def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
     """Returns the largest difference of all batches."""
     loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}
     for name, reference in expected.items():
-        ours = found[name]
+        ours = actual[name]
         loss = max(loss, _difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
         logprob = max(logprob, _difference(ours.logprob, reference.logprob))
         entropy = max(entropy, _difference(ours.entropy, reference.entropy))
@@ -196,9 +196,9 @@ def report(case: Case, found: Mapping[str, ComputedValues], expected: Mapping[st
     return Report(case, loss, logprob, entropy, gradients)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(actual: Tensor, expected: Tensor) -> float:
     """Returns the largest difference relative to the largest expected magnitude."""
-    if found.shape != expected.shape or not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
+    if actual.shape != expected.shape or not (torch.isfinite(actual).all() and torch.isfinite(expected).all()):
         return float("inf")
     scale = expected.double().abs().max().clamp_min(1e-12)
-    return float((found.double() - expected.double()).abs().max() / scale)
+    return float((actual.double() - expected.double()).abs().max() / scale)

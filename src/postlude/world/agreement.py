@@ -27,12 +27,16 @@ class RankFailure(Exception):
 
 
 def gather_and_decide(
-    work: Callable[[], Value], decide: Callable[[list[Value]], Result], group: dist.ProcessGroup | None = None
+    work: Callable[[], Value],
+    decide: Callable[[list[Value]], Result],
+    group: dist.ProcessGroup | None = None,
+    *,
+    raise_cause: bool = False,
 ) -> Result:
     """Runs `work` on every rank, and returns on every rank what rank 0's `decide` makes of the results, by rank.
 
-    If either fails, every rank raises a `RankFailure` that names the rank, so none is left waiting. Each rank sends
-    once and receives once, whatever their number.
+    If either fails, every rank raises a `RankFailure` that names the rank, or its `cause` with `raise_cause`, so that
+    none is left waiting. Each rank sends once and receives once, whatever their number.
     """
     if not dist.is_initialized():
         return decide([work()])
@@ -50,6 +54,8 @@ def gather_and_decide(
             decision = [(result, None if error is None else (0, error))]
     dist.broadcast_object_list(decision, group=group, group_src=0)
     result, failure = decision[0]
+    if failure is not None and raise_cause:
+        raise failure[1]
     if failure is not None:
         raise RankFailure(*failure)
     decided: Result = result
@@ -60,10 +66,7 @@ def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None)
     """Runs `work` on rank 0. Returns its result, or raises its exception, on every rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return work()
-    try:
-        return gather_and_decide(lambda: None, lambda _: work(), group)
-    except RankFailure as failure:
-        raise failure.cause from None
+    return gather_and_decide(lambda: None, lambda _: work(), group, raise_cause=True)
 
 
 class Rank0Controller(Generic[Argument, Value]):
