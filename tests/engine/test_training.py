@@ -479,3 +479,18 @@ def test_a_selection_bias_rate_needs_a_router_with_a_bias() -> None:
         model_from_hf(MOE)[1].with_selection_bias_rate(0.01)
     with pytest.raises(ValueError, match="selection_bias_rate is -1, but it must be a number of at least 0"):
         model_from_hf(BIASED)[1].with_selection_bias_rate(-1.0)
+
+
+def refused_topk(group: Any) -> list[str]:
+    engine = build("", config("tiny-dense"))
+    messages = [told(lambda k=k: engine.topk(batch(1), k)) for k in (0, -1, engine.config.vocab_size + 1)]
+    logprobs, _ = engine.topk(batch(1), 1)  # the engine stays usable
+    return [*messages, str(logprobs[0].shape[1])]
+
+
+def test_a_topk_of_no_tokens_or_too_many_is_refused(ranks: Any) -> None:
+    (messages,) = ranks(1, refused_topk)
+    for message, k in zip(messages, (0, -1), strict=False):
+        assert message.startswith(f"ValueError: topk(k={k}): k counts tokens of the vocabulary; use 1 to ")
+    assert messages[2].startswith("ValueError: topk(k=")
+    assert messages[3] == "1"
