@@ -56,7 +56,7 @@ class Shape:
     efficiency: float
 
     @property
-    def machine(self) -> Hardware:
+    def hardware(self) -> Hardware:
         """A GPU of which steps reach that share."""
         return replace(H200, efficiency=self.efficiency)
 
@@ -66,7 +66,7 @@ class Shape:
         return CostModel(
             config=model,
             layout=Layout(),
-            machine=self.machine,
+            hardware=self.hardware,
             budget=4 * (PROMPT + ANSWER),
             length=PROMPT + ANSWER,
             microbatches=1,
@@ -138,7 +138,9 @@ class Plan:
         """Of one token of all answers of a server: each expert is read, as so many tokens choose all of them."""
         read = self.weights + self.sequences * self.shape.cached * (PROMPT + ANSWER / 2)
         flops = self.sequences * self.train.model.model_flops / 3
-        slowest = max(read / (H200.bandwidth * READ_SHARE), flops / (H200.flops * DECODE_SHARE)) / self.shape.server
+        slowest = (
+            max(read / (H200.memory_bandwidth * READ_SHARE), flops / (H200.flops * DECODE_SHARE)) / self.shape.server
+        )
         return slowest + LAYER_SECONDS * self.shape.config.num_hidden_layers
 
     @property
@@ -154,12 +156,12 @@ class Plan:
     @property
     def sums_seconds(self) -> float:
         """All ranks sum buckets, to which each adds what it holds: twice the bytes through a ring."""
-        return 2 * self.weights / self.shape.machine.ring_rate(self.training, 1)
+        return 2 * self.weights / self.shape.hardware.ring_rate(self.training, 1)
 
     @property
     def one_link(self) -> float:
         """Weights through one GPU's link to other nodes."""
-        return self.weights / (H200.between * H200.link_efficiency)
+        return self.weights / (H200.inter_node * H200.link_efficiency)
 
     @property
     def network_seconds(self) -> float:
@@ -209,7 +211,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     train, step = plan.train, plan.train.step
     answers = GROUP * PROMPTS / plan.period
     in_flight = plan.servers * plan.sequences
-    nodes = plan.training // H200.node
+    nodes = plan.training // H200.gpus_per_node
     failures = {"a day": 24 * GPUS / FAILED_EVERY, "of the trainer": 24 * plan.training / FAILED_EVERY}
     steps = 3600 / plan.period
     yield "GPUs that train / serve", f"{plan.training} / {GPUS - plan.training}"

@@ -19,12 +19,14 @@ from postlude.plan.forecast import entry_seconds, forecast, simulate_step
 from postlude.plan.hardware import HARDWARE, Hardware, load_hardware
 from postlude.plan.search import search
 
-ROUND = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=100.0, between=10.0, latency=0, link_efficiency=1.0)
+ROUND = Hardware(
+    flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=100.0, inter_node=10.0, latency=0, link_efficiency=1.0
+)
 
 
 def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
     config = read_model(name)[1]
-    how = {"machine": HARDWARE["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
+    how = {"hardware": HARDWARE["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
     return CostModel(config=config, layout=Layout.parse(layout), **how)
 
 
@@ -82,8 +84,8 @@ def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute:
         assert (part.exchange + rest.exchange, part.waited + rest.waited) == (whole.exchange, whole.waited)
         assert 0 < rest.compute < model(Action("F", stage, 0)).compute < part.compute
     assert model.with_deferred_wgrads(Action("F", 0, 0)) == model(Action("F", 0, 0))
-    slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
-    last = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
+    slow = Hardware(flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=1e6, inter_node=1e6)
+    last = model_of("tiny-dense", "pp=2,dp_shard=2", hardware=slow)
     assert [last.with_deferred_wgrads(Action(kind, 1, 7)).waited > 0 for kind in "BW"] == [
         False,
         True,
@@ -120,7 +122,7 @@ def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
         ranks = parts.layout.tp * parts.layout.cp
         assert sum(work.compute for work in parts.costs.values()) * ranks == pytest.approx(whole)
     one = model_of(name)
-    assert whole == pytest.approx(one.model_flops * one.budget / (one.machine.flops * one.machine.efficiency))
+    assert whole == pytest.approx(one.model_flops * one.budget / (one.hardware.flops * one.hardware.efficiency))
     again = model_of(name, recompute="full")
     assert sum(work.compute for work in again.costs.values()) == pytest.approx(whole * 4 / 3)
 
@@ -143,9 +145,9 @@ def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
 
 
 def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
-    slow = Hardware(flops=1e12, memory=1e9, bandwidth=1e12, inside=1e6, between=1e6)
-    assert model_of("tiny-dense", "dp_shard=2", machine=slow).costs["F", 0].waited > 0
-    pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", machine=slow)
+    slow = Hardware(flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=1e6, inter_node=1e6)
+    assert model_of("tiny-dense", "dp_shard=2", hardware=slow).costs["F", 0].waited > 0
+    pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", hardware=slow)
     assert pipeline(Action("F", 0, 0)).waited > 0  # gathered once
     assert pipeline(Action("F", 0, 1)).waited == 0
     assert pipeline(Action("B", 1, 7)).waited > 0  # summed once
@@ -162,7 +164,7 @@ def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
         assert each.model.layout.world_size == 8
         again = forecast(each.model)
         assert (again.step.seconds, again.peak) == (each.step.seconds, each.peak)
-    none = search(model_of("tiny-moe", budget=4096, length=4096, machine=ROUND), 8, 64 * 4096)
+    none = search(model_of("tiny-moe", budget=4096, length=4096, hardware=ROUND), 8, 64 * 4096)
     assert none.best or none.least > 0
 
 
@@ -205,14 +207,14 @@ def test_a_mistake_is_a_sentence(arguments: str, sentence: str, capsys) -> None:
 
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"like": "h100", "between": 25e9}))
-    assert load_hardware(str(path)).between == 25e9
+    path.write_text(json.dumps({"like": "h100", "inter_node": 25e9}))
+    assert load_hardware(str(path)).inter_node == 25e9
     assert load_hardware(str(path)).flops == HARDWARE["h100"].flops
     for given, sentence in (
         ('{"like": "h100", "speed": 1}', "'speed' in it is unknown"),
-        ('{"flops": 1}', "lacks memory, bandwidth"),
+        ('{"flops": 1}', "lacks memory, memory_bandwidth"),
         ('{"like": "h100", "efficiency": 2}', "efficiency is 2, but it is a fraction"),
-        ('{"like": "h100", "node": 0}', "node of a GPU is 0"),
+        ('{"like": "h100", "gpus_per_node": 0}', "gpus_per_node of a GPU is 0"),
         ("[", "is not JSON"),
     ):
         path.write_text(given)

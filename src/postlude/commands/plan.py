@@ -26,19 +26,19 @@ MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast of a layout, or the best layouts. Returns 1 where nothing fits in memory."""
-    console, machine = Console(), load_hardware(options.gpu)
+    console, hardware = Console(), load_hardware(options.gpu)
     if options.mtp < 0:
         raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
     config = _config(options.model, options.mtp)
-    model = _model(options, config, machine)
+    model = _model(options, config, hardware)
     says = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
         found = search(model, options.gpus, tokens, overlap=options.overlap)
-        return _told(console, found, options, machine)
+        return _told(console, found, options, hardware)
     _show(console, made := forecast(model, overlap=options.overlap), options.gpu)
-    return int(made.peak > machine.memory)
+    return int(made.peak > hardware.memory)
 
 
 def _config(model: str, mtp: int) -> ModelConfig:
@@ -50,7 +50,7 @@ def _config(model: str, mtp: int) -> ModelConfig:
     return config
 
 
-def _model(options: argparse.Namespace, config: ModelConfig, machine: Hardware) -> CostModel:
+def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware) -> CostModel:
     """What was asked for, or a sentence."""
     budget = options.budget or options.seq
     if budget < options.seq:
@@ -66,7 +66,7 @@ def _model(options: argparse.Namespace, config: ModelConfig, machine: Hardware) 
     return CostModel(
         config=config,
         layout=layout,
-        machine=machine,
+        hardware=hardware,
         budget=budget,
         length=options.seq,
         microbatches=-(-tokens // (layout.dp * budget)),
@@ -97,7 +97,7 @@ def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
 def _show(console: Console, made: StepForecast, gpu: str) -> None:
     model, step, layout = made.model, made.step, made.model.layout
     table = Table(show_header=False, box=None)
-    usable = model.machine.memory
+    usable = model.hardware.memory
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
         ("batch", f"{made.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
@@ -138,8 +138,8 @@ def _show(console: Console, made: StepForecast, gpu: str) -> None:
     console.print(table)
 
 
-def _told(console: Console, found: SearchResult, options: argparse.Namespace, machine: Hardware) -> int:
-    usable = format_bytes(USABLE_MEMORY * machine.memory)
+def _told(console: Console, found: SearchResult, options: argparse.Namespace, hardware: Hardware) -> int:
+    usable = format_bytes(USABLE_MEMORY * hardware.memory)
     if not found.best:
         needs = (
             f"the least needs about {format_bytes(found.least)} a rank" if found.fitting else "none divides the model"

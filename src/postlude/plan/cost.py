@@ -53,7 +53,7 @@ class CostModel:
 
     config: ModelConfig
     layout: Layout
-    machine: Hardware
+    hardware: Hardware
     budget: int
     length: int
     microbatches: int
@@ -109,12 +109,12 @@ class CostModel:
     @property
     def transfer_seconds(self) -> float:
         """Seconds from one pipeline rank to the next, for this rank's tokens, [T / tp, H]."""
-        layout, machine = self.layout, self.machine
+        layout, hardware = self.layout, self.hardware
         if layout.pp == 1:
             return 0.0
         size = self.tokens * self.config.hidden_size * self.compute_bytes
-        rate = machine.inside if machine.near(2, layout.world_size // layout.pp) == 2 else machine.between
-        return machine.latency + size / (rate * machine.link_efficiency)
+        rate = hardware.intra_node if hardware.near(2, layout.world_size // layout.pp) == 2 else hardware.inter_node
+        return hardware.latency + size / (rate * hardware.link_efficiency)
 
     @property
     def step_seconds(self) -> float:
@@ -122,7 +122,7 @@ class CostModel:
         layout, stored = self.layout, [0] * self.layout.pp
         for index in range(layout.stages):
             stored[index % layout.pp] += self.sizes.stage(Stage(index, layout.stages)).stored(layout)
-        return max(stored) * ADAMW_BYTES / self.machine.bandwidth
+        return max(stored) * ADAMW_BYTES / self.hardware.memory_bandwidth
 
     @property
     def tokens(self) -> float:
@@ -161,13 +161,13 @@ class CostModel:
 
     def _seconds(self, flops: float) -> float:
         """Returns the seconds of a microbatch with so many FLOPs per token."""
-        return flops * self.tokens / (self.machine.flops * self.machine.efficiency)
+        return flops * self.tokens / (self.hardware.flops * self.hardware.efficiency)
 
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
 
     def _cost(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
-        config, layout, machine = self.config, self.layout, self.machine
+        config, layout, hardware = self.config, self.layout, self.hardware
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
         times = 1.0 if kind == "F" else 2.0 + RECOMPUTED[self.recompute]
@@ -175,17 +175,17 @@ class CostModel:
         compute = times * self._seconds(self._flops(stage))
         by_tp = sum(count * block.tp_traffic(hidden) for block, count in blocks) * (layout.tp - 1)
         by_cp = sum(count * block.cp_traffic(layout.cp) for block, count in blocks)
-        waited = by_tp / machine.ring_rate(layout.tp, 1) + by_cp / machine.ring_rate(layout.cp, layout.tp)
+        waited = by_tp / hardware.ring_rate(layout.tp, 1) + by_cp / hardware.ring_rate(layout.cp, layout.tp)
         exchange = 0.0
         for block, count in blocks:
             if sent := block.ep_traffic(hidden):
-                exchange += 2 * count * machine.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
+                exchange += 2 * count * hardware.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
         weights = self._weights(kind, self.sizes.stage(stage), once)
         return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
 
     def _weights(self, kind: str, held: ParameterCount, once: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
-        layout, machine = self.layout, self.machine
+        layout, hardware = self.layout, self.hardware
         if layout.pp > 1 and not once:
             return 0.0
         bytes_moved = self.compute_bytes if kind == "F" else STORED
@@ -193,14 +193,14 @@ class CostModel:
             bytes_moved += self.compute_bytes  # gathered once more
         shards = layout.dp_shard * layout.cp
         of_experts = shards * layout.tp // layout.ep
-        seconds = _ring(machine, held.dense * bytes_moved, shards, layout.tp)
-        seconds += _ring(machine, held.experts * bytes_moved, of_experts, layout.ep)
+        seconds = _ring(hardware, held.dense * bytes_moved, shards, layout.tp)
+        seconds += _ring(hardware, held.experts * bytes_moved, of_experts, layout.ep)
         if kind == "B" and once and layout.dp_replicate > 1:
             replica = layout.dp_shard * layout.cp * layout.tp
-            seconds += 2 * _ring(machine, held.stored(layout) * STORED, layout.dp_replicate, replica)
+            seconds += 2 * _ring(hardware, held.stored(layout) * STORED, layout.dp_replicate, replica)
         return seconds
 
 
-def _ring(machine: Hardware, size: float, ranks: int, stride: int) -> float:
+def _ring(hardware: Hardware, size: float, ranks: int, stride: int) -> float:
     """Returns the seconds to gather `size` bytes on each of so many ranks, or to reduce them to shards."""
-    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / machine.ring_rate(ranks, stride)
+    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / hardware.ring_rate(ranks, stride)

@@ -67,7 +67,7 @@ class StepForecast:
     @property
     def mfu(self) -> float:
         """Model FLOPs over the peak FLOPs of the GPUs."""
-        return self.tokens_a_second * self.model.model_flops / self.model.machine.flops
+        return self.tokens_a_second * self.model.model_flops / self.model.hardware.flops
 
 
 def entry_seconds(costs: list[ActionCost]) -> float:

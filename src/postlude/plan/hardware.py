@@ -20,13 +20,13 @@ class Hardware:
     """Dense bf16 FLOPs."""
     memory: float
     """Bytes of GPU memory."""
-    bandwidth: float
+    memory_bandwidth: float
     """Bytes between the GPU and its memory."""
-    node: int = 8
+    gpus_per_node: int = 8
     """GPUs per node."""
-    inside: float = 450 * GB
+    intra_node: float = 450 * GB
     """Bytes that a GPU sends to others of its node."""
-    between: float = 50 * GB
+    inter_node: float = 50 * GB
     """Bytes that a GPU sends to other nodes."""
     latency: float = 2e-5
     """Seconds that a transfer takes in addition."""
@@ -50,7 +50,7 @@ class Hardware:
         Between nodes, a ring uses the links of all its ranks in a node at once.
         """
         near = self.near(size, stride)
-        rate = self.inside if near == size else min(self.inside, near * self.between)
+        rate = self.intra_node if near == size else min(self.intra_node, near * self.inter_node)
         return rate * self.link_efficiency
 
     def exchange_seconds(self, sent: float, size: int, stride: int) -> float:
@@ -59,20 +59,22 @@ class Hardware:
             return 0.0
         near = self.near(size, stride)
         inside, between = sent * (near - 1) / size, sent * (size - near) / size
-        return self.latency + max(inside / self.inside, between / self.between) / self.link_efficiency
+        return self.latency + max(inside / self.intra_node, between / self.inter_node) / self.link_efficiency
 
     def near(self, size: int, stride: int) -> int:
         """Returns how many of `size` ranks, every `stride`th, are in one node."""
-        return min(size, max(1, self.node // stride))
+        return min(size, max(1, self.gpus_per_node // stride))
 
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
-        "a100": Hardware(flops=312e12, memory=80 * GB, bandwidth=2.0e12, inside=300 * GB, between=25 * GB),
-        "h100": Hardware(flops=989e12, memory=80 * GB, bandwidth=3.35e12),
-        "h800": Hardware(flops=989e12, memory=80 * GB, bandwidth=3.35e12, inside=200 * GB),
-        "h200": Hardware(flops=989e12, memory=141 * GB, bandwidth=4.8e12),
-        "b200": Hardware(flops=2250e12, memory=180 * GB, bandwidth=8.0e12, inside=900 * GB),
+        "a100": Hardware(
+            flops=312e12, memory=80 * GB, memory_bandwidth=2.0e12, intra_node=300 * GB, inter_node=25 * GB
+        ),
+        "h100": Hardware(flops=989e12, memory=80 * GB, memory_bandwidth=3.35e12),
+        "h800": Hardware(flops=989e12, memory=80 * GB, memory_bandwidth=3.35e12, intra_node=200 * GB),
+        "h200": Hardware(flops=989e12, memory=141 * GB, memory_bandwidth=4.8e12),
+        "b200": Hardware(flops=2250e12, memory=180 * GB, memory_bandwidth=8.0e12, intra_node=900 * GB),
     }
 )
 
@@ -99,7 +101,7 @@ def load_hardware(name: str) -> Hardware:
         raise ValueError(f"{path} is like {like!r}, which is unknown; use {', '.join(HARDWARE)}.")
     if like is not None:
         return replace(HARDWARE[like], **numbers)
-    missing = [key for key in ("flops", "memory", "bandwidth") if key not in numbers]
+    missing = [key for key in ("flops", "memory", "memory_bandwidth") if key not in numbers]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}. Add it, or `like`: one of {', '.join(HARDWARE)}.")
     return Hardware(**numbers)

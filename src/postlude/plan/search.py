@@ -34,7 +34,7 @@ class SearchResult:
 
 def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> SearchResult:
     """Returns the fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, otherwise as `start`."""
-    usable, least, fitting = USABLE_MEMORY * start.machine.memory, math.inf, 0
+    usable, least, fitting = USABLE_MEMORY * start.hardware.memory, math.inf, 0
     ranked: list[tuple[float, int, CostModel]] = []
     counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
@@ -82,10 +82,12 @@ def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:
     """Yields the layouts to consider: tp inside a node, and cp with at least 1,024 tokens per rank."""
     experts = any(block.has_experts for block in start.config.blocks.values())
     for pp in _divisors(gpus, min(len(start.config.pattern), 64)):
-        for tp in _divisors(gpus // pp, start.machine.node):
+        for tp in _divisors(gpus // pp, start.hardware.gpus_per_node):
             for cp in _divisors(gpus // (pp * tp), max(1, start.length // 1024)):
                 data = gpus // (pp * tp * cp)
-                for shard in {data} | {size // (cp * tp) for size in (start.machine.node, 64) if size < data * cp * tp}:
+                for shard in {data} | {
+                    size // (cp * tp) for size in (start.hardware.gpus_per_node, 64) if size < data * cp * tp
+                }:
                     if shard < 1 or data % shard:
                         continue
                     replicate = data // shard
