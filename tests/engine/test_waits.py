@@ -98,7 +98,7 @@ def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: s
 def test_with_experts_elsewhere_a_layer_waits_once_for_how_many_rows_come(ranks: Any) -> None:
     for found in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
         for sites in found.values():
-            assert set(sites) == {"exchange.py:wait"}
+            assert set(sites) == {"all_to_all.py:wait"}
             assert len(sites) % LAYERS == 0  # once a layer and microbatch
 
 
