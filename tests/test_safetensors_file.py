@@ -208,13 +208,13 @@ def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
     for wrong, sentence in (
         ([("a", right)], "1 of the file's tensors did not come: b"),
         ([("a", right), ("a", right)], "a is none of the file's tensors, or came twice"),
-        ([("c", right)], "c is none of the file's tensors, or came before"),
+        ([("c", right)], "c is none of the file's tensors, or came twice"),
         ([("a", right.bfloat16())], "a was to be .*float32.*, but it is .*bfloat16"),
         ([("a", right[:2])], r"a was to be .*\(3,\).*, but it is .*\(2,\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
             write(tmp_path / "file", said, wrong)
-    with pytest.raises(ValueError, match=r"a is torch\.complex128, which safetensors has no word for"):
+    with pytest.raises(ValueError, match=r"a is torch\.complex128, which safetensors has no name for"):
         write(tmp_path / "file", {"a": TensorInfo(torch.complex128, (3,))}, ())
 
 

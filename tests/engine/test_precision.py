@@ -35,7 +35,7 @@ def learning(sharding: ParameterSharding) -> Iterator[None]:
     sharding.before_last_backward()
     yield
     sharding.finish_grads()
-    sharding.end()
+    sharding.end_pass()
 
 
 def draw(model: LanguageModel) -> None:
