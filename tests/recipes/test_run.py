@@ -427,7 +427,7 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start", "said"),
-    [(0, ""), (2, "going on after step 2/3\n"), (3, "step 3/3 was done before, and nothing is left to do: ")],
+    [(0, ""), (2, "resuming after step 2/3\n"), (3, "step 3/3 is done, and nothing is left to do: ")],
 )
 def test_a_run_that_goes_on_says_so(start: int, said: str) -> None:
     out = io.StringIO()

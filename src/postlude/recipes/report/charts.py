@@ -1,4 +1,4 @@
-"""The report's drawings, as inline SVG: curves, phase times, distributions over time. They show without a script."""
+"""The report's charts as inline SVG: curves, phase times, distributions over time. They need no script."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from postlude.recipes.report.formatting import format_duration, format_number, f
 from postlude.recipes.report.metrics import TIME, explain, title
 
 WIDTH, HEIGHT = 400, 210
-RIGHT, TOP, BOTTOM = 388, 22, 184  # the plots' edges; what is left of them, the labels of the axis need
-CHARACTER = 5.6  # width of a label's
+RIGHT, TOP, BOTTOM = 388, 22, 184  # edges of a plot; the axis labels are left of it
+CHARACTER = 5.6  # width of a character in a label
 GAP = 16  # between the plots of two phases
-LEAST_SHARE = 0.3  # of the width, for a phase of few steps
-COLOURS = 8  # in the style sheet; more runs than that are dashed
-APART = 2  # phases begin at another colour than runs
+LEAST_SHARE = 0.3  # smallest share of the width of a phase
+COLOURS = 8  # in the style sheet; further runs are dashed
+APART = 2  # first colour of phases, distinct from those of runs
 SMOOTH_POINTS = 150
-DOTTED = 12  # readings so few that each is shown
-COLUMNS, ROWS, LEVELS = 60, 24, 8  # of a distribution over time
-STRIP = 46  # width of the last column's histogram beside it
-STRAY = 5.0  # a range this many times that of nearly all values is made of strays, which are cut
+DOTTED = 12  # up to so many values are shown as dots
+COLUMNS, ROWS, LEVELS = 60, 24, 8  # of a distribution's heat map
+STRIP = 46  # width of the last histogram
+STRAY = 5.0  # outliers are cut if they widen the range by this factor
 
 
 @dataclass(frozen=True)
 class Ruler:
-    """From numbers to places in a drawing."""
+    """Maps numbers to coordinates."""
 
     low: float
     high: float
@@ -39,13 +39,13 @@ class Ruler:
     end: float
 
     def __call__(self, value: float) -> float:
-        """A number's place; the middle where there is only one number."""
+        """Returns the coordinate of a number, the middle if the range is empty."""
         if self.high == self.low:
             return (self.start + self.end) / 2
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int, *, whole: bool = False) -> list[float]:
-        """Round numbers in the range, about so many, no two of them alike; `whole` ones for steps."""
+        """Returns about so many round numbers in the range; `whole` ones for steps."""
         span = self.high - self.low
         if span <= 0 or not math.isfinite(span):
             return [self.low]
@@ -60,22 +60,22 @@ class Ruler:
 
 @dataclass(frozen=True)
 class Line:
-    """What one run has to show in a plot."""
+    """The series of one run in a plot."""
 
     run: int
-    """Its place in the report."""
+    """Index of the run in the report."""
     series: Series
 
 
 def colour(index: int) -> str:
-    """The attributes that give a run (or a phase) its colour."""
+    """Returns the attribute of the colour of a run or phase."""
     return f'style="--c:var(--c{index % COLOURS})"'
 
 
 def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
-    """One metric of one or more runs, each with its place in the report.
+    """Returns the chart of one metric of one or more runs, each with its index in the report.
 
-    What several phases measure gets a plot for each of them, with an axis of its own: they are not to be compared.
+    Each phase has a plot with an axis of its own, because values of two phases cannot be compared.
     """
     lines: dict[str, list[Line]] = {}
     for phase in dict.fromkeys(band.phase for _, run in runs for band in run.bands):
@@ -113,7 +113,7 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
 
 
 def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
-    """What stands in the caption while no step is pointed at: the way of one run, or where each of several is."""
+    """Returns the default caption: the change of one run, or the last values of several."""
     changes = [(index, run.summary.changes.get(key)) for index, run in runs]
     if len(changes) == 1:
         return str(changes[0][1] or "–")
@@ -127,31 +127,31 @@ def _span(lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def _labelled(lines: Sequence[Line]) -> tuple[float, float, float]:
-    """What a plot's value axis spans, and the room its labels need."""
+    """Returns the range of a value axis and the width of its labels."""
     low, high = _range(np.concatenate([line.series.finite.values for line in lines]))
     return low, high, _margin(Ruler(low, high, BOTTOM, TOP))
 
 
 def _margin(y: Ruler) -> float:
-    """The room that the labels of a value axis need."""
+    """Returns the width of the labels of a value axis."""
     return 10 + CHARACTER * max(map(len, tick_labels(y.ticks(4))))
 
 
 def _widths(steps: Sequence[float], room: float) -> list[float]:
-    """How `room` is shared out: by steps, but no plot gets less than it can be read in."""
+    """Divides the width by steps, with a minimum for each plot."""
     least = min(LEAST_SHARE, 1 / len(steps))
     shares = [max(each / (sum(steps) or 1.0), least) for each in steps]
     return [room * each / sum(shares) for each in shares]
 
 
 def _bands(runs: Sequence[RunData]) -> Sequence[Band]:
-    """The phases of runs that have the same ones at the same steps; of one phase alone there is nothing to say."""
+    """Returns the phases of runs that all have the same ones; [] for a single phase."""
     first = runs[0].bands
     return first if len(first) > 1 and all(run.bands == first for run in runs) else []
 
 
 def _banded(bands: Sequence[Band], x: Ruler) -> str:
-    """The phases behind a plot. A step's place is its point: a band reaches half a step beyond its own."""
+    """Returns the bands of the phases behind a plot. A band extends half a step beyond its steps."""
     parts = []
     for place, band in enumerate(bands):
         start, end = (min(max(x(at), x.start), x.end) for at in (band.first - 0.5, band.last + 0.5))
@@ -170,7 +170,7 @@ def _banded(bands: Sequence[Band], x: Ruler) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn plot, what the page's script knows of it, and what is to be said below."""
+    """A plot, its data for the page's script, and notes below it."""
 
     svg: str
     data: object
@@ -184,7 +184,7 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
         finite = line.series.finite
         strays += int(((finite.values < y.low) | (finite.values > y.high)).sum())
         odd += len(line.series.values) - len(finite.values)
-        calm = Series(finite.steps, finite.values.clip(y.low, y.high))  # no stray moves a mean
+        calm = Series(finite.steps, finite.values.clip(y.low, y.high))  # so that no outlier moves the mean
         raw = thin(finite, points)
         drawn.append(_run(line.run, raw, smooth(calm, SMOOTH_POINTS), x, y))
         marks.append(_odd(line.series, x))
@@ -197,7 +197,7 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
                     "places": [round(y(min(max(float(value), y.low), y.high))) for value in raw.values],
                 }
             )
-    box = (x.start - 3, TOP - 4, x.end - x.start + 6, BOTTOM - TOP + 8)  # what lies beyond the plot is cut
+    box = (x.start - 3, TOP - 4, x.end - x.start + 6, BOTTOM - TOP + 8)  # clips lines at the plot's edges
     clip = '<svg x="{:.1f}" y="{}" width="{:.1f}" height="{}" viewBox="{:.1f} {} {:.1f} {}">'.format(*box, *box)
     notes = [f"{odd} not finite (×)"] * bool(odd) + [f"{strays} beyond the edge"] * bool(strays)
     cross = f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{BOTTOM}"/>'
@@ -206,18 +206,18 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
 
 
 def script(data: object) -> str:
-    """JSON that the page's script reads; no text in it can end the element."""
+    """Returns a script element with JSON for the page's script."""
     return f'<script type="application/json">{as_json(data)}</script>'
 
 
 def as_json(data: object) -> str:
-    """JSON that may stand in a script element."""
+    """Returns JSON that is safe in a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def phases(run: RunData, index: int) -> str:
-    """How a run's time went: each phase's share of all of it, and seconds a step over the run."""
+    """Returns the chart of each phase's share of the time, and of seconds a step."""
     series = {key.removeprefix(TIME): run.whole(key).finite for key in run.series if key.startswith(TIME)}
     series = {name: found for name, found in series.items() if len(found.values)}
     totals = {name: float(found.values.clip(min=0).sum()) for name, found in series.items()}
@@ -260,7 +260,7 @@ def phases(run: RunData, index: int) -> str:
         ),
     )
     span = Ruler(float(steps[0]), float(steps[-1]), left, RIGHT)
-    course = (  # of one step there is none
+    course = (  # only for several steps
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Seconds a step by phase">{_axes(span, y)}'
         f"{''.join(drawn)}{tips}</svg>"
         if len(steps) > 1
@@ -274,7 +274,7 @@ def phases(run: RunData, index: int) -> str:
 
 
 def distribution(run: RunData, index: int, key: str) -> str:
-    """How values spread over the run: more colour where more of them lie, the median as a line, the end's histogram."""
+    """Returns a heat map of values over the run, their median as a line, and the last histogram."""
     steps = np.array([step for step, _ in run.distributions[key]], dtype=float)
     lists = [values for _, values in run.distributions[key]]
     low, high = _range(np.concatenate(lists))
@@ -283,7 +283,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
     groups = [np.concatenate([np.array([]), *lists[first:last]]) for first, last in pairwise(borders)]
     y = Ruler(low, high, BOTTOM, TOP)
     left = _margin(y)
-    alone = len(groups) == 1  # then it is a histogram and nothing else
+    alone = len(groups) == 1  # then only the histogram is drawn
     strip = RIGHT - left + 6 if alone else STRIP
     right = RIGHT - strip
     x = Ruler(0, len(groups), left, right)
@@ -345,13 +345,13 @@ def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
 
 
 def _odd(series: Series, x: Ruler) -> str:
-    """A cross at the foot for each step without a finite value; those on one spot are one."""
+    """Returns a cross at the bottom for each step without a finite value."""
     places = {round(x(step)) for step in series.steps[~np.isfinite(series.values)]}
     return "".join(f'<path class="odd" d="M{place - 2.5} {BOTTOM - 5}l5 5m0-5l-5 5"/>' for place in sorted(places))
 
 
 def _catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
-    """Invisible columns that tell what they are of."""
+    """Returns invisible columns with tooltips."""
     found = []
     for column, text in enumerate(texts):
         first, last = int(edges[column]), int(edges[column + 1]) - 1
@@ -364,7 +364,7 @@ def _catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
 
 
 def _edges(steps: Floats) -> Floats:
-    """Borders of at most COLUMNS stretches that hold all steps, as whole numbers; the last is one beyond."""
+    """Returns the edges of at most COLUMNS intervals of steps, as whole numbers."""
     first, last = int(steps.min()), int(steps.max()) + 1
     return np.unique(np.linspace(first, last, min(COLUMNS, len(np.unique(steps))) + 1).round())
 
@@ -383,7 +383,7 @@ def _summary(values: Floats) -> str:
 
 
 def _range(values: Floats) -> tuple[float, float]:
-    """What a value axis spans: all values, or nearly all where a few strays would flatten the rest."""
+    """Returns the range of a value axis: all values, or 98 % of them if outliers would flatten the rest."""
     if not len(values):
         return 0.0, 1.0
     low, high = float(values.min()), float(values.max())
@@ -391,7 +391,7 @@ def _range(values: Floats) -> tuple[float, float]:
     if inner_high > inner_low and high - low > STRAY * (inner_high - inner_low):
         margin = 0.25 * (inner_high - inner_low)
         low, high = max(low, inner_low - margin), min(high, inner_high + margin)
-    if low == high:  # from nothing to a little beyond it
+    if low == high:  # from 0 to a little beyond the value
         return min(1.25 * low, 0.0), max(1.25 * high, 0.0 if low else 1.0)
     return low, high
 

@@ -1,4 +1,4 @@
-"""What the report knows of a run: its series, distributions and samples, and how they are made small enough to draw."""
+"""The data of a run's report: series, distributions and samples, thinned for drawing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from postlude.recipes.report.metrics import EVAL
 from postlude.recipes.report.summary import RunSummary, read_summary
 from postlude.recipes.run.directory import read_config, read_metrics, read_record, read_samples
 
-SMOOTHED_FROM = 40  # values; fewer are shown as they are
-CALM = 3.0  # times its range that a smooth series goes up and down in all
+SMOOTHED_FROM = 40  # values; shorter series are not smoothed
+CALM = 3.0  # total variation over range, below which a series is smooth already
 Floats = NDArray[np.float64]
 
 
@@ -31,14 +31,14 @@ class Series:
 
     @property
     def finite(self) -> Series:
-        """Without the values that are not numbers."""
+        """The series without values that are not finite."""
         good = np.isfinite(self.values)
         return Series(self.steps[good], self.values[good])
 
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of steps of one phase."""
+    """The steps of one phase."""
 
     phase: str
     first: int
@@ -47,25 +47,24 @@ class Band:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as it was read."""
+    """A run as the report reads it."""
 
     name: str
     path: Path
     config: Mapping[str, Any]
     bands: Sequence[Band]
-    """The phases that the run's steps were of, in their order."""
+    """The phases of the run in order."""
     series: Mapping[str, Mapping[str, Series]]
-    """By metric, then by phase: the loss of one phase is not the loss of another. What is held out is measured
-    alike throughout, and stands under ""."""
+    """By metric, then by phase, because losses of two phases cannot be compared. Held-out metrics are under ""."""
     distributions: Mapping[str, Sequence[tuple[int, Floats]]]
-    """Lists of numbers by step: each rollout's reward, length, …"""
+    """Lists of numbers by step: rewards, lengths, …"""
     samples: Sequence[Mapping[str, Any]]
     machine: Mapping[str, Any]
-    """What it ran on and with: versions, commit, device. Empty where nothing was recorded."""
+    """Versions, commit and device of the last start, or {}."""
     summary: RunSummary
 
     def whole(self, key: str) -> Series:
-        """A metric over all phases, where its sum counts and not its course."""
+        """Returns a metric over all phases."""
         parts = list(self.series[key].values())
         steps, values = (np.concatenate([getattr(part, name) for part in parts]) for name in ("steps", "values"))
         order = np.argsort(steps, kind="stable")
@@ -73,7 +72,7 @@ class RunData:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Read the runs. Each is called by its directory's name, or its whole path where two have the same name."""
+    """Reads the runs. Each is named after its directory, or its whole path if two directories have the same name."""
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a directory, so no run can be read from it.")
@@ -89,7 +88,7 @@ def _read(path: Path, name: str) -> RunData:
     for line in read_metrics(path):
         step = line.pop("step")
         phase = str(line.pop("phase", ""))
-        if step > 0:  # what is read before the first step is of no phase
+        if step > 0:  # the evaluation before the first step has no phase
             if bands and bands[-1].phase == phase:
                 bands[-1] = replace(bands[-1], last=step)
             else:
@@ -133,7 +132,7 @@ def _dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
 
 
 def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Floats]]:
-    """Rewards and lengths of the samples, where a run has logged no lists of all of them."""
+    """Returns rewards and lengths of the samples, for a run that logged no lists."""
     found: dict[str, dict[int, list[Any]]] = {}
     for sample in samples:
         for key, value in (("sample rewards", sample.get("reward")), ("sample lengths", len(sample.get("tokens", ())))):
@@ -147,15 +146,15 @@ def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, F
 
 
 def _numbers(values: Sequence[Any]) -> Floats:
-    """The finite numbers in a list."""
-    if {type(value) for value in values} <= {int, float}:  # nearly always, and then it is quick
+    """Returns the finite numbers of a list."""
+    if {type(value) for value in values} <= {int, float}:  # the common case, which is fast
         found: Floats = np.array(values, dtype=float)
         return np.extract(np.isfinite(found), found)
     return np.array([value for value in values if isinstance(value, int | float) and math.isfinite(value)], dtype=float)
 
 
 def thin(series: Series, points: int) -> Series:
-    """At most `points` of a series: of each stretch its lowest and its highest value, so no spike is lost."""
+    """Returns at most `points` of a series: the minimum and maximum of each part, so that no spike is lost."""
     count = len(series.values)
     if count <= points:
         return series
@@ -169,7 +168,7 @@ def thin(series: Series, points: int) -> Series:
 
 
 def smooth(series: Series, points: int) -> Series | None:
-    """A running mean over a twentieth of the series, at `points` steps; None where it is short or smooth already."""
+    """Returns a running mean over a twentieth of the series, at `points` steps, or None if it is short or smooth."""
     count = len(series.values)
     if count < SMOOTHED_FROM or np.abs(np.diff(series.values)).sum() <= CALM * np.ptp(series.values):
         return None

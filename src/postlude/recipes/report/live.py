@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live panel on a terminal, a line a step elsewhere, nothing on other ranks."""
+"""Progress of a run: a live panel on a terminal, one line a step elsewhere, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ SHOWN = (  # label, and the first of these metrics that a step has
 )
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-REFRESHES = 4  # a second; the panel is drawn by a thread of its own, at this pace however fast steps are
+REFRESHES = 4  # of the panel a second, in a thread of its own
 REMEMBERED = 240  # values behind a sparkline
 RECENT = 20  # steps behind the ETA
-NARROW = 72  # columns; below, values stand in one column, not two
+NARROW = 72  # columns of a terminal that shows values in one column
 
 
 class ProgressView(Protocol):
-    """What is told of every step, while it is entered."""
+    """A context manager that shows every step."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def doing(self, phase: str) -> None:
-        """Say what is going on."""
+        """Shows the current phase."""
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step."""
+        """Shows a finished step."""
 
 
 class ViewFactory(Protocol):
-    """Makes a view of `total` steps, of which `start` were done before. `unit` is what is counted."""
+    """Makes a view of `total` steps, of which `start` were done before. `unit` is the name of a step."""
 
     def __call__(self, total: int, *, title: str = ..., start: int = ..., unit: str = ...) -> ProgressView:
-        """A view, to be entered."""
+        """Returns a view to enter."""
 
 
 class LiveView:
-    """A context manager that is told of every step. On a rank that is not the first it does nothing.
+    """Shows every step in the terminal. Ranks other than 0 show nothing.
 
-    `start` is the last step done before, when a run is resumed; `unit` is what is counted, if not steps.
+    `start` is the last step before a resumed run; `unit` is the name of a step.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LiveView:
         self._began = time.monotonic()
         self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
         self._live: Live | None = None
-        self._lock = Lock()  # the panel is drawn by another thread than the one that tells of steps
+        self._lock = Lock()  # another thread draws the panel
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
@@ -105,16 +105,16 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self._doing = ""
         if self._live is not None:
-            with suppress(OSError):  # the terminal may have hung up
+            with suppress(OSError):  # the terminal may be closed
                 self._live.stop()
             self._live = None
 
     def doing(self, phase: str) -> None:
-        """Say what is going on: "rollout", "train", "evaluation". A terminal shows it beside the step."""
+        """Shows the current phase beside the step: "rollout", "train", "evaluation"."""
         self._doing = phase
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step: the metrics as they go to `RunDirectory.log`, nested or flat."""
+        """Shows a finished step. `metrics` are those of `RunDirectory.log`, nested or flat."""
         if self._silent:
             return
         flat = {key: float(value) for key, value in flatten(metrics).items() if isinstance(value, int | float)}
@@ -130,14 +130,14 @@ class LiveView:
     def _print(self, line: str) -> None:
         try:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
-        except OSError:  # the terminal has hung up: what a run does is more than what it shows
+        except OSError:  # the terminal is closed, which must not end the run
             self._silent = True
 
     def _before(self) -> str:
         done = f"{self.unit} {self.step}/{self.total}"
         if self.step < self.total:
-            return f"going on after {done}"
-        return f"{done} was done before, and nothing is left to do: more {self.unit}s go on, another --run begins anew."
+            return f"resuming after {done}"
+        return f"{done} is done, and nothing is left to do: raise {self.unit}s to continue, or give another --run."
 
     def _line(self, flat: Mapping[str, float]) -> str:
         values = [f"{label} {format_number(value)}" for label, value in _shown(flat)]
@@ -182,14 +182,14 @@ class LiveView:
         return Text(label), Text(format_number(last), style=style), Text(sparkline(history, width), style="cyan")
 
     def _eta(self) -> float:
-        """Seconds to go at the pace of the last steps; nan before the first."""
+        """Returns the remaining seconds at the speed of the last steps; nan before the first."""
         steps = len(self._ends) - 1
         pace = (self._ends[-1] - self._ends[0]) / steps if steps else math.nan
         return pace * max(self.total - self.step, 0)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of the values in `width` characters; a step without a finite value is a blank."""
+    """Returns the values as `width` block characters. A step without a finite value is blank."""
     if not values:
         return ""
     shown = min(width, len(values))
@@ -205,7 +205,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
-    """A bar cut by the phases' shares of a step, and what each took."""
+    """Returns a bar of the phases' shares of a step, with a legend."""
     whole = sum(value for value in seconds.values() if math.isfinite(value))
     bar, legend = Text(), Text("\n")
     for index, (phase, value) in enumerate(seconds.items()):

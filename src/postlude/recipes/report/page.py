@@ -1,7 +1,7 @@
-"""`report.html`: a run, or several side by side, on one page that needs nothing but a browser.
+"""`report.html`: one run, or several side by side, on one self-contained page.
 
-Curves, phase times, distributions, sample rollouts with each token's log-prob, config. All text is escaped and the page
-forbids itself the network: a completion that holds HTML stays text.
+Curves, phase times, distributions, samples with each token's log-prob, config. All text is escaped and the page forbids
+network access: HTML in a completion stays text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from postlude.recipes.report.data import RunData, read_runs
 from postlude.recipes.report.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
 from postlude.recipes.report.samples import samples
 from postlude.recipes.report.summary import REPORT
-from postlude.recipes.report.tables import config, differences, held_out, machine, verdicts
+from postlude.recipes.report.tables import config, differences, held_out, machine, summaries
 from postlude.recipes.run.durable_files import write_atomic
 
-CURVES = (  # in this order; all others follow
+CURVES = (  # the first curves, in this order
     f"{EVAL}{REWARD}",
     REWARD,
     f"{EVAL}accuracy",
@@ -45,7 +45,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> Path:
-    """Write the page of one or more runs to `target` (a directory gets `report.html` in it) and return its path."""
+    """Writes the page of one or more runs to `target`, or to `report.html` in a directory, and returns its path."""
     if not run_dirs:
         raise ValueError("a report needs at least one run directory.")
     target = target / REPORT if target.is_dir() else target
@@ -60,7 +60,7 @@ def _page(runs: Sequence[RunData]) -> str:
     title = " · ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
     style, code = (here.with_suffix(suffix).read_text() for suffix in (".css", ".js"))
     sections = [
-        verdicts(runs),
+        summaries(runs),
         held_out(runs),
         differences(runs),
         _legend(runs),
@@ -94,7 +94,7 @@ def _legend(runs: Sequence[RunData]) -> str:
 
 
 def _curves(runs: Sequence[RunData]) -> str:
-    drawn = [(index, run) for index, run in enumerate(runs) if not run.summary.is_evaluation]  # those are a table
+    drawn = [(index, run) for index, run in enumerate(runs) if not run.summary.is_evaluation]  # evaluations are a table
     keys = list(dict.fromkeys(key for _, run in drawn for key in run.series if not key.startswith(TIME)))
     known = [key for key in CURVES if key in keys]
     place = sum(key in keys for key in CURVES[:2])

@@ -1,4 +1,4 @@
-"""The report's sample rollouts: some steps, of each the best, the worst and a random one, token by token."""
+"""The report's samples: the best, the worst and a random completion of some steps, token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0)  # nats below which a token is shaded le
 
 
 def samples(runs: Sequence[RunData]) -> str:
-    """The section of sample rollouts; empty where none were kept."""
+    """Returns the section of samples, or ""."""
     chosen = [(index, run, _chosen(run.samples)) for index, run in enumerate(runs) if run.samples]
     if not chosen:
         return ""
@@ -45,7 +45,7 @@ Chosen = list[tuple[int, int, list[tuple[str, Mapping[str, Any]]]]]
 
 
 def _chosen(samples: Sequence[Mapping[str, Any]]) -> Chosen:
-    """Some steps, first and last among them; of each, how many samples it has, its best, its worst and a random one."""
+    """Returns some steps, the first and the last included, each with its number of samples and the chosen ones."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
         by_step.setdefault(sample["step"], []).append(sample)

@@ -1,4 +1,4 @@
-"""The report's tables: the summary, what was measured on what is held out, configs and how they differ, the machine."""
+"""The report's tables: summary, held-out metrics, configs and their differences, machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from postlude.recipes.report.summary import RunSummary, SummaryLine, held_out_ta
 MISSING = "–"
 
 
-def verdicts(runs: Sequence[RunData]) -> str:
-    """What came of each run; first of all what went wrong."""
+def summaries(runs: Sequence[RunData]) -> str:
+    """Returns the summary of each run, failures first."""
     bad = "".join(
         f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}{escape(run.summary.bad)}</p>'
         for index, run in enumerate(runs)
@@ -26,7 +26,7 @@ def verdicts(runs: Sequence[RunData]) -> str:
     full = [(index, run) for index, run in enumerate(runs) if run.series]
     if len(full) == 1 and len(runs) == 1:
         return f"{bad}{_card(full[0][1])}"
-    return f"{bad}{empty}{_beside(full)}" if full else f"{bad}{empty}{_paths(runs)}"
+    return f"{bad}{empty}{_side_by_side(full)}" if full else f"{bad}{empty}{_paths(runs)}"
 
 
 def _paths(runs: Sequence[RunData]) -> str:
@@ -36,13 +36,13 @@ def _paths(runs: Sequence[RunData]) -> str:
 def _card(run: RunData) -> str:
     found = summary_lines(run.summary)
     state = f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
-    large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # what has come a way
+    large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # the metrics that changed
     heroes, rest = ("".join(_fact(fact) for fact in found if (fact in large) == which) for which in (True, False))
     return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
 
 
 def _where(run: RunData) -> str:
-    """What the run was made on and with, in a few words."""
+    """Returns device, ranks, version and commit of a run."""
     found = run.machine
     words = [
         str(found.get("device") or ""),
@@ -68,8 +68,8 @@ def _fact(fact: SummaryLine) -> str:
     )
 
 
-def _beside(runs: Sequence[tuple[int, RunData]]) -> str:
-    """Several runs' verdicts: a row each."""
+def _side_by_side(runs: Sequence[tuple[int, RunData]]) -> str:
+    """Returns the summaries of several runs, one row each."""
     found = [(index, run, {fact.label: fact for fact in summary_lines(run.summary)}) for index, run in runs]
     names = list(dict.fromkeys(label for _, _, own in found for label in own))
     rows = []
@@ -84,7 +84,7 @@ def _beside(runs: Sequence[tuple[int, RunData]]) -> str:
 
 
 def held_out(runs: Sequence[RunData]) -> str:
-    """Scores and pass@k on what is held out: first, best and last reading; an evaluation has one."""
+    """Returns the first, best and last held-out metrics of each run."""
     tables = [(index, run, held_out_table(run.summary)) for index, run in enumerate(runs)]
     tables = [(index, run, table) for index, run, table in tables if table]
     names = list(dict.fromkeys(name for _, _, table in tables for name in table[0][1:]))
@@ -101,7 +101,7 @@ def held_out(runs: Sequence[RunData]) -> str:
 
 
 def differences(runs: Sequence[RunData]) -> str:
-    """The keys whose values are not the same in all configs."""
+    """Returns the keys whose values differ between configs."""
     if len(runs) < 2:
         return ""
     keys = dict.fromkeys(key for run in runs for key in run.config)
@@ -112,7 +112,7 @@ def differences(runs: Sequence[RunData]) -> str:
 
 
 def config(runs: Sequence[RunData]) -> str:
-    """Every key of every config, folded away."""
+    """Returns all keys of all configs, folded."""
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     if not keys:
         return ""
@@ -121,13 +121,13 @@ def config(runs: Sequence[RunData]) -> str:
 
 
 def machine(runs: Sequence[RunData]) -> str:
-    """Where the runs were last started, and with what."""
+    """Returns the machine and the versions of the last start of each run."""
     keys = list(dict.fromkeys(key for run in runs for key in run.machine))
     return f"<h2>Machine</h2>{_values(runs, [run.machine for run in runs], keys)}" if keys else ""
 
 
 def _values(runs: Sequence[RunData], columns: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
-    """A row a key, a column a run."""
+    """Returns a table with one row a key and one column a run."""
     rows = [
         ("", [f"<code>{escape(key)}</code>", *(escape(str(column.get(key, MISSING))) for column in columns)])
         for key in keys
@@ -137,7 +137,7 @@ def _values(runs: Sequence[RunData], columns: Sequence[Mapping[str, Any]], keys:
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind: str = "figures") -> str:
-    """Cells are HTML already. A row has a class, by which it goes when its run is hidden."""
+    """Returns a table of HTML cells. The class of a row hides it together with its run."""
     top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(f'<tr class="{of}">{"".join(f"<td>{cell}</td>" for cell in row)}</tr>' for of, row in rows)
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
