@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.generate.buffers import DecodeBuffers
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.pages import RowPages, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
-from postlude.generate.scheduler import Scheduler
+from postlude.generate.unrecorded import UnrecordedScheduler
 from postlude.ops.attention import Scores, reference_attention
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
 
 WIDTH = 16
-NO_TABLE = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.int64)
 SCORES = {
     "plain": Scores(scale=0.3),
     "window": Scores(scale=0.3, window=4),
@@ -93,12 +92,12 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     def decode(places: dict[str, int]) -> None:
         """The place of each row's new token."""
         lengths = torch.tensor([place + 1 for place in places.values()])
-        cache.decode(NO_TABLE, lengths, int(lengths.max()))
+        cache.announce(lengths, int(lengths.max()))
         parts = [wholes[letter][:, place : place + 1] for letter, place in places.items()]
         check(cache.attend("block", *torch.cat(parts, dim=1), scores), places)
 
     def prefill(row: int, letter: str, length: int) -> None:
-        cache.prefill(Packing.from_lengths([length]), [[row]])
+        cache.announce(NOTHING, 0, prefill=Packing.from_lengths([length]), rows=[row])
         check(cache.attend("block", *wholes[letter][:, :length], scores)[-1:], {letter: length - 1})
 
     def check(outputs: Tensor, places: dict[str, int]) -> None:
@@ -125,18 +124,22 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     decode({"b": 7, "c": 4})
 
 
-def test_padding_is_not_kept_and_idle_rows_disturb_nobody() -> None:
-    """As tensor-parallel ranks fill up their tokens: a sequence of padding, and rows without a sequence."""
-    whole, scores = normal(3, 6, 2, WIDTH), SCORES["plain"]
+def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
+    """One sequence goes on while another starts; padding, as of tensor-parallel ranks, is not kept."""
+    wholes, scores, packing = normal(3, 2, 6, 2, WIDTH), SCORES["plain"], Packing.from_lengths([6])
+    expected = [reference_attention(*whole, packing, packing, scores) for whole in wholes.unbind(1)]
+    padding = torch.full((3, 3, 2, WIDTH), 7.0)
     cache = RowCache(torch.device("cpu"))
     cache.resize(2, 6)
-    cache.prefill(Packing.from_lengths([5, 3]), [[0]], padding=3)
-    cache.attend("block", *torch.cat((whole[:, :5], torch.full((3, 3, 2, WIDTH), 7.0)), 1), scores)
-    cache.decode(NO_TABLE, torch.tensor([6, 0]), 6)
-    output = cache.attend("block", *torch.stack((whole[:, 5], torch.full((3, 2, WIDTH), 7.0)), 1), scores)
-    packing = Packing.from_lengths([6])
-    assert_equal(output[0], reference_attention(*whole, packing, packing, scores)[-1], "the newest token")
-    assert output.isfinite().all()
+    cache.announce(NOTHING, 0, prefill=Packing.from_lengths([4, 3]), rows=[0], padding=3)
+    cache.attend("block", *torch.cat((wholes[:, 0, :4], padding), 1), scores)
+    cache.announce(torch.tensor([5]), 5, prefill=Packing.from_lengths([5, 3]), rows=[1], padding=3)
+    output = cache.attend("block", *torch.cat((wholes[:, 0, 4:5], wholes[:, 1, :5], padding), 1), scores)
+    assert_equal(output[0], expected[0][4], "the next token")
+    assert_equal(output[1:6], expected[1][:5], "the sequence that starts")
+    cache.announce(torch.tensor([6, 6]), 6)
+    output = cache.attend("block", *wholes[:, :, 5], scores)
+    assert_equal(output, torch.stack([whole[5] for whole in expected]), "both go on")
 
 
 def test_tokens_that_do_not_stay_leave_no_trace() -> None:
@@ -170,7 +173,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         attended = [reference_attention(*each, packing, packing, scores) for each in firsts]
         return attended, [scan((each[0],), packing)[0] for each in firsts]
 
-    cache.prefill(Packing.from_lengths([2, 2, 2]), [[0], [1], [2]])
+    cache.announce(NOTHING, 0, prefill=Packing.from_lengths([2, 2, 2]), rows=[0, 1, 2])
     forward(wholes[:, :, :2].flatten(1, 2))
     cache.enter(torch.arange(3), torch.arange(3), [])
     lengths = torch.tensor([2, 2, 2])
@@ -178,7 +181,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         kept = torch.tensor(stays)
         tokens = torch.stack([wholes[:, row, length : length + 2] for row, length in enumerate(lengths)], 1).clone()
         tokens[:, kept == 1, 1] = 7.0  # nothing that belongs there
-        cache.decode(NO_TABLE, lengths + 2, int(lengths.max()) + 2, each=2)
+        cache.announce(lengths + 2, int(lengths.max()) + 2, each=2)
         found = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
         cache.settle(kept)
         lengths = lengths + kept
@@ -187,54 +190,59 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
                 assert_equal(output[row, :count], whole[row][-count:], f"row {row} at {length}")
 
 
-class Uniform:
+class Uniform(torch.nn.Module):
     """A model that has no preference among 7 tokens, and keeps nothing."""
 
     config, mesh = SimpleNamespace(vocab_size=7), SimpleNamespace(tp=SimpleNamespace(size=1))
 
-    def __call__(self, microbatch, output_processor, decode_state, output_processor_context=None):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0))
+
+    def forward(self, microbatch, output_processor, decode_state, output_processor_context=None):
         rows = len(microbatch) if output_processor_context is None else len(output_processor_context)
-        logits = torch.zeros(rows, self.config.vocab_size)
-        return logits if output_processor_context is None else (logits, torch.empty(len(microbatch), 0))
+        return torch.zeros(rows, self.config.vocab_size), torch.empty(len(microbatch), 0)
 
 
 @pytest.mark.parametrize("budget", [70, 150, 400, 5000])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed: int, monkeypatch) -> None:
-    source, model, cache = random.Random(seed), Uniform(), RowCache(torch.device("cpu"))
+    source = random.Random(seed)
     completions = []
     for _ in range(20):
         sampling = SamplingParams(max_new_tokens=source.randrange(1, 40))
         prompt = PromptState([0] * source.randrange(1, 30), sampling, unstarted=2)
         completions += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
-    buffers = DecodeBuffers.unrecorded(model, cache, completions, budget, 8, drafted=0)
-    scheduler = Scheduler(buffers, completions, max_sequences=8, max_prefill_tokens=40)
-    evictions, evict, prefill = [], scheduler._evict, scheduler._prefill
+    scheduler = UnrecordedScheduler(
+        Uniform(), completions, max_batch_tokens=budget, max_sequences=8, max_prefill_tokens=40
+    )
+    evictions, evict, forward, cache = [], scheduler._evict, scheduler._forward, scheduler.row_cache
 
-    def prefilled(sequences, pages):
-        lengths = [len(sequence) for sequence in sequences]
+    def checked(decoded, drafts, joining):
+        lengths = [len(sequence) for sequence in joining.sequences]
         assert sum(lengths) <= 40 or len(lengths) == 1
-        return prefill(sequences, pages)
-
-    monkeypatch.setattr(scheduler, "_evict", lambda each: (evictions.append(each), evict(each)))
-    monkeypatch.setattr(scheduler, "_prefill", prefilled)
-    steps = 0
-    while scheduler.step():
-        steps += 1
-        assert steps < 5000
         assert len(scheduler.running) <= cache.rows <= 8
         assert cache.rows * cache.capacity <= budget
-        assert all(each.state.length - 1 <= cache.capacity for each in scheduler.running)
-        assert len({each.row for each in scheduler.running}) == len(scheduler.running)
+        assert all(each.reach - 1 <= cache.capacity for each in scheduler.running)
+        assert all(completion.length <= cache.capacity for completion in decoded)
+        assert sorted(each.row for each in scheduler.running) == list(range(len(scheduler.running)))
+        return forward(decoded, drafts, joining)
+
+    monkeypatch.setattr(scheduler, "_evict", lambda each: (evictions.append(each), evict(each)))
+    monkeypatch.setattr(scheduler, "_forward", checked)
+    steps = 0
+    while scheduler.busy:
+        steps += 1
+        assert steps < 5000
+        scheduler.step()
     assert all(len(completion.tokens) == completion.prompt.sampling.max_new_tokens for completion in completions)
     assert evictions or budget > 70
 
 
 @pytest.mark.parametrize("drafted", [0, 1])
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_row_has_room_for_its_drafts_and_rows_fill_up_the_ranks(drafted: int, tp: int) -> None:
+def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
     cache = RowCache(torch.device("cpu"))
-    pages = RowPages(cache, 200, 8, drafted=drafted, multiple=tp)
+    pages = RowPages(cache, 200, 8, drafted=drafted)
     prompt = PromptState([0] * 10, SamplingParams(max_new_tokens=60), unstarted=9)
     state = CompletionState(prompt, 0, frozenset(), None)
     pages.add([state], 9)
@@ -245,7 +253,6 @@ def test_a_row_has_room_for_its_drafts_and_rows_fill_up_the_ranks(drafted: int, 
         assert pages.extend(running) == []
         pages.commit(running)
         assert cache.capacity >= min(reach + drafted, 70)
-        assert cache.rows % tp == 0
         assert cache.rows >= 2
     assert cache.capacity == 70
     assert pages.extend([*running, running[0]]) is None, "three rows of 70 are more than 200"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from postlude import load_model, load_tokenizer
-from postlude.generate.buffers import DecodeBuffers
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
+from postlude.generate.recorded import RecordedBuffers
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.session import Session
@@ -194,7 +194,7 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     assert generator._buffers is not buffers
     generator.release(small=False)
     assert generator._buffers is not None
-    monkeypatch.setattr(DecodeBuffers, "small", False)
+    monkeypatch.setattr(RecordedBuffers, "small", False)
     generator.release(small=False)
     assert generator._buffers is None
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from postlude.generate.decode_cache import DecodeCache
 from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
 from postlude.generate.forward import DecodeMicrobatches, all_logits
-from postlude.generate.sampler import SamplerSettings
+from postlude.generate.paged_cache import PagedCache
 from postlude.model import LanguageModel
 from postlude.model.parallel import is_dtensor
 from postlude.ops.kernels.capabilities import why_no_triton
@@ -30,29 +29,23 @@ def bucket(rows: int) -> int:
 class DecodeSteps:
     """Decode steps of a model: forward, sampling, and whether completions end, for the first `size` of the rows.
 
-    With `recorded`, each size is recorded when it is first asked for. The recording reads weights, rows and pages where
+    On a GPU each size is recorded when it is first asked for. The recording reads weights, rows and pages where
     they were then. If CUDA cannot record a step, a warning says so once, and the host launches these steps.
     """
 
-    def __init__(self, model: LanguageModel, rows: DecodeRows, cache: DecodeCache, *, recorded: bool) -> None:
+    def __init__(self, model: LanguageModel, rows: DecodeRows, cache: PagedCache) -> None:
         self.model = model
         self.rows = rows
         self.cache = cache
-        self.recorded = recorded
         self._microbatches = DecodeMicrobatches()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
         self._pool: Any = None  # memory that all recordings share, since one runs at a time
         self._stream: torch.cuda.Stream | None = None  # one for all: each stream keeps memory of its own
 
-    def __call__(
-        self, size: int, *, limited: bool = True, settings: SamplerSettings | None = None, longest: int = 0
-    ) -> None:
-        """Run one step of the first `size` rows. `longest` is as in `DecodeCache.decode`.
-
-        With `settings` only as many rows as they have are sampled: the rest are idle. See `sample_next` for `limited`.
-        """
-        if not self.recorded:
-            self._step(size, limited, settings, longest)
+    def __call__(self, size: int, *, limited: bool = True) -> None:
+        """Run one step of the first `size` rows. See `sample_next` for `limited`."""
+        if not self.rows.numbers.is_cuda:
+            self._step(size, limited)
             return
         if (size, limited) not in self._graphs:
             self._graphs[size, limited] = self._record(size, limited)
@@ -92,14 +85,13 @@ class DecodeSteps:
         self._pool = graph.pool()
         return graph
 
-    def _step(self, size: int, limited: bool, settings: SamplerSettings | None = None, longest: int = 0) -> None:
+    def _step(self, size: int, limited: bool) -> None:
         rows = self.rows
         lengths = rows.numbers[LENGTH, :size]
-        self.cache.decode(rows.table[:size], lengths, longest)
+        self.cache.decode(rows.table[:size], lengths)
         microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-        count = size if settings is None else len(settings.keys)
-        sample_next(logits[:count], rows.all[:count], rows, limited=limited, settings=settings)
+        sample_next(logits, rows.all[:size], rows, limited=limited)
 
 
 def graph_obstacle(model: LanguageModel) -> str | None:

@@ -1,8 +1,7 @@
 """DecodeCache: what blocks keep of the sequences that are being generated. `PagedCache` and `RowCache` are the two.
 
-A forward either prefills whole sequences or decodes the next tokens of rows. What a block keeps grows with the
-sequence (keys and values, latents) or has a fixed size (a recurrence, the last inputs of a convolution). Blocks create
-their part when they first ask, because only then are its shapes known.
+What a block keeps grows with the sequence (keys and values, latents) or has a fixed size (a recurrence, the last inputs
+of a convolution). Blocks create their part when they first ask, because only then are its shapes known.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class DecodeCache(ABC):
         self._stores: dict[str, Stores] = {}
         self._states: dict[str, States] = {}
         self._last: dict[str, States] = {}  # after each sequence of the last prefill, [sequences, ...]
-        self._prefill: Packing | None = None  # of the current forward, if it is a prefill
-        self._sequences = 0  # of it, without padding
+        self._prefill: Packing | None = None  # the whole sequences of the current forward, if it has any
         self.choices: dict[str, Tensor] | None = None  # experts chosen in the last forward by block, if recorded
 
     @property
@@ -39,21 +37,6 @@ class DecodeCache(ABC):
         """Of all stores and states."""
         tensors = [tensor for kept in (*self._stores.values(), *self._states.values()) for tensor in kept]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    @abstractmethod
-    def decode(self, table: Tensor, lengths: Tensor, longest: int = 0, each: int = 1) -> None:
-        """Announce a forward of the newest `each` tokens of the first n rows, side by side.
-
-        `table` [n, most] int32 has the pages of each row, `lengths` [n] int64 its tokens with these, 0 if it is idle.
-        `longest` is their maximum on the host.
-        """
-
-    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]], padding: int = 0) -> None:
-        """Announce a forward of whole packed sequences. Their tokens go to these pages, a list for each.
-
-        The last `padding` tokens, a sequence of their own, are not kept.
-        """
-        self._prefill, self._sequences = packing, len(pages)
 
     @abstractmethod
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -65,17 +48,9 @@ class DecodeCache(ABC):
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
 
+    @abstractmethod
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
         """See `DecodeState.recur`."""
-        if self._prefill is None:
-            return self._recur_rows(name, inputs, step)
-        output, states = scan(inputs, self._prefill)
-        self.set_last_states(name, tuple(state[: self._sequences] for state in states))
-        return output
-
-    @abstractmethod
-    def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
-        """Advance the states of the rows that decode."""
 
     def record_routing(self, name: str, choice: Tensor) -> None:
         """See `DecodeState.record_routing`."""

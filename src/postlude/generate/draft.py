@@ -16,7 +16,7 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.forward import DecodeMicrobatches, all_logits_and_hidden, logits_at, prefill_microbatch
+from postlude.generate.forward import MixedMicrobatches, logits_at
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampler import SamplerSettings, sample
 from postlude.model import LanguageModel, OutputInputs
@@ -29,51 +29,40 @@ class Drafter:
 
     At each position the depth reads the model's hidden state and the token after it. So the newest hidden states of a
     row wait until a token has come after them: `CompletionState.undrafted` have, one or two, at the next guess.
+
+    With `together` other ranks need its every forward, with or without rows.
     """
 
-    def __init__(self, model: LanguageModel, cache: RowCache) -> None:
+    def __init__(self, model: LanguageModel, cache: RowCache, *, together: bool = False) -> None:
         self.model = model
         self.cache = cache
+        self.together = together
         self.device = cache.device
-        self.tp = model.mesh.tp
-        self._microbatches = DecodeMicrobatches()
-        self._no_table = torch.empty(0, device=cache.device)
+        self._microbatches = MixedMicrobatches(cache, model.mesh.tp.size)
 
     def guess(self, completions: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
         """Returns a draft of the next token of each completion, [n] int64. They run in the first n rows."""
-        count, idle = len(completions), -len(completions) % self.tp.size
-        undrafted = self._integers([completion.undrafted for completion in completions])
+        count, undrafted = len(completions), self._integers([completion.undrafted for completion in completions])
         # If there is one token, the second is a placeholder that is not kept.
         newest = [[*completion.tokens[-completion.undrafted :], 0][:2] for completion in completions]
-        lengths = [completion.length - completion.undrafted + 1 for completion in completions] + [2] * idle
-        tokens, on_device = self._integers([*newest, *[[0, 0]] * idle]), self._integers(lengths)
-        self.cache.decode(self._no_table, on_device, max(lengths), each=2)
-        hidden = self.cache.kept(HIDDEN)[0][: len(lengths)].flatten(0, 1)
-        depth = self._run_depth(hidden, self._microbatches(tokens, on_device))
+        lengths = [completion.length - completion.undrafted + 1 for completion in completions]
+        microbatch = self._microbatches(self._integers(newest).view(count, 2), lengths)
+        hidden = self.cache.kept(HIDDEN)[0][:count].flatten(0, 1) if count else self._no_hidden()
+        depth = self._run_depth(hidden, microbatch)
         logits, _ = logits_at(depth, 2 * torch.arange(count, device=self.device) + undrafted - 1)
         self.cache.settle(undrafted)
         return sample(logits, settings, self._integers([len(completion.tokens) for completion in completions]))[0]
 
-    def verify(self, newest: Tensor, drafts: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        """Run the model on the newest token of each row and its draft. Returns the logits after both, [n, 2, vocab].
+    def follow(self, hidden: Tensor, count: int, sequences: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Read the model's hidden states [T, H] of a forward: two of each of `count` rows, then those of sequences.
 
-        `newest` and `lengths` [n], `drafts` [n] or fewer: the last rows may be idle. `longest` is with the draft.
+        Those of a row wait for the next guess. The depth is prefilled with those of the sequences.
         """
-        size, count = len(newest), len(drafts)
-        tokens, lengths = torch.stack((newest, F.pad(drafts, (0, size - count))), 1), lengths + 1
-        self.cache.decode(self._no_table, lengths, longest, each=2)
-        logits, hidden = self.model(
-            self._microbatches(tokens, lengths), output_processor=all_logits_and_hidden, decode_state=self.cache
-        )
-        self.cache.keep(HIDDEN, slice(0, count), (hidden[: 2 * count].unflatten(0, (count, 2)),))
-        of_both: Tensor = logits.unflatten(0, (size, 2))
-        return of_both
-
-    def follow_prefill(
-        self, hidden: Tensor, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
-    ) -> None:
-        """Prefill the depth with the model's hidden states [T, H] of sequences that were just prefilled."""
-        start = 0
+        start = 2 * count
+        if count:
+            self.cache.keep(HIDDEN, slice(0, count), (hidden[:start].unflatten(0, (count, 2)),))
+        if not sequences and not self.together:
+            return
         read: list[int] = []  # indices of hidden states that have a token after them
         last: list[int] = []
         following: list[Sequence[int]] = []
@@ -83,24 +72,20 @@ class Drafter:
             read += range(start, start + len(following[-1]))
             start += len(tokens)
             last.append(start - 1)
-        microbatch = prefill_microbatch(following, self.tp.size, self.device)
-        self.cache.prefill(microbatch.packing, pages, microbatch.padding)
+        microbatch = self._microbatches(self._integers([]).view(0, 2), [], following, rows)
         self._run_depth(hidden[self._integers(read)], microbatch)
         single = [index for index, tokens in enumerate(sequences) if len(tokens) == 1]
         self.cache.reset_last_states(single, [block.name for layer in self.model.mtp.layers for block in layer.blocks])
         self.cache.set_last_states(HIDDEN, (hidden[self._integers(last), None].expand(-1, 2, -1),))
 
-    def run_padding(self) -> None:
-        """Take part in the guesses of other ranks."""
-        weight = self.model.embedding.weight
-        microbatch = prefill_microbatch([], self.tp.size, self.device)
-        self.cache.prefill(microbatch.packing, [], microbatch.padding)
-        self._run_depth(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device), microbatch)
-
     def _run_depth(self, hidden: Tensor, microbatch: Microbatch) -> OutputInputs:
         """Run the depth on the model's hidden states [m, H], each with the microbatch's token that comes after it."""
         hidden = F.pad(hidden, (0, 0, 0, len(microbatch) - len(hidden)))
-        return self.model.draft(hidden[slice(*self.tp.block(len(hidden)))], microbatch, self.cache)
+        return self.model.draft(hidden[slice(*self.model.mesh.tp.block(len(hidden)))], microbatch, self.cache)
+
+    def _no_hidden(self) -> Tensor:
+        weight = self.model.embedding.weight
+        return torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device)
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

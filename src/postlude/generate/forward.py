@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, Microbatch
+from postlude.generate.row_cache import RowCache
 from postlude.model import OutputInputs
 from postlude.ops.decode_attention import consecutive_positions
 from postlude.ops.packing import Packing, to_device
@@ -35,17 +36,11 @@ def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: 
     )
 
 
-def prefill_microbatch(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> Microbatch:
-    """Returns whole sequences, padded to a multiple of so many tokens, and to at least one token."""
-    tokens = [token for sequence in sequences for token in sequence]
-    lengths = [len(sequence) for sequence in sequences]
-    padding = -len(tokens) % multiple if tokens else multiple
-    if padding:
-        tokens += [0] * padding
-        lengths.append(padding)
-    packing = Packing.from_lengths(lengths, device)
-    packed = to_device(torch.tensor(tokens, dtype=torch.int64), device)
-    return microbatch_of(packed, packing, packing.positions(), padding)
+def prefill_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
+    """Returns whole sequences."""
+    packing = Packing.from_lengths([len(sequence) for sequence in sequences], device)
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
+    return microbatch_of(to_device(tokens, device), packing, packing.positions())
 
 
 class DecodeMicrobatches:
@@ -63,6 +58,37 @@ class DecodeMicrobatches:
             packing = Packing.from_lengths([each] * count, tokens.device)
             self._by_shape[count, each] = microbatch_of(tokens, packing, positions)
         return replace(self._by_shape[count, each], tokens=tokens, positions=positions)
+
+
+class MixedMicrobatches:
+    """Microbatches of the next tokens of rows together with whole sequences that start, announced to a cache.
+
+    They are padded at the end to a multiple of the tensor-parallel ranks, and to at least one token.
+    """
+
+    def __init__(self, cache: RowCache, tp: int) -> None:
+        self.cache = cache
+        self.tp = tp
+        self._decode = DecodeMicrobatches()
+
+    def __call__(
+        self, tokens: Tensor, lengths: Sequence[int], sequences: Sequence[Sequence[int]] = (), rows: Sequence[int] = ()
+    ) -> Microbatch:
+        """Returns tokens [n, each] of the first n rows, which have `lengths` tokens with these, then the sequences."""
+        device, (count, each) = self.cache.device, tokens.shape
+        prefilled = [token for sequence in sequences for token in sequence]
+        total = tokens.numel() + len(prefilled)
+        padding = -total % self.tp if total else self.tp
+        on_device, longest = torch.tensor(lengths, dtype=torch.int64, device=device), max(lengths, default=0)
+        if not prefilled and not padding:
+            self.cache.announce(on_device, longest, each)
+            return self._decode(tokens, on_device)
+        ends = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
+        packing = Packing.from_lengths(ends, device)
+        self.cache.announce(on_device, longest, each, packing, rows, padding)
+        positions = torch.cat((consecutive_positions(on_device - each, each), packing.positions()))
+        whole = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
+        return microbatch_of(whole, Packing.from_lengths([each] * count + ends, device), positions, padding)
 
 
 def all_logits(inputs: OutputInputs, context: None) -> Tensor:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from postlude.generate.buffers import DecodeBuffers, DecodeCapacity
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import graph_obstacle
-from postlude.generate.draft import Drafter
 from postlude.generate.protocol import Completion
-from postlude.generate.routing_record import RoutingRecord, check_routing_record
-from postlude.generate.row_cache import RowCache
+from postlude.generate.recorded import DecodeCapacity, RecordedBuffers, RecordedScheduler
+from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.stop_strings import Detokenizer, StopStrings, completion_text
+from postlude.generate.unrecorded import UnrecordedScheduler
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 
@@ -96,7 +94,7 @@ class Generator:
         if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
-        self._buffers: DecodeBuffers | None = None
+        self._buffers: RecordedBuffers | None = None
 
     def generate(
         self,
@@ -157,27 +155,27 @@ class Generator:
             self._buffers = None
 
     def _scheduler(self, completions: Sequence[CompletionState], need: CapacityOf) -> Scheduler:
-        new_scheduler = partial(Scheduler, max_sequences=self.max_sequences, max_prefill_tokens=self.max_prefill_tokens)
-        if completions and self.graph_obstacle() is None:
-            capacity = need(completions, self.max_batch_tokens, self.max_sequences)
-            return new_scheduler(self._recorded(capacity), completions)
-        model, cache = self.model, RowCache(next(self.model.parameters()).device)
-        buffers = DecodeBuffers.unrecorded(
-            model, cache, completions, self.max_batch_tokens, self.max_sequences, drafted=0 if self.draft is None else 1
-        )
-        return new_scheduler(
-            buffers,
-            completions,
-            drafter=None if self.draft is None else Drafter(model, cache),
-            routing=RoutingRecord(model, cache) if self.routing else None,
-            group=_stepping_together(model),
-        )
-
-    def _recorded(self, capacity: DecodeCapacity) -> DecodeBuffers:
+        if not completions or self.graph_obstacle() is not None:
+            return UnrecordedScheduler(
+                self.model,
+                completions,
+                max_batch_tokens=self.max_batch_tokens,
+                max_sequences=self.max_sequences,
+                max_prefill_tokens=self.max_prefill_tokens,
+                draft=self.draft is not None,
+                routing=self.routing,
+                group=_stepping_together(self.model),
+            )
+        capacity = need(completions, self.max_batch_tokens, self.max_sequences)
         if self._buffers is None or not self._buffers.fit(capacity):
             self.release()
-            self._buffers = DecodeBuffers.recorded(self.model, capacity, next(self.model.parameters()).device)
-        return self._buffers
+            self._buffers = RecordedBuffers.of(self.model, capacity, next(self.model.parameters()).device)
+        return RecordedScheduler(
+            self._buffers,
+            completions,
+            max_sequences=self.max_sequences,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )
 
     def new_completions(
         self, name: str, tokens: Sequence[int], sampling: SamplingParams, n: int, *, index: int = 0, first: int = 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Stores
+from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
 from postlude.ops.attention import Scores, attend
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store
@@ -24,13 +24,17 @@ class PagedCache(DecodeCache):
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._slots = torch.empty(0, device=device), torch.empty(0, device=device)  # pages and places of a prefill
 
-    def decode(self, table: Tensor, lengths: Tensor, longest: int = 0, each: int = 1) -> None:
-        """See `DecodeCache`. Takes one token of each row."""
+    def decode(self, table: Tensor, lengths: Tensor) -> None:
+        """Announce a forward of the newest token of the first n rows.
+
+        `table` [n, most] int32 has the pages of each row, `lengths` [n] int64 its tokens with this one, 0 if it is
+        idle.
+        """
         self._table, self._lengths, self._prefill = table, lengths, None
 
-    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]], padding: int = 0) -> None:
-        """See `DecodeCache`. Takes no padding."""
-        super().prefill(packing, pages)
+    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
+        """Announce a forward of whole packed sequences. Their tokens go to these pages, a list for each."""
+        self._prefill = packing
         page_ids = torch.tensor([page for of_one in pages for page in of_one], device=self.device)
         first = Packing.from_lengths([len(of_one) for of_one in pages], self.device).cu_seqlens.long()
         positions = packing.positions()
@@ -59,7 +63,11 @@ class PagedCache(DecodeCache):
             )
         return self._stores[name]
 
-    def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
+        """See `DecodeState.recur`."""
+        if self._prefill is not None:
+            output, self._last[name] = scan(inputs, self._prefill)
+            return output
         states = tuple(state[: len(self._lengths)] for state in self._states[name])
         output, new = step(inputs, states)
         for state, after in zip(states, new, strict=True):

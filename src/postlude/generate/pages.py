@@ -129,17 +129,13 @@ class PagePool:
 class RowPages:
     """The pages of a `RowCache`: one a row, all of `capacity` tokens, which grows with the longest sequence.
 
-    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` more. There
-    are a multiple of `multiple` rows.
+    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` more.
     """
 
-    def __init__(
-        self, cache: RowCache, budget: int, max_sequences: int, *, drafted: int = 0, multiple: int = 1
-    ) -> None:
+    def __init__(self, cache: RowCache, budget: int, max_sequences: int, *, drafted: int = 0) -> None:
         self.cache = cache
         self.budget = budget
         self.drafted = drafted
-        self.multiple = multiple
         self.capacity = 0
         self.longest = 0  # that any completion may become
         self._max_sequences = max_sequences
@@ -183,8 +179,7 @@ class RowPages:
         capacity = self._capacity_for(len(running), self._needed)
         assert capacity is not None
         self.capacity = capacity
-        rows = min(self._rows, self.budget // capacity)
-        self.cache.resize(-(-rows // self.multiple) * self.multiple, capacity)
+        self.cache.resize(min(self._rows, self.budget // capacity), capacity)
 
     def _capacity_for(self, rows: int, needed: int) -> int | None:
         """Returns the tokens of a row if so many rows of at least `needed` and the drafted tokens fit, else None."""

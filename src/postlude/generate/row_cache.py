@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, States, Stores
+from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
 from postlude.ops.attention import Scores, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.packing import Packing
@@ -24,7 +24,7 @@ class RowCache(DecodeCache):
         super().__init__(0, device)
         self.capacity = 0
         self._attention: DecodeAttention | None = None
-        self._each = 1
+        self._decoded, self._each, self._sequences = 0, 1, 0
         self._later: dict[str, list[States]] = {}  # by block, the states after each token of a row but the first
         self._places = torch.empty(0, dtype=torch.int64, device=device)  # of the forward's tokens, row by row
 
@@ -43,29 +43,38 @@ class RowCache(DecodeCache):
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def decode(self, table: Tensor, lengths: Tensor, longest: int = 0, each: int = 1) -> None:
-        """See `DecodeCache`. Needs no table: page i is row i's. Idle rows write to where nothing is kept."""
-        lengths = lengths.clamp_min(each)
-        self._prefill, self._each = None, each
-        self._attention = DecodeAttention(lengths, max(longest, each), each)
+    def announce(
+        self,
+        lengths: Tensor,
+        longest: int,
+        each: int = 1,
+        prefill: Packing | None = None,
+        rows: Sequence[int] = (),
+        padding: int = 0,
+    ) -> None:
+        """Say what the next forward holds: the newest `each` tokens of the first n rows, then whole sequences.
+
+        `lengths` [n] int64 are the tokens of each row with these, and `longest` their maximum. `prefill` packs the
+        sequences that start in `rows`; its last `padding` tokens, a sequence of their own, are not kept.
+        """
+        self._decoded, self._each, self._prefill, self._sequences = len(lengths), each, prefill, len(rows)
+        self._attention = DecodeAttention(lengths, longest, each) if len(lengths) else None
         starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - each)
         self._places = consecutive_positions(starts, each)
-
-    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]], padding: int = 0) -> None:
-        """See `DecodeCache`. Each sequence has one page, its row's."""
-        super().prefill(packing, pages, padding)
-        rows = torch.tensor([*(row for (row,) in pages), *([0] if padding else [])], device=self.device)
-        places = rows[packing.sequence_index()] * self.capacity + packing.positions()
-        self._places = places[: packing.total - padding]
+        if prefill is not None:
+            targets = torch.tensor([*rows, *([0] if padding else [])], device=self.device)
+            places = targets[prefill.sequence_index()] * self.capacity + prefill.positions()
+            self._places = torch.cat((self._places, places[: prefill.total - padding]))
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See `DecodeState.attend`."""
 
         def go_on(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
-            keys, values = stores
+            (query, _, _), (keys, values) = inputs, stores
             return attend_cache(query, keys, values, scores)
 
         def begin(inputs: Inputs, packing: Packing) -> Tensor:
+            query, key, value = inputs
             return attend(query, key, value, packing, packing, scores)
 
         return self.attend_latents(name, (query, key, value), (key, value), go_on, begin)
@@ -75,15 +84,30 @@ class RowCache(DecodeCache):
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
         stores = self.put(name, new)
-        if self._prefill is not None:
+        if self._prefill is None:
+            assert self._attention is not None  # a forward of nothing is not asked for
+            return go_on(inputs, stores, self._attention)
+        if self._attention is None:
             return begin(inputs, self._prefill)
-        assert self._attention is not None
-        return go_on(inputs, stores, self._attention)
+        decoded = self._decoded * self._each
+        outputs = go_on(tuple(part[:decoded] for part in inputs), stores, self._attention)
+        return torch.cat((outputs, begin(tuple(part[decoded:] for part in inputs), self._prefill)))
+
+    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
+        """See `DecodeState.recur`."""
+        decoded, outputs = self._decoded * self._each, []
+        if decoded:
+            outputs.append(self._recur_rows(name, tuple(part[:decoded] for part in inputs), step))
+        if self._prefill is not None:
+            output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
+            outputs.append(output)
+            self.set_last_states(name, tuple(state[: self._sequences] for state in states))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
         """The tokens of every row one after another, [n · each, ...] -> the same. Keeps the states after the first."""
         by_row = tuple(part.unflatten(0, (-1, self._each)) for part in inputs)
-        rows, outputs, after = slice(0, len(by_row[0])), [], []
+        rows, outputs, after = slice(0, self._decoded), [], []
         states = tuple(state[rows] for state in self._states[name])
         for index in range(self._each):
             output, states = step(tuple(part[:, index] for part in by_row), states)
@@ -104,7 +128,7 @@ class RowCache(DecodeCache):
             for number, states in enumerate(later, start=2):
                 for state, new in zip(self._states[name], states, strict=True):
                     kept = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
-                    state[: len(counts)] = torch.where(kept, new[: len(counts)], state[: len(counts)])
+                    state[: len(counts)] = torch.where(kept, new, state[: len(counts)])
         self._later = {}
 
     def keep(self, name: str, rows: slice, states: States) -> None:

@@ -1,12 +1,12 @@
-"""Scheduler: decides which completions run, prefills those that join, and steps the rest until every one is done.
+"""Scheduler: decides which completions run, and steps them until every one is done.
 
-The device samples tokens and detects where a completion ends. Recorded steps run ahead: the host reads the tokens up to
-`ahead` steps later. It acts only when completions end, join or need more room. It finds a stop string late, and then
-drops the tokens that were sampled after it.
+`RecordedScheduler` and `UnrecordedScheduler` say what a step is. Completions join as others finish, first come first
+served. If running completions outgrow the cache, the shortest wait again: their tokens are kept, and prefilled later.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.generate.buffers import DecodeBuffers
 from postlude.generate.completion_state import CompletionState, PromptState
-from postlude.generate.decode_cache import Copy
-from postlude.generate.decode_rows import LENGTH, LOG_MIN_P, TOKEN, sample_next
-from postlude.generate.draft import Drafter
-from postlude.generate.forward import logits_at, prefill_microbatch
-from postlude.generate.pages import RunningCompletion
-from postlude.generate.routing_record import RoutingRecord
-from postlude.generate.sampler import SamplerSettings
+from postlude.generate.decode_cache import Copy, DecodeCache
+from postlude.generate.decode_rows import LOG_MIN_P, DecodeRows
+from postlude.generate.pages import Pages, RunningCompletion
+from postlude.model import LanguageModel
 from postlude.model.context import States, Stores
 from postlude.ops.packing import to_device
 
-RIGHT = -2.0  # in place of a second token: the draft was right, but its completion had ended
+STOPS = 8  # stop tokens of a completion for which there is room at least
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class _Sampled:
 
 
 @dataclass
-class _Joining:
+class Joining:
     """Completions that join together, and the sequences that have to be prefilled for them."""
 
     completions: list[RunningCompletion] = field(default_factory=list)
@@ -74,39 +70,35 @@ class _Joining:
         self.tokens += len(sequence)
 
 
-class Scheduler:
+class Scheduler(ABC):
     """Runs completions. More can be added while others run.
 
     With a `group`, its ranks need each other in every forward: they step together until the last has nothing left.
     """
 
+    ahead: int
+    """How many steps the device may run before the host reads their tokens."""
+
     def __init__(
         self,
-        buffers: DecodeBuffers,
-        completions: Sequence[CompletionState],
+        model: LanguageModel,
+        rows: DecodeRows,
+        cache: DecodeCache,
+        pages: Pages,
         *,
         max_sequences: int,
         max_prefill_tokens: int,
-        drafter: Drafter | None = None,
-        routing: RoutingRecord | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model, self.rows, self.cache, self.steps = buffers.model, buffers.rows, buffers.cache, buffers.steps
-        self.pages, self.ahead, self.step_rows = buffers.new_pages(), buffers.ahead, buffers.step_rows
-        self.max_sequences, self.max_prefill_tokens = min(max_sequences, self.rows.size), max_prefill_tokens
-        self.drafter, self.routing, self.group = drafter, routing, group
-        self.device = self.rows.numbers.device
+        self.model, self.rows, self.cache, self.pages, self.group = model, rows, cache, pages, group
+        self.max_sequences, self.max_prefill_tokens = min(max_sequences, rows.size), max_prefill_tokens
+        self.device = rows.numbers.device
         self.waiting: deque[CompletionState] = deque()
         self.running: list[RunningCompletion] = []
         self.sampled: deque[_Sampled] = deque()
         self.prefilled: dict[PromptState, _PrefillState] = {}
-        self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # as it is to be on the device
-        self.table_changed = False
         self.ended_rows: list[int] = []  # rows that the device would go on with, though their completion has ended
-        self.limited = False
-        self._settings: SamplerSettings | None = None  # of the running ones by row; None once they have changed
         self.rows.numbers.zero_()
-        self.add(completions)
 
     @property
     def busy(self) -> bool:
@@ -121,33 +113,21 @@ class Scheduler:
         """Add completions, which join when there is room."""
         self.waiting.extend(completions)
         self.pages.add(completions, len(self.running) + len(self.waiting))
-        self.limited = self.limited or any(completion.prompt.sampling.limited for completion in completions)
 
     def finish(self) -> None:
         """Step until this rank, and those that step together with it, have nothing left."""
-        while self.step():
-            pass
+        while self._any_rank_busy():
+            self.step()
 
-    def step(self) -> bool:
-        """Let completions join, sample a token of each, and read those of an earlier step. Returns if there was work.
-
-        Ranks that step together make the same forwards: those of a rank without work hold padding.
-        """
-        if self.group is None:
-            busy = self.busy
-            while self._may_join():
-                self._join()
-            if any(each.unfinished for each in self.running):
-                self._decode()
-        else:
-            joins, busy = self._any_rank(self._may_join(), self.busy)
-            if joins:
-                self._join()
-            if busy:
-                self._decode()
+    def step(self) -> None:
+        """Let completions join, sample a token of each, and read those of an earlier step."""
+        self._advance()
         while self.sampled and (len(self.sampled) > self.ahead or not any(each.unfinished for each in self.running)):
             self._read()
-        return busy
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Let completions join, and sample a token of each."""
 
     def restart(self) -> None:
         """Read what is on its way, and prefill all again: what is cached of them is forgotten."""
@@ -170,71 +150,13 @@ class Scheduler:
         if not completion.prompt.unstarted and completion.prompt in self.prefilled:
             self._forget(completion.prompt)
 
-    # --- decode
-
-    def _decode(self) -> None:
-        """Sample a token of every running completion, or two where the second was drafted right."""
-        if not self.running:
-            self._run_padding()
-            return
-        self._make_room()
-        self._stop_ended()
-        size = self._compact()
-        self.pages.commit(self.running)
-        self._send_table()
-        if self.drafter is not None:
-            self._decode_drafted(size, self.drafter)
-        else:
-            longest = 0 if self.ahead else max(each.reach for each in self.running)
-            self.steps(size, limited=self.limited, settings=self._row_settings(), longest=longest)
-            if self.routing is not None:
-                self.routing.keep()
-            self._send(self.running)
-        for each in self.running:
-            each.reach = min(each.reach + 1, each.state.max_length)
-
-    def _decode_drafted(self, size: int, drafter: Drafter) -> None:
-        """Two tokens of every row in one forward. The second is sampled where the first is the drafted one."""
-        by_row, settings = sorted(self.running, key=lambda each: each.row), self._row_settings()
-        assert settings is not None
-        drafts, rows, count = drafter.guess([each.state for each in by_row], settings), self.rows, len(by_row)
-        longest = max(each.reach for each in by_row) + 1
-        logits = drafter.verify(rows.numbers[TOKEN, :size], drafts, rows.numbers[LENGTH, :size], longest)
-        if self.routing is not None:
-            self.routing.keep()
-        sample_next(logits[:count, 0], rows.all[:count], rows, settings=settings)
-        right = rows.numbers[TOKEN, :count] == drafts
-        drafter.cache.settle(1 + right.long())
-        self._send(by_row)
-        rows.results[:count, 0] = torch.where(right, RIGHT, -1.0)
-        second = (right & (rows.numbers[LENGTH, :count] > 0)).nonzero()[:, 0]
-        sample_next(logits[second, 1], second, rows, settings=settings.at(second))
-        self._send(by_row, drafted=True)
-
-    def _run_padding(self) -> None:
-        """Take part in the forwards of other ranks."""
-        if self.drafter is not None:
-            self.drafter.run_padding()
-        self._forward([], [])
-
-    def _row_settings(self) -> SamplerSettings | None:
-        """Returns the settings of the running completions by row; None if the device has them all."""
-        if self._settings is None and not self.ahead:
-            by_row = sorted(self.running, key=lambda each: each.row)
-            self._settings = self._settings_of(by_row)
-        return self._settings
-
-    def _settings_of(self, completions: Sequence[RunningCompletion]) -> SamplerSettings | None:
-        if self.ahead:
-            return None
-        sampling, keys = [each.state.prompt.sampling for each in completions], [each.state.key for each in completions]
-        return SamplerSettings.of(sampling, keys, self.model.config.vocab_size, self.device)
-
-    def _any_rank(self, *flags: bool) -> list[bool]:
-        """Returns for each flag whether it is set on any rank that steps together with this one."""
-        on_device = torch.tensor(flags, dtype=torch.float32, device=self.device)
-        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in on_device.tolist()]
+    def _any_rank_busy(self) -> bool:
+        """Whether this rank, or one that steps together with it, has anything left to do."""
+        if self.group is None:
+            return self.busy
+        flag = torch.tensor([float(self.busy)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
 
     # --- results
 
@@ -271,19 +193,15 @@ class Scheduler:
 
     def _done(self, each: RunningCompletion) -> None:
         """Let go of a completion that finished or failed."""
-        if self.routing is not None and each.state.error is None:
-            each.state.routing = self.routing.of(each.row, each.state.length)
         if each.state.stopped_by is not None or each.state.error is not None:
             self.ended_rows.append(each.row)
-        if each.state.error is not None:
-            self.cache.clear(each.row)
         self._leave(each)
 
     def _leave(self, each: RunningCompletion) -> None:
         each.gone = True
         self.running.remove(each)
         self.pages.give_back(each.pages)
-        self._settings = None
+        self._changed(each)
 
     def _evict(self, each: RunningCompletion) -> None:
         """Let a completion wait again. Its tokens are kept, and are prefilled later."""
@@ -303,9 +221,8 @@ class Scheduler:
 
     # --- rows and pages
 
-    def _compact(self) -> int:
-        """Move the running completions to as few rows as a step takes. Returns how many those are."""
-        size = self.step_rows(len(self.running))
+    def _move_into(self, size: int) -> None:
+        """Move the running completions to the first `size` rows."""
         outside = [each for each in self.running if each.row >= size]
         if outside:
             taken = {each.row for each in self.running}
@@ -316,17 +233,18 @@ class Scheduler:
             self.cache.move(sources, targets, [(each.row, row, each.reach - 1) for each, row in moves])
             for each, row in moves:
                 each.row = row
-                self._set_table(each)
-            self._settings = None
-        tp = self.model.mesh.tp.size
-        return -(-size // tp) * tp
+                self._changed(each)
+
+    @abstractmethod
+    def _changed(self, each: RunningCompletion) -> None:
+        """A completion joined or left, or has another row or more pages."""
 
     def _make_room(self) -> None:
         """Take room for the next token of every completion. If there is not enough, the shortest wait again."""
         while (extended := self.pages.extend(self.running)) is None:
             self._free_some()
         for each in extended:
-            self._set_table(each)
+            self._changed(each)
 
     def _free_some(self) -> None:
         """Drop a prompt that is kept for others, or else evict a completion."""
@@ -339,26 +257,7 @@ class Scheduler:
             self._stop_ended()
         # else what was read gave back enough
 
-    def _set_table(self, each: RunningCompletion) -> None:
-        if self.table.shape[1]:
-            self.table[each.row, : len(each.pages)] = torch.tensor(each.pages, dtype=torch.int32)
-            self.table_changed = True
-
-    def _send_table(self) -> None:
-        if self.table_changed:
-            pinned = self.table.pin_memory() if self.rows.table.is_cuda else self.table
-            self.rows.table.copy_(pinned, non_blocking=True)
-            self.table_changed = False
-
     # --- joining
-
-    def _may_join(self) -> bool:
-        """Whether there are rows for those that wait: several, because a prefill is a forward."""
-        if not self.waiting:
-            return False
-        free = self.max_sequences - len(self.running)
-        enough = min(len(self.waiting), max(1, self.max_sequences // 8))
-        return (free >= enough or not self.running) and self._has_room(self.waiting[0])
 
     def _has_room(self, completion: CompletionState) -> bool:
         """Whether there is room for it and some tokens more. One alone always has room."""
@@ -367,29 +266,9 @@ class Scheduler:
                 self._forget(next(reversed(self.prefilled)))
         return self.pages.has_room(completion, self.running)
 
-    def _join(self) -> None:
-        """Let completions join while there is room, first come first served."""
-        self._stop_ended()
-        if not self.ahead and self.running:
-            self._compact()
-        joining = self._admit()
-        if not joining.completions:
-            self._prefill([], [])
-            return
-        rows = self._integers([each.row for each in joining.completions])
-        logits = self._start(joining, rows)
-        self._enter_rows(joining.completions, rows)
-        settings = self._settings_of(joining.completions)
-        sample_next(logits, rows, self.rows, limited=self.limited, settings=settings)
-        self._send(joining.completions)
-        if not self.ahead:
-            self._read()
-
-    def _admit(self) -> _Joining:
+    def _admit(self) -> Joining:
         """Give rows and pages to those that wait, while there is room."""
-        joining = _Joining()
-        if not self._may_join():  # other ranks have completions that join
-            return joining
+        joining = Joining()
         taken = {each.row for each in self.running}
         free = deque(row for row in range(self.rows.size) if row not in taken)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
@@ -398,17 +277,16 @@ class Scheduler:
             each = self._place(self.waiting.popleft(), free.popleft(), joining)
             self.running.append(each)
             joining.completions.append(each)
-        self._settings = None
         return joining
 
-    def _to_prefill(self, completion: CompletionState, joining: _Joining) -> int:
+    def _to_prefill(self, completion: CompletionState, joining: Joining) -> int:
         """Returns how many tokens of it have to be prefilled."""
         return 0 if not completion.tokens and self._is_prefilled(completion.prompt, joining) else completion.length
 
-    def _is_prefilled(self, prompt: PromptState, joining: _Joining) -> bool:
+    def _is_prefilled(self, prompt: PromptState, joining: Joining) -> bool:
         return prompt in self.prefilled or prompt in joining.prompts
 
-    def _place(self, completion: CompletionState, row: int, joining: _Joining) -> RunningCompletion:
+    def _place(self, completion: CompletionState, row: int, joining: Joining) -> RunningCompletion:
         """Give a completion its pages, and say what has to be prefilled for it."""
         prompt, length = completion.prompt, completion.length
         if completion.tokens or (prompt.unstarted == 1 and not self._is_prefilled(prompt, joining)):
@@ -427,10 +305,11 @@ class Scheduler:
             prompt.unstarted -= 1
         return RunningCompletion(completion, row, pages, length + 1)
 
-    def _start(self, joining: _Joining, rows: Tensor) -> Tensor:
-        """Prefill what has to be, and copy what completions write to. Returns the logits of all, [n, vocab]."""
-        self.pages.commit(self.running)
-        logits = self._prefill(joining.sequences, joining.pages)
+    def _start(self, joining: Joining, rows: Tensor, logits: Tensor) -> Tensor:
+        """Start the completions that join, with `logits` [m, vocab] after the sequences that were prefilled for them.
+
+        Copies what completions write to. Returns the logits of all, [n, vocab].
+        """
         earlier = list(dict.fromkeys(source for source in joining.sources if isinstance(source, PromptState)))
         older = [self.prefilled[prompt] for prompt in earlier]
         for index, prompt in enumerate(joining.prompts):
@@ -460,27 +339,6 @@ class Scheduler:
         kept = [torch.stack([prefill.logits for prefill in older])] if older else []
         return torch.cat((*([logits] if len(logits) else []), *kept)).index_select(0, sources)
 
-    def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
-        """Prefill sequences to these pages. Returns the logits after each, [n, vocab]."""
-        if not sequences and self.group is None:
-            return torch.empty(0, device=self.device)
-        logits, hidden = self._forward(sequences, pages)
-        if self.drafter is not None:
-            self.drafter.follow_prefill(hidden, sequences, pages)
-        return logits
-
-    def _forward(self, sequences: list[list[int]], pages: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Run the model on whole sequences. Returns the logits after each [n, vocab], and all hidden states [T, H]."""
-        microbatch = prefill_microbatch(sequences, self.model.mesh.tp.size, self.device)
-        self.cache.prefill(microbatch.packing, pages, microbatch.padding)
-        last = microbatch.packing.cu_seqlens[1 : len(sequences) + 1].long() - 1
-        logits, hidden = self.model(
-            microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
-        )
-        if self.routing is not None:
-            self.routing.keep()
-        return logits, hidden
-
     def _enter_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
         """Write to the device where these completions stand."""
         numbers, settings, stops, vocab = [], [], [], self.model.config.vocab_size
@@ -491,7 +349,7 @@ class Scheduler:
             settings.append([sampling.temperature, sampling.top_p, sampling.min_p])
             ends = list(state.stop_tokens)
             stops.append(ends + [-1] * (len(self.rows.stops) - len(ends)))
-            self._set_table(each)
+            self._changed(each)
         self.rows.numbers.index_copy_(1, rows, self._integers(numbers).T)
         self.rows.stops.index_copy_(1, rows, self._integers(stops).T)
         columns = torch.tensor(settings, dtype=torch.float32).T.contiguous()
@@ -500,3 +358,8 @@ class Scheduler:
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)
+
+
+def max_stops(completions: Sequence[CompletionState]) -> int:
+    """Returns for how many stop tokens of a completion there is room."""
+    return max([STOPS, *(len(completion.stop_tokens) for completion in completions)])
