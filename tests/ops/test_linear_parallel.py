@@ -16,7 +16,6 @@ from postlude import launch
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
 from postlude.ops.kernels.capabilities import HOPPER
 from postlude.ops.linear_logprobs import linear_logprobs
-from postlude.ops.linear_logprobs.problem import kernels
 from postlude.ops.linear_objective import linear_objective
 from tests.conftest import Ranks
 from tests.ops.dense_head import Operands, assert_close, dense
@@ -223,13 +222,15 @@ def half_precision() -> Operands:
 
 def fused_head(softcap: float | None) -> dict[str, Any]:
     """This rank's part of the head on the GPU, and how often its fused kernels ran."""
+    from postlude.ops.kernels import linear_logprobs_fused as fused
+
     whole, group = half_precision(), dist.group.WORLD
     assert group is not None
     _, rows = shard(group, HALVES)
     hidden, weight = whole.hidden.detach().requires_grad_(), whole.weight.detach()[rows].clone().requires_grad_()
     with (
-        mock.patch.object(kernels(), "accumulate", wraps=kernels().accumulate) as forward,
-        mock.patch.object(kernels(), "differentiate", wraps=kernels().differentiate) as backward,
+        mock.patch.object(fused, "accumulate", wraps=fused.accumulate) as forward,
+        mock.patch.object(fused, "differentiate", wraps=fused.differentiate) as backward,
     ):
         stats = linear_logprobs(
             *(copy_to_group(hidden, group), weight, whole.targets),

@@ -27,16 +27,16 @@ from postlude.ops.adamw_storage import (
 )
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 
-ROWS_AT_ONCE = 1 << 22  # numbers that torch looks at, in several fp32 copies
+ROWS_AT_ONCE = 1 << 22  # numbers that torch processes at a time, in several fp32 copies
 
 
 def name_seed(name: str) -> int:
-    """What sets the random numbers of this tensor apart from those of others."""
+    """Returns a seed that distinguishes this tensor's random numbers from others'."""
     return zlib.crc32(name.encode())
 
 
 def bias_corrections(steps: Tensor, rates: AdamWHyperparameters) -> Tensor:
-    """The numbers of steps, from 1, [n] -> for each, itself and how much of either average is there: [n, 3] fp32."""
+    """Step numbers from 1, [n] -> for each, itself and the bias corrections of both moments: [n, 3] fp32."""
     there = [-torch.expm1(steps.double() * (math.log(beta) if beta else -math.inf)) for beta in rates.betas]
     return torch.stack([steps.double(), *there], 1).float()
 
@@ -56,12 +56,11 @@ def adamw_step(
     place: TensorSlice | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Move `weight` by its `gradient`, and both moments, all in place.
+    """Updates `weight` and both moments by the `gradient`, in place.
 
-    `weight` is fp32, or bf16; with `low` (int16, its shape) as its other half, without, rounded at random. `now` is
-    an entry of what `bias_corrections` says of the step. `scale` [2] fp32 multiplies the gradient by its first
-    entry; where its second is zero, nothing is changed. Neither is looked at on the host. `place` is where in a
-    larger tensor it stands.
+    `weight` is fp32, or bf16 with `low` (int16, same shape) as its lower half, or bf16 alone, rounded at random. `now`
+    is an entry of `bias_corrections`. `scale` [2] fp32 multiplies the gradient by its first entry; where its second is
+    zero, nothing changes. The host reads neither. `place` is the tensor's position in a larger one.
     """
     if scale is None:
         scale = torch.ones(2, device=weight.device)
@@ -98,7 +97,7 @@ def _parts(moment: Moment, columns: int) -> list[Tensor]:
 
 
 def _index(rows: Tensor, columns: int, inner: int, place: TensorSlice) -> Tensor:
-    """Each number's place in the whole tensor, counted row by row: [rows, columns] int64."""
+    """Returns each number's index in the whole tensor, row by row: [rows, columns] int64."""
     (matrix, row, column), (_, all_rows, all_columns) = place.starts, place.whole
     whole_rows = (matrix + rows // inner) * all_rows + row + rows % inner
     return whole_rows[:, None] * all_columns + column + torch.arange(columns, device=rows.device)
@@ -108,14 +107,14 @@ MASK = 0xFFFFFFFF
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Thirty-two bits, each of which depends on each that was there, in int64."""
+    """Hashes 32 bits, in int64."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D & MASK
     bits = (bits ^ (bits >> 15)) * 0x846CA68B & MASK
     return bits ^ (bits >> 16)
 
 
 def random_bits(index: Tensor, key: int, now: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sixteen random bits for the weight at each index, and as many for either moment: int64 from 0 to 65535."""
+    """Returns 16 random bits for the weight at each index, and for each moment: int64 from 0 to 65535."""
     seed = _mixed((now[0].to(torch.int64) * 0x9E3779B1 + key) & MASK)
     one = _mixed((index & MASK) ^ seed)
     other = _mixed((one + 0x85EBCA6B) & MASK)

@@ -28,7 +28,7 @@ FIRST_TOP, SECOND_TOP = 127, 255
 
 @dataclass(frozen=True)
 class AdamWHyperparameters:
-    """What a step is made with, beside the numbers themselves."""
+    """The hyperparameters of a step."""
 
     lr: float
     betas: tuple[float, float]
@@ -38,14 +38,17 @@ class AdamWHyperparameters:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where a part of a tensor stands in the whole, seen as [matrices, rows, columns]."""
+    """The position of a part in the whole tensor, viewed as [matrices, rows, columns]."""
 
     starts: tuple[int, int, int]
     whole: tuple[int, int, int]
 
     @classmethod
     def of(cls, region: tuple[slice, ...], shape: tuple[int, ...]) -> TensorSlice:
-        """The place of a `region` of a tensor of this shape. Of four dimensions or more the first alone may be cut."""
+        """Returns the slice of a `region` of a tensor of this shape.
+
+        With four or more dimensions only the first is cut.
+        """
         starts = [0, 0, *(each.start for each in region)]
         lead = math.prod(shape[1:-2]) if len(shape) > 3 else 1
         whole = (1, 1, *shape)
@@ -56,14 +59,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class QuantizedMoment:
-    """Numbers in eight bits: `codes` of their own shape, uint8, and `scales` [..., blocks of the last dimension]."""
+    """A moment in 8 bits: `codes` uint8 of its shape, and `scales` [..., blocks of the last dimension]."""
 
     codes: Tensor
     scales: Tensor
 
     @classmethod
     def zeros_like(cls, tensor: Tensor) -> QuantizedMoment:
-        """Zeros of this shape."""
+        """Returns zeros of this shape."""
         codes = torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device)
         scales = torch.zeros(scales_shape(tuple(tensor.shape)), dtype=torch.float32, device=tensor.device)
         return cls(codes, scales)
@@ -73,12 +76,12 @@ Moment = Tensor | QuantizedMoment
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of numbers of this shape."""
+    """Returns the shape of the scales of a moment of this shape."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """bf16 and the bits beyond it -> fp32, as `halves` has cut it."""
+    """bf16 and the lower bits of `split_halves` -> fp32."""
     beyond = low.to(torch.int32) & 0xFFFF
     bits = (high.view(torch.int16).to(torch.int32) << 16) - ((beyond >> 15) << 16)
     return (bits | beyond).view(torch.float32)
@@ -92,19 +95,19 @@ def split_halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_randomly(values: Tensor, drawn: Tensor) -> Tensor:
-    """fp32 -> bf16, up or down by sixteen random bits each, right on average."""
+    """fp32 -> bf16, up or down by 16 random bits each, right on average."""
     return ((values.view(torch.int32) + drawn.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def dequantize_first(codes: Tensor, scales: Tensor) -> Tensor:
-    """Signed numbers, fp32: [rows, columns], of codes and of scales [rows, blocks]."""
+    """Returns signed numbers, fp32 [rows, columns], from codes and scales [rows, blocks]."""
     code = codes.to(torch.int32)
     size = _dequantize(code & 0x7F, scales, FIRST_TOP)
     return torch.where(code > 0x7F, -size, size)
 
 
 def dequantize_second(codes: Tensor, scales: Tensor) -> Tensor:
-    """Numbers that are never below zero."""
+    """Returns nonnegative numbers from codes and scales."""
     return _dequantize(codes.to(torch.int32), scales, SECOND_TOP)
 
 
@@ -114,13 +117,16 @@ def _dequantize(code: Tensor, scales: Tensor, top: int) -> Tensor:
 
 
 def quantize_first(values: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of signed numbers. Those below the lowest level become it, or zero, by chance."""
+    """Returns codes and scales of signed numbers. Those below the lowest level become it or zero at random."""
     code, scales = _quantize(values.abs(), drawn, FIRST_TOP, from_zero=True)
     return torch.where(values < 0, code | 0x80, code).to(torch.uint8), scales
 
 
 def quantize_second(values: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of numbers that are never below zero. The smallest become the lowest level: steps divide by them."""
+    """Returns codes and scales of nonnegative numbers.
+
+    The smallest become the lowest level, since steps divide by them.
+    """
     code, scales = _quantize(values, drawn, SECOND_TOP, from_zero=False)
     return code.to(torch.uint8), scales
 

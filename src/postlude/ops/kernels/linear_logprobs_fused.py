@@ -48,7 +48,10 @@ def accumulate(
     columns: slice,
     state: Tensor,
 ) -> None:
-    """See `FusedKernels.accumulate`. It includes entropy. Column 0 starts the state without reading its memory."""
+    """Joins the logits of hidden [n, H] and `columns` of weight [V, H], entropy included, to `state` [4, n].
+
+    Column 0 starts the state without reading its memory.
+    """
     count, features = hidden.shape
     block_rows, block_columns, block_features = STATISTICS_TILE
     tiles = -(-(columns.stop - columns.start) // block_columns)

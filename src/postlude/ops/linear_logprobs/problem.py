@@ -16,8 +16,6 @@ from postlude.ops.linear_logprobs.logits import LogitConfig
 from postlude.ops.linear_logprobs.plan import Shape
 from postlude.ops.linear_logprobs.statistics import (
     Epilogue,
-    FusedKernels,
-    QuantizedKernels,
     TokenRows,
 )
 
@@ -59,13 +57,15 @@ class Problem:
         size = self.compute.itemsize
         logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
         if coded:
-            logit_bytes = quantized_kernels().QUANTIZED_BYTES
+            from postlude.ops.kernels.linear_logprobs_quantized import QUANTIZED_BYTES  # needs triton
+
+            logit_bytes = QUANTIZED_BYTES
         device = self.rows.targets.device.type
         return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
 
     @property
     def coded(self) -> bool:
-        """Whether quantized_kernels() can hold these logits: their gradients take its codes' place."""
+        """Whether logits can be held in 16 bits: their gradients overwrite the codes."""
         return self.fused and self.operand in HALF
 
 
@@ -131,20 +131,6 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         memory_budget=logit_config.memory_budget,
         broken=selection.broken,
     )
-
-
-def kernels() -> FusedKernels:
-    """The kernels that project and finish in one, where a problem is `fused`."""
-    from postlude.ops.kernels import linear_logprobs_fused  # needs triton
-
-    return linear_logprobs_fused
-
-
-def quantized_kernels() -> QuantizedKernels:
-    """The kernels of one sweep with logits in 16 bits, where a problem is `coded`."""
-    from postlude.ops.kernels import linear_logprobs_quantized
-
-    return linear_logprobs_quantized
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -132,68 +132,6 @@ class Epilogue(Protocol):
         ...
 
 
-class QuantizedKernels(Protocol):
-    """Projection and statistics in one, with the logits kept in sixteen bits each: `coded.py`."""
-
-    QUANTIZED_BYTES: float
-
-    def encode(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: TokenRows,
-        columns: int,
-        codes: Tensor,
-        state: Tensor,
-    ) -> tuple[Tensor, Results]:
-        """Code the logits of hidden [n, H] on the first `columns` of weight, and find their `state` [4, n].
-
-        What the codes are relative to is returned, and the results of the state.
-        """
-        ...
-
-    def decode(
-        self, codes: Tensor, partial: Tensor, rows: TokenRows, results: Results, upstream: Upstream, *, masked: bool
-    ) -> Tensor:
-        """Overwrite `codes` [n, columns] with the gradient of the products that they stand for.
-
-        If `masked`, minus infinity was among the logits, and gets no gradient at all.
-        """
-        ...
-
-
-class FusedKernels(Protocol):
-    """Projection and epilogue in one: `fused.py`."""
-
-    STATISTICS_TILE: tuple[int, int, int]
-    PARTIAL_BYTES: int
-
-    def accumulate(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: TokenRows,
-        columns: slice,
-        state: Tensor,
-    ) -> None:
-        """Join the logits of hidden [n, H] on `columns` of weight [V, H] to `state` [4, n]; column 0 begins it anew."""
-
-    def differentiate(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: TokenRows,
-        columns: slice,
-        coefficients: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        """The gradient of the products of hidden [n, H] with `columns` of weight, into `out` [n, columns]."""
-        ...
-
-
 def empty_state(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the state [4, n] of rows without any logit."""
     state = torch.full((4, rows), LOWEST, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ from postlude.ops.linear_logprobs.plan import (
     plan_statistics,
     plan_tiles,
 )
-from postlude.ops.linear_logprobs.problem import Problem, kernels, quantized_kernels
+from postlude.ops.linear_logprobs.problem import Problem
 from postlude.ops.linear_logprobs.statistics import (
     Epilogue,
     Operands,
@@ -118,9 +118,11 @@ class FusedProjection:
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
         """Returns the gradient [rows, columns] of the products from `Epilogue.coefficients` [5, n]."""
+        from postlude.ops.kernels.linear_logprobs_fused import differentiate  # needs triton
+
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
-        kernels().differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
+        differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         return operands, out
 
@@ -138,21 +140,23 @@ class QuantizedProjection:
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """See `Projection.score`. The state starts here, and entropy costs nothing."""
+        from postlude.ops.kernels.linear_logprobs_quantized import encode
+
         hidden, weight = self.head.hidden[rows], self.head.weight
         codes = self.codes[: hidden.shape[0], : columns.stop]
-        partial, results = quantized_kernels().encode(
-            hidden, weight, self.bias, self.rows[rows], columns.stop, codes, state
-        )
+        partial, results = encode(hidden, weight, self.bias, self.rows[rows], columns.stop, codes, state)
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         self.current = operands, codes, partial
         return results
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
         """See `Projection.differentiate`."""
+        from postlude.ops.kernels.linear_logprobs_quantized import decode
+
         assert self.current is not None, "nothing was scored"
         (operands, codes, partial), self.current = self.current, None
         picked, masked = self.rows[operands.row_range], self.bias is not None
-        return operands, quantized_kernels().decode(codes, partial, picked, results, upstream, masked=masked)
+        return operands, decode(codes, partial, picked, results, upstream, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,8 @@ class Gradients:
 
 
 def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: int | None) -> Tensor:
-    fused = kernels()
+    from postlude.ops.kernels import linear_logprobs_fused as fused
+
     tiles = plan_tiles(shape, fused.STATISTICS_TILE[1], fused.PARTIAL_BYTES, memory_budget)
     bias = _fused_bias(head)
     state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)
