@@ -18,9 +18,9 @@ class BatchSharding:
     owners: Sequence[int]
     """The data-parallel rank that holds each sequence."""
     bins: Sequence[Sequence[int]] | None = None
-    """The plan of microbatches, if it was made already: bin k is of data-parallel rank k % ranks."""
+    """The plan of microbatches, if it was made already. Bin k belongs to data-parallel rank k % ranks."""
     budget: int | None = None
-    """The tokens of a microbatch that `bins` were planned for."""
+    """The token budget that `bins` were planned with."""
 
 
 @dataclass(frozen=True)
