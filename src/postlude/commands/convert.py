@@ -1,4 +1,4 @@
-"""`postlude convert`: any source as a model directory, by another pattern if asked."""
+"""`postlude convert`: write any model source as a model directory, also with another pattern."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from postlude.model.recast import RecastPlan
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read any source and write a model directory, tokenizer included."""
+    """Reads any source and writes a model directory with its tokenizer."""
     console = Console()
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     check_writable("DST", Path(options.target), "it")
@@ -39,15 +39,15 @@ def run(options: argparse.Namespace) -> None:
         pattern = Pattern.parse(options.pattern)
         blocks = fitting_blocks(config, pattern)
         for symbol, block in blocks.items():
-            say(f"{symbol} is {block}")
+            print_line(f"{symbol} is {block}")
         source = Recast(options.source, pattern, blocks)
-        for line in (lines := told(read_recast_plan(source))):
-            say(line)
+        for line in (lines := describe_changes(read_recast_plan(source))):
+            print_line(line)
         how = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
     try:
         tokenizer = load_tokenizer(options.source)
     except FileNotFoundError as error:
-        read_model(options.source)  # a source that is not there is no reason to go on
+        read_model(options.source)  # raises if the source itself does not exist
         tokenizer = None
         print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
     model = load_model(source, dtype=options.dtype and getattr(torch, options.dtype), seed=options.seed)
@@ -60,11 +60,11 @@ def run(options: argparse.Namespace) -> None:
         overwrite=options.overwrite,
     )
     count = sum(parameter.numel() for parameter in model.parameters())
-    say(f"wrote {count:,} parameters to {target}")
+    print_line(f"wrote {count:,} parameters to {target}")
 
 
 def fitting_blocks(config: ModelConfig, pattern: Pattern) -> dict[str, BlockConfig]:
-    """Configs for the symbols of a pattern that a model has none for, of sizes that go with its own."""
+    """Returns configs of the blocks that a pattern adds to a model, with fitting sizes."""
     others = list(config.blocks.values())
     return {
         symbol: BLOCKS[symbol].Config.default_for(config.hidden_size, others)
@@ -73,8 +73,8 @@ def fitting_blocks(config: ModelConfig, pattern: Pattern) -> dict[str, BlockConf
     }
 
 
-def told(moved: RecastPlan) -> list[str]:
-    """What is fresh and what is dropped, a sentence each."""
+def describe_changes(moved: RecastPlan) -> list[str]:
+    """Returns a sentence about new weights and one about dropped weights."""
     lines = []
     if moved.fresh_parts:
         lines.append(f"Freshly initialised, and to be trained: {', '.join(moved.fresh_parts)}.")

@@ -1,4 +1,4 @@
-"""`postlude info`: what a model is made of."""
+"""`postlude info`: pattern, parameters and memory of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Pattern, parameters by block and memory by dtype. Reads the config alone."""
+    """Prints pattern, parameters by block and memory by dtype. Reads only the config."""
     console = Console()
     config = _config(options.model)
     with torch.device("meta"):
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> None:
     for line in (
         f"{options.model}  {config.family or 'of no family'}, {total:,} parameters",
         f"pattern  {config.pattern}",
-        *_besides(options.model, config),
+        *_mtp_line(options.model, config),
         f"layers   {len(config.pattern)}, hidden {config.hidden_size}, vocabulary {config.vocab_size}, head {tied}",
     ):
-        console.print(line, markup=False, highlight=False)  # a pattern's brackets are not markup
+        console.print(line, markup=False, highlight=False)  # the brackets of a pattern are not markup
     table = Table("part", "count", "parameters each", "parameters", "share", title="Parameters")
     for name, size in counts.items():
         number = blocks.get(name, 1)
@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> None:
     console.print(memory)
 
 
-def _besides(model: str, config: ModelConfig) -> list[str]:
-    """A line of the multi-token-prediction depths that its files hold, and that are read where mtp is on."""
+def _mtp_line(model: str, config: ModelConfig) -> list[str]:
+    """Returns a line about the multi-token-prediction depths of its files, which are read if mtp is on."""
     if config.family is None or FAMILIES[config.family].mtp is None or model in BUILTIN:
         return []
     from postlude.hf.read_model import read_model_with_mtp
@@ -68,7 +68,7 @@ def _besides(model: str, config: ModelConfig) -> list[str]:
 
 
 def _config(model: str) -> ModelConfig:
-    """The config of any source. That of a built-in model is known without transformers, which is slow to import."""
+    """Returns the config of any source. A built-in model needs no transformers, which is slow to import."""
     if model in FIELDS:
         fields = cast("PretrainedConfig", FIELDS[model])
         return FAMILIES[fields.model_type].to_model(fields)

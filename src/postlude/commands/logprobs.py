@@ -1,4 +1,4 @@
-"""`postlude logprobs`: a text, token by token."""
+"""`postlude logprobs`: the log-prob of every token of a text."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.model import OutputInputs
 from postlude.world.devices import check_device, default_device
 
-ROWS_AT_ONCE = 512  # rows of logits held at a time when ranks are counted
+ROWS_AT_ONCE = 512  # rows of logits in memory at a time
 
 
 def run(options: argparse.Namespace) -> None:
-    """A table of every token's log-prob, the entropy where it was predicted, and its rank among all tokens."""
+    """Prints a table of log-prob, entropy and rank of every token."""
     console = Console()
     check_device(options.device)
     device = torch.device(options.device or default_device())
     text = sys.stdin.read() if options.text == "-" else options.text
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes that were none of UTF-8 stand in it as surrogates
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 became surrogates
         raise ValueError(f"the text is not UTF-8 at character {error.start}; convert it.") from error
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _score(inputs: OutputInputs, context: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, entropy and rank (1 is the likeliest) of the next token at every position, each [T]."""
+    """Returns log-prob, entropy and rank (1 is the most likely) of the next token at every position, each [T]."""
     targets = inputs.microbatch.targets
     stats = inputs.head.logprobs(inputs.hidden, targets, entropy=True)
     assert stats.entropy is not None

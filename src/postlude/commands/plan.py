@@ -1,4 +1,4 @@
-"""`postlude plan`: what a step of a model in a layout takes, and what its ranks need; or which layout is best."""
+"""`postlude plan`: estimate time and memory of a step in a layout, or search the best layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the forecast of a layout, or the best layouts. Returns 1 where nothing fits in memory."""
+    """Prints the estimate of a layout, or the best layouts. Returns 1 if nothing fits in memory."""
     console, hardware = Console(), load_hardware(options.gpu)
     if options.mtp < 0:
         raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(model: str, mtp: int) -> ModelConfig:
-    """The config of a model directory, a config.json or postlude.json alone, a GGUF file or a built-in model."""
+    """Returns the config of a model directory, a config.json or postlude.json, a GGUF file or a built-in model."""
     config = read_model(resolve_source(model)[0])[1]
     if mtp and not config.pattern.mtp:
         ahead = f"/[{config.pattern.layers[-1]}]" * mtp
@@ -51,7 +51,7 @@ def _config(model: str, mtp: int) -> ModelConfig:
 
 
 def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware) -> CostModel:
-    """What was asked for, or a sentence."""
+    """Returns the cost model of the options, or raises."""
     budget = options.budget or options.seq
     if budget < options.seq:
         raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")
@@ -76,7 +76,7 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
 
 
 def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
-    """The layout, with data-parallel ranks up to --gpus where it names none."""
+    """Returns the layout, with data-parallel ranks up to --gpus if it names none."""
     text = options.layout or ""
     without_experts = ",".join(part for part in text.split(",") if part.partition("=")[0].strip() != "ep")
     ranks = Layout.parse(without_experts)

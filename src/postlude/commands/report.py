@@ -1,4 +1,4 @@
-"""`postlude report`: a run as one page, or several to compare."""
+"""`postlude report`: the report of a run, or of several to compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.recipes.report.page import write_report
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the report of a run, or of several to compare."""
+    """Writes the report."""
     console = Console()
     for run in options.runs:
         if not (run / "metrics.jsonl").is_file():

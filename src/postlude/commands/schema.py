@@ -13,7 +13,7 @@ from postlude.recipes.registry import RECIPES
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print it, or write it to a file."""
+    """Prints the schema, or writes it to a file."""
     console = Console()
     text = json.dumps(json_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
     if options.to is None:

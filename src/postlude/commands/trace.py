@@ -1,4 +1,4 @@
-"""`postlude trace`: what every rank of a layout did when, in one step of training, as a picture and for Perfetto."""
+"""`postlude trace`: the timeline of all ranks in one training step, as SVG and for Perfetto."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PICTURE, EVENTS = "timeline.svg", "trace.json"
 
 @dataclass(frozen=True)
 class Traced:
-    """What is run: `microbatches` of one sequence of `tokens` tokens on every data-parallel rank."""
+    """The step to record: `microbatches` of one sequence of `tokens` tokens on every data-parallel rank."""
 
     source: Source
     layout: Layout
@@ -47,7 +47,7 @@ class Traced:
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Run a step on the ranks of a layout, and write what they did when."""
+    """Runs a step on the ranks of a layout and writes its timeline."""
     check_writable("--to", options.to, "it")
     layout = Layout.parse(options.layout)
     least = 2 * layout.pp
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int | None:
     check_device(device)
     source, _ = resolve_source(options.model)
     check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
-    read_model(source)[1].check_layout(layout)  # no rank is started for what cannot be
+    read_model(source)[1].check_layout(layout)  # refuses an impossible layout before ranks start
     plain = Traced(
         source,
         layout,
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int | None:
     chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
     found = run_on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
     if not found:
-        return None  # a rank other than the first, which writes
+        return None  # only rank 0 writes
     timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, found, strict=True)]
     write(timelines, options.to)
     console = Console()
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def write(timelines: list[Timeline], directory: Path) -> None:
-    """The picture and the events, in a directory that is made if it is not there."""
+    """Writes the SVG and the events to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / PICTURE).write_text(render_svg(timelines), encoding="utf-8")
     events, first = [], 0
@@ -98,16 +98,16 @@ def write(timelines: list[Timeline], directory: Path) -> None:
 
 
 def record_all(chosen: list[Traced]) -> list[list[Span]]:
-    """The spans of each, of all ranks; [] on all ranks but the first. Runs on ranks."""
+    """Records each step on the ranks. Rank 0 returns the spans of all ranks, the others []."""
     found = []
     for each in chosen:
         found.append(record(each))
-        gc.collect()  # the engine that was, before the next is made
+        gc.collect()  # frees the engine before the next is made
     return found if dist.get_rank() == 0 else []
 
 
 def record(traced: Traced) -> list[Span]:
-    """What every rank did in a step like the one before it, from zero on. Runs on ranks."""
+    """Returns the spans of all ranks in the second of two equal steps, starting at 0. Every rank calls it."""
     engine = Engine(
         traced.source,
         layout=traced.layout,
@@ -133,7 +133,7 @@ def record(traced: Traced) -> list[Span]:
 
 
 def together(recording: Recording) -> list[Span]:
-    """The spans of all ranks. Those of a machine share its clock; those of others are from their own zero on."""
+    """Returns the spans of all ranks. Ranks of one machine share a clock; each machine starts at 0."""
     said: list[tuple[str, float, list[Span]]] = [("", 0.0, [])] * dist.get_world_size()
     dist.all_gather_object(said, (socket.gethostname(), recording.began, recording.spans()))
     zeros: dict[str, float] = {}

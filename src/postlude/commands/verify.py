@@ -1,4 +1,4 @@
-"""`postlude verify`: layouts against one rank."""
+"""`postlude verify`: compare layouts with one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from postlude.world.launcher import run_on_ranks
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare layouts with one rank, print how far apart they are, and return 1 where one is too far."""
+    """Compares layouts with one rank and prints the differences. Returns 1 if one is too large."""
     console = Console()
     source, width = resolve_source(options.model)
     _, config = read_model(source)
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(reports: Sequence[Report], tolerance: float) -> Table:
-    """How far each layout is off, in no more than 80 columns: a layout that is long goes on in the next line."""
+    """Returns a table of the differences, at most 80 columns wide."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
     for name in ("objective", "loss", "log-prob", "entropy", "gradient", ""):
