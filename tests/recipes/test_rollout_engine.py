@@ -471,7 +471,7 @@ def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_
     assert "1 of 1 reply" in told(*hot)  # this one gives them at the temperature
     known = server.answer
     server.answer = lambda body: (known(body)[0], [-0.5] * len(known(body)[0]))
-    assert "gives log-probs at temperature 1, but answers are drawn at 0.7" in told(*hot)
+    assert "gives log-probs at temperature 1, but the temperature is 0.7" in told(*hot)
     assert "1 of 1 reply" in told(*hot, "--old_logprobs=recompute")
     server.answer = lambda body: (known(body)[0], [0.0] * len(known(body)[0]))
     assert "gives log-probs among the tokens that sampling.top_p leaves" in told(*hot, "--sampling.top_p=0.9")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import SERVER
-from tests.serving.fake_vllm import CompletionState, FakeVLLM, Refusal, foretold
+from tests.serving.fake_vllm import AnswerFunction, FakeVLLM, Refusal, foretold
 
 Spoil = Callable[["Receiver", str, int], None]
 """Called with a path, and how often it has been asked for before."""
@@ -29,7 +29,7 @@ class Receiver(FakeVLLM):
 
     def __init__(
         self,
-        answer: CompletionState = foretold,
+        answer: AnswerFunction = foretold,
         port: int = 0,
         *,
         workers: int = 1,

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 OLD = "default"  # what vLLM calls the weights it was started with
-CompletionState = Callable[[dict[str, Any]], tuple[list[int], list[float]]]
+AnswerFunction = Callable[[dict[str, Any]], tuple[list[int], list[float]]]
 
 
 def foretold(body: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -35,7 +35,7 @@ class Refusal(Exception):
 class FakeVLLM:
     """`calls` are the paths it was asked for, in order; `before` runs before an answer and may spoil it."""
 
-    def __init__(self, answer: CompletionState = foretold, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, answer: AnswerFunction = foretold, port: int = 0, host: str = "127.0.0.1") -> None:
         self.answer, self.version, self.directory = answer, OLD, ""
         self.before: Callable[[], bytes | None] = lambda: None
         self.read: Callable[[str], None] = lambda directory: None
