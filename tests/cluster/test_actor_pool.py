@@ -109,14 +109,14 @@ def test_a_server_whose_actor_is_killed_is_started_again(
         engine.connect()
         engine.reload("/weights/1", "start.1")
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
-        running: Any = engine.supervisor._slots[0].running
+        running: Any = engine.supervisor._slots[0].process
         ray.kill(running.actor)
         answered(engine, tickets)
         check(engine)
         until(lambda: engine.pool.count_up() == 2)
         until(lambda: not reached(running.url))
         assert engine.supervisor.restarted == 1
-        assert f"{running.url} was lost with its actor: it was killed by `ray.kill`. Another" in caplog.text
+        assert f"{running.url} was lost with its actor: it was killed by `ray.kill`. It is restarted" in caplog.text
         urls = [server.url for server in engine.pool.servers]
     assert not any(reached(url) for url in urls), "they end with the engine"
 

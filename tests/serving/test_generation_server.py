@@ -101,7 +101,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
         engine.reload(str(tmp_path / "old"), "start.1")
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
-        while not any(each.tokens[2:] for each in list(served._session._under_way.values())):
+        while not any(each.tokens[2:] for each in list(served._session._active.values())):
             time.sleep(0.001)
         for bad in ("cut", "nowhere"):
             status, words = said(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})

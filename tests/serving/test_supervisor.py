@@ -98,7 +98,7 @@ def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> No
     ) as engine:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        with pytest.raises(ServerError, match=r"does not answer any more: .* was ended by signal 9"):
+        with pytest.raises(ServerError, match=r"does not reply any more: .* was ended by signal 9"):
             engine.generate([[1]], THREE)
 
 
@@ -107,14 +107,14 @@ def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monk
     """Those who wait for another in its place would wait for ever."""
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
-        running = engine.supervisor._slots[0].running
+        running = engine.supervisor._slots[0].process
 
         def refuse() -> None:
             raise OSError("its node does not answer")
 
         monkeypatch.setattr(running, "stop", refuse)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.pool.lost)
+        until(lambda: engine.pool.removed)
         with pytest.raises(ServerError, match="it could not be restarted: its node does not answer"):
             engine.generate(PROMPTS[:1], THREE)
 

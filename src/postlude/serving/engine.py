@@ -9,7 +9,7 @@ from postlude.engine import Engine
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.weights.sync import SyncOptions, WeightSync, make_weight_sync
+from postlude.serving.weights.sync import DiskSync, NetworkSync, SyncOptions, WeightSync
 from postlude.world.agreement import Rank0Controller, on_rank0
 
 
@@ -38,7 +38,8 @@ class ServerEngine:
             self._client = connect() if self.controller.is_rank0 else None
             self.start: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
             if engine is not None and sync is not None:
-                self.sync = make_weight_sync(engine, self._client, sync, self.controller.group)
+                kind = NetworkSync if sync.method == "network" else DiskSync
+                self.sync = kind(engine, self._client, sync, self.controller.group)
         except BaseException:
             self.close()
             raise

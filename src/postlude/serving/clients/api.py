@@ -118,11 +118,6 @@ class ServerAPI(ABC):
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
 
-def text_or_none(value: Any) -> str | None:
-    """Returns `value` if it is text, else None."""
-    return value if isinstance(value, str) else None
-
-
 def make_completion(
     tokens: Any, logprobs: Any, reason: Any, text: Any = None, reasons: Mapping[str, FinishReason] = FINISH_REASONS
 ) -> Completion:
@@ -141,4 +136,4 @@ def make_completion(
         raise InvalidResponse("gave log-probs that are not finite")
     if len(ids) != len(values):
         raise InvalidResponse(f"gave {len(ids)} tokens but {len(values)} log-probs")
-    return Completion(ids, values, list(values), reasons[reason], text_or_none(text))
+    return Completion(ids, values, list(values), reasons[reason], text if isinstance(text, str) else None)

@@ -68,6 +68,7 @@ class RemoteServer:
         self._choose_api = None if isinstance(api, ServerAPI) else api
         self.model = model
         self.timeout, self.vocab_size = timeout, vocab_size
+        self._send, self._send_status = self._sender(timeout), self._sender(min(timeout, STATUS_TIMEOUT))
         self.state: State = "connecting"
         self.problem = ""
         """Why it is not up, as a clause that follows its address."""
@@ -130,11 +131,7 @@ class RemoteServer:
         self, work: Callable[[ServerAPI, SendRequest], Awaitable[Result]], *, timeout: float | None = None
     ) -> Result:
         """Returns what `work` returns, given the API and a function that sends requests with this timeout."""
-
-        async def send(method: str, path: str, body: Any = None) -> Any:
-            return _read(await self.connection.request(method, path, body, timeout=timeout or self.timeout))
-
-        return await work(self.api, send)
+        return await work(self.api, self._sender(timeout or self.timeout))
 
     async def reload(self, weights: Weights) -> None:
         """Have it read new weights, and check its version and checksum after that."""
@@ -219,11 +216,11 @@ class RemoteServer:
             raise InvalidResponse(f"serves {', '.join(names) or 'no model'}; name one of them in rollout.model")
         return names[0]
 
-    async def _send(self, method: str, path: str, body: Any = None) -> Any:
-        return _read(await self.connection.request(method, path, body, timeout=self.timeout))
+    def _sender(self, timeout: float) -> SendRequest:
+        async def send(method: str, path: str, body: Any = None) -> Any:
+            return _read(await self.connection.request(method, path, body, timeout=timeout))
 
-    async def _send_status(self, method: str, path: str, body: Any = None) -> Any:
-        return _read(await self.connection.request(method, path, body, timeout=min(self.timeout, STATUS_TIMEOUT)))
+        return send
 
 
 def _read(reply: Reply) -> Any:

@@ -159,7 +159,7 @@ class ChatBody(_Common):
 
 
 @dataclass(frozen=True)
-class _Generation:
+class _Call:
     """A request of either route."""
 
     requests: Sequence[Request]
@@ -197,9 +197,8 @@ class OpenAIRoutes:
         encoded = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with bad_request_on_error():
             requests = [Request(tuple(tokens), sampling, n=n, first=index * n) for index, tokens in enumerate(encoded)]
-        return await self._reply(
-            self._generation(requests, body, chat=False, logprobs=body.logprobs is not None), request
-        )
+        call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None)
+        return await self._reply(call, request)
 
     async def chat(self, request: HTTPRequest) -> Any:
         """Returns the reply to a request to CHAT."""
@@ -219,7 +218,7 @@ class OpenAIRoutes:
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
             generation = Request(tuple(tokens), body.sampling(room if limit is None else limit), n=n)
-        return await self._reply(self._generation([generation], body, chat=True, logprobs=bool(body.logprobs)), request)
+        return await self._reply(self._call([generation], body, chat=True, logprobs=bool(body.logprobs)), request)
 
     def _check(self, body: _Common) -> None:
         body.check_extra()
@@ -237,10 +236,10 @@ class OpenAIRoutes:
             )
         return n
 
-    def _generation(self, requests: Sequence[Request], body: _Common, *, chat: bool, logprobs: bool) -> _Generation:
+    def _call(self, requests: Sequence[Request], body: _Common, *, chat: bool, logprobs: bool) -> _Call:
         usage = body.stream_options is not None and body.stream_options.include_usage
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return _Generation(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()))
+        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()))
 
     async def _encode(self, prompt: str | list[dict[str, str]], options: Mapping[str, Any] | None = None) -> list[int]:
         """Returns the tokens of a prompt. A thread encodes it, so that a long prompt does not block the event loop."""
@@ -256,82 +255,73 @@ class OpenAIRoutes:
         except Exception as error:  # a template may raise anything
             raise HTTPError(400, f"the prompt cannot be encoded: {error}") from error
 
-    async def _reply(self, generation: _Generation, request: HTTPRequest) -> Any:
-        if generation.stream:
-            return self._events(generation, request)
-        groups = await self.backend.generate(generation.requests, request.is_gone)
+    async def _reply(self, call: _Call, request: HTTPRequest) -> Any:
+        if call.stream:
+            return self._events(call, request)
+        groups = await self.backend.generate(call.requests, request.is_gone)
         completions = [completion for group in groups for completion in group]
-        kind = "chat.completion" if generation.chat else "text_completion"
-        choices = [self._choice(generation, index, completion) for index, completion in enumerate(completions)]
+        choices = []
+        for index, found in enumerate(completions):
+            message = {"role": "assistant", "content": found.text, "refusal": None}
+            content = {"message": message} if call.chat else {"text": found.text}
+            choices.append(self._choice(call, index, content, found.tokens, found.logprobs, found.finish_reason))
         total = sum(len(completion.tokens) for completion in completions)
-        return self._envelope(generation, kind, choices) | {"usage": _usage(generation, total)}
+        kind = "chat.completion" if call.chat else "text_completion"
+        return self._body(call, kind, choices) | {"usage": _usage(call, total)}
 
-    def _choice(self, generation: _Generation, index: int, completion: Completion) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": completion.text}
-        if generation.chat:
-            content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        logprobs = self._logprobs(generation, completion.tokens, completion.logprobs)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish_reason}
-
-    async def _events(self, generation: _Generation, request: HTTPRequest) -> AsyncGenerator[Any, None]:
+    async def _events(self, call: _Call, request: HTTPRequest) -> AsyncGenerator[Any, None]:
         """Yields a chunk for each piece of text, a last one for each completion, and then the usage, if requested."""
         assert self._tokenizer is not None
-        kind = "chat.completion.chunk" if generation.chat else "text_completion"
-        stops = generation.requests[0].sampling.stop
-        n, total = generation.requests[0].n, 0
-        texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(generation.requests))]
+        stops = call.requests[0].sampling.stop
+        n, total = call.requests[0].n, 0
+        texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(call.requests))]
         unsent: list[tuple[list[int], list[float]]] = [([], []) for _ in texts]  # tokens without their text yet
-        if generation.chat:
+        if call.chat:
             for index in range(len(texts)):
-                yield self._chunk(generation, kind, index, {"role": "assistant", "content": ""}, ([], []), None)
-        async with contextlib.aclosing(self.backend.stream(generation.requests, request.is_gone)) as stream:
+                delta = {"delta": {"role": "assistant", "content": ""}}
+                yield self._chunk(call, [self._choice(call, index, delta, [], [], None)])
+        async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
                 index = progress.place * n + progress.number
                 total += len(progress.tokens)
                 unsent[index][0].extend(progress.tokens)
                 unsent[index][1].extend(progress.logprobs)
-                piece = texts[index].add(
-                    progress.tokens, None if progress.completion is None else progress.completion.text
-                )
+                text, reason = None, None
+                if progress.completion is not None:
+                    text, reason = progress.completion.text, progress.completion.finish_reason
+                piece = texts[index].add(progress.tokens, text)
                 if not piece and progress.completion is None:
                     continue
-                reason = None if progress.completion is None else progress.completion.finish_reason
-                yield self._chunk(generation, kind, index, {"content": piece}, unsent[index], reason)
+                content = {"delta": {"content": piece}} if call.chat else {"text": piece}
+                yield self._chunk(call, [self._choice(call, index, content, *unsent[index], reason)])
                 unsent[index] = ([], [])
-        if generation.usage:
-            yield self._envelope(generation, kind, []) | {"usage": _usage(generation, total)}
+        if call.usage:
+            yield self._chunk(call, []) | {"usage": _usage(call, total)}
 
-    def _chunk(
+    def _choice(
         self,
-        generation: _Generation,
-        kind: str,
+        call: _Call,
         index: int,
-        delta: dict[str, str],
-        tokens: tuple[list[int], list[float]],
+        content: Mapping[str, Any],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
         reason: str | None,
     ) -> dict[str, Any]:
-        content: dict[str, Any] = {"delta": delta} if generation.chat else {"text": delta["content"]}
-        choice = {"index": index, **content, "logprobs": self._logprobs(generation, *tokens), "finish_reason": reason}
-        return self._envelope(generation, kind, [choice]) | ({"usage": None} if generation.usage else {})
+        stated = self._logprobs(tokens, logprobs, chat=call.chat) if call.logprobs else None
+        return {"index": index, **content, "logprobs": stated, "finish_reason": reason}
 
-    def _envelope(self, generation: _Generation, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": generation.identity,
-            "object": kind,
-            "created": generation.created,
-            "model": self.name,
-            "choices": choices,
-        }
+    def _chunk(self, call: _Call, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if call.chat else "text_completion"
+        return self._body(call, kind, choices) | ({"usage": None} if call.usage else {})
 
-    def _logprobs(
-        self, generation: _Generation, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> dict[str, Any] | None:
-        if not generation.logprobs:
-            return None
+    def _body(self, call: _Call, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": call.identity, "object": kind, "created": call.created, "model": self.name, "choices": choices}
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], *, chat: bool) -> dict[str, Any]:
         assert self._tokenizer is not None
         texts = [self._tokenizer.decode([token]) for token in tokens]
         values = [max(logprob, MIN_LOGPROB) for logprob in logprobs]
-        if generation.chat:
+        if chat:
             entries = [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, value in zip(texts, values, strict=True)
@@ -341,10 +331,7 @@ class OpenAIRoutes:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def _usage(generation: _Generation, completion_tokens: int) -> dict[str, int]:
-    prompt = sum(len(request.prompt) for request in generation.requests)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt + completion_tokens,
-    }
+def _usage(call: _Call, completion_tokens: int) -> dict[str, int]:
+    prompt = sum(len(request.prompt) for request in call.requests)
+    total = prompt + completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion_tokens, "total_tokens": total}

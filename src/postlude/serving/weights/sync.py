@@ -9,6 +9,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -158,16 +159,12 @@ class DiskSync(WeightSync):
 class NetworkSync(WeightSync):
     """All ranks stream the weights and send them into the memory of servers. A late server waits for the next sync."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        client: GenerationClient | None,
-        options: SyncOptions,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(engine, client, options, group)
-        self.transfer = WeightTransfer(engine, timeout=options.timeout, group=group)
-        self._sent_checksum = ""
+    _sent_checksum = ""
+
+    @cached_property
+    def transfer(self) -> WeightTransfer:
+        """The channels to servers."""
+        return WeightTransfer(self.engine, timeout=self.options.timeout, group=self.group)
 
     def close(self) -> None:
         """Close the channels."""
@@ -195,14 +192,3 @@ class NetworkSync(WeightSync):
 
     def _checksum(self) -> str:
         return self._sent_checksum
-
-
-def make_weight_sync(
-    engine: Engine,
-    client: GenerationClient | None,
-    options: SyncOptions,
-    group: dist.ProcessGroup | None = None,
-) -> WeightSync:
-    """Returns the sync of `options.method`."""
-    kind = NetworkSync if options.method == "network" else DiskSync
-    return kind(engine, client, options, group)
