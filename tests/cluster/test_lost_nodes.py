@@ -20,7 +20,7 @@ from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
-from tests.cluster.test_actor_pool import FAKE, answered, busy, crew_of
+from tests.cluster.test_actor_pool import FAKE, answered, busy
 from tests.cluster.test_rank_actors import grpo
 from tests.recipes.test_killed import place, told
 from tests.rollout import functions
@@ -64,7 +64,7 @@ def nodes(*cpus: int) -> Iterator[Any]:
 def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
     with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
         tickets = [workers.submit(("", "x" * size, {})) for size in range(60)]
-        busy(crew_of(workers), 4)
+        busy(workers, 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)
         found: dict[int, CallResult] = {}
         while len(found) < len(tickets):

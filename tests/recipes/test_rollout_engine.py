@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks:
         ((outcome, sentence),) = ranks(1, filled, str(tmp_path), *SHORT, f"--rollout={server.url}")
         assert outcome == "failed"
         assert sentence.startswith(f"weights for servers could not be written below {tmp_path}/run/weights: ")
-        assert "No space left on device (os error 28). There has to be room for them twice." in sentence
+        assert "No space left on device (os error 28). There must be room for two copies of the weights." in sentence
         assert "step-000002 is complete" in sentence
         assert not list((tmp_path / "run").rglob("*.partial"))
         (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={server.url}")
