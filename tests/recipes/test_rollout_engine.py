@@ -246,7 +246,7 @@ def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
 
     threading.Thread(target=kill, daemon=True).start()
     config = config_of(Path(directory), *overrides)
-    run(config, where=Runtime(launcher=Deadly(Path(directory) / "logs")))
+    run(config, runtime=Runtime(launcher=Deadly(Path(directory) / "logs")))
     assert len(begun) > config.rollout.count, "another was started"
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
