@@ -130,11 +130,11 @@ class _Attention(Function):
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
         made = linear_products(normed, layers, one=norms is not None)
         query, key, value = (each.view(tokens, each.shape[1] // width, width) for each in made)
-        turned = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_how(norms))
+        rotated = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms))
         asked = attention_kernels.AttentionCall.of(
-            (*turned, value), packing, packing, scores.scale, scores.window, scores.softcap
+            (*rotated, value), packing, packing, scores.scale, scores.window, scores.softcap
         )
-        heads, lse = attention_kernels.forward(*turned, value, None, asked, operator=operator)
+        heads, lse = attention_kernels.forward(*rotated, value, None, asked, operator=operator)
         kept = (query, key) if norms is not None else (None, None)
         ctx.save_for_backward(
             hidden,
@@ -146,7 +146,7 @@ class _Attention(Function):
             cos,
             sin,
             *kept,
-            *turned,
+            *rotated,
             value,
             heads,
             lse,
@@ -158,7 +158,7 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, down, query_norm, key_norm, cos, sin, *others = ctx.saved_tensors
-        query, key, turned_query, turned_key, value, heads, lse, *layers = others
+        query, key, rotated_query, rotated_key, value, heads, lse, *layers = others
         norm, norms, how, given, given_down, queue = ctx.given
         gradient, asked = gradients[0], ctx.needs_input_grad
         tokens, count, size = heads.shape
@@ -166,12 +166,12 @@ class _Attention(Function):
         of_down = wgrad(given_down, gradient, heads.view(tokens, -1), queue) if asked[2] else None
         # Gradients of queries, keys and values as columns of one tensor.
         room = heads.new_empty(tokens, count + 2 * value.shape[1], size)
-        of_turned = attention_kernels.backward(
-            turned_query, turned_key, value, None, heads, lse, of_heads, how, room[:, -value.shape[1] :]
+        of_rotated = attention_kernels.backward(
+            rotated_query, rotated_key, value, None, heads, lse, of_heads, how, room[:, -value.shape[1] :]
         )[:2]
         totals = (None, None) if norms is None else (main_grad(norms.query), main_grad(norms.key))
         *_, of_query_norm, of_key_norm = rotary_kernels.backward(
-            query, key, (cos, sin), _weights(query_norm, key_norm), *_how(norms), of_turned, totals, room
+            query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms), of_rotated, totals, room
         )
         arrived = room.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
         of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[14:])
@@ -183,7 +183,7 @@ def _weights(query: Tensor | None, key: Tensor | None) -> tuple[Tensor, Tensor] 
     return None if query is None or key is None else (query, key)
 
 
-def _how(norms: HeadNorms | None) -> tuple[float, float]:
+def _norm_options(norms: HeadNorms | None) -> tuple[float, float]:
     return (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
 
 

@@ -97,11 +97,11 @@ def rotate(vectors: Tensor, table: Table) -> Tensor:
 
     Where the table is narrower, only that many first features are rotated.
     """
-    turned = table[0].shape[-1]
-    if turned < vectors.shape[-1]:
-        return torch.cat((rotate(vectors[..., :turned], table), vectors[..., turned:]), dim=-1)
+    rotated = table[0].shape[-1]
+    if rotated < vectors.shape[-1]:
+        return torch.cat((rotate(vectors[..., :rotated], table), vectors[..., rotated:]), dim=-1)
     cos, sin = table[0].to(vectors.dtype), table[1].to(vectors.dtype)
-    return torch.addcmul(vectors * cos, vectors.roll(turned // 2, -1), sin, value=-1)
+    return torch.addcmul(vectors * cos, vectors.roll(rotated // 2, -1), sin, value=-1)
 
 
 def deinterleave_pairs(vectors: Tensor) -> Tensor:
@@ -133,15 +133,15 @@ def rotate_heads(
         return rotate(query, table), rotate(key, table)
     inputs = (query, key) if norms is None else (query, key, norms.query, norms.key)
     options = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
-    turned: tuple[Tensor, Tensor]
+    rotated: tuple[Tensor, Tensor]
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-        turned = (_Rotate if norms is None else _NormRotate).apply(*inputs, *table, *options)
+        rotated = (_Rotate if norms is None else _NormRotate).apply(*inputs, *table, *options)
     else:
         from postlude.ops.kernels import rotary as kernels  # needs triton
 
         weights = None if norms is None else (norms.query, norms.key)
-        turned = kernels.forward(query, key, table, weights, *options)
-    return turned
+        rotated = kernels.forward(query, key, table, weights, *options)
+    return rotated
 
 
 def _use_kernel(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None, backend: Backend) -> bool:

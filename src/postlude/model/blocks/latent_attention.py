@@ -159,31 +159,31 @@ class LatentAttention(Block):
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
         query, latent = self._projected(hidden)
-        query_part, query_turned = query.split((config.nope_dim, config.rope_dim), dim=-1)
-        latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
+        query_part, query_rotated = query.split((config.nope_dim, config.rope_dim), dim=-1)
+        latent, key_rotated = latent.split((config.latent_size, config.rope_dim), dim=-1)
         table = context.rotary(config.rotary, config.rope_dim)
         if config.interleaved:
-            query_turned, key_turned = deinterleave_pairs(query_turned), deinterleave_pairs(key_turned)
-        query_turned, key_turned = rotate_heads(query_turned, key_turned[:, None], table)
-        latent = torch.cat((latent, key_turned[:, 0]), dim=-1)  # [T, latent + rope]
+            query_rotated, key_rotated = deinterleave_pairs(query_rotated), deinterleave_pairs(key_rotated)
+        query_rotated, key_rotated = rotate_heads(query_rotated, key_rotated[:, None], table)
+        latent = torch.cat((latent, key_rotated[:, 0]), dim=-1)  # [T, latent + rope]
         if context.decode_state is not None:
             heads = context.decode_state.attend_latents(
-                self.name, (query_part, query_turned, latent), (latent[:, None],), self._decode, self._prefill
+                self.name, (query_part, query_rotated, latent), (latent[:, None],), self._decode, self._prefill
             )
         elif context.microbatch.context is not None:
             cut = context.microbatch.context
             seen = gather_from_sequence(latent, cut.axis.group)[cut.key_rows]
-            heads = self._attend((query_part, query_turned, seen), cut.queries, cut.keys)
+            heads = self._attend((query_part, query_rotated, seen), cut.queries, cut.keys)
         else:
-            heads = self._prefill((query_part, query_turned, latent), context.packing)
+            heads = self._prefill((query_part, query_rotated, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[T / tp, H] -> this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
         config, group = self.config, self.mesh.tp.group
-        latent, turned = self.kv_a_proj(hidden).split((config.latent_size, config.rope_dim), dim=-1)
-        small = [self.kv_a_norm(latent), turned]
+        latent, rotated = self.kv_a_proj(hidden).split((config.latent_size, config.rope_dim), dim=-1)
+        small = [self.kv_a_norm(latent), rotated]
         if config.query_latent_size is not None:
             small.append(self.q_a_norm(self.q_a_proj(hidden)))
         gathered = gather_from_sequence(torch.cat(small, dim=-1), group)
@@ -203,21 +203,21 @@ class LatentAttention(Block):
     def _attend(self, inputs: Inputs, queries: Packing, keys: Packing) -> Tensor:
         """Expands latents to keys and values, and attends to them."""
         config = self.config
-        query_part, query_turned, latent = inputs
-        latent, key_turned = latent.split((config.latent_size, config.rope_dim), dim=-1)
+        query_part, query_rotated, latent = inputs
+        latent, key_rotated = latent.split((config.latent_size, config.rope_dim), dim=-1)
         made = self.kv_b_proj(latent).unflatten(-1, (-1, config.nope_dim + config.value_dim))
         key_part, value = made.split((config.nope_dim, config.value_dim), dim=-1)
-        query = torch.cat((query_part, query_turned), dim=-1)
-        key = torch.cat((key_part, key_turned[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
+        query = torch.cat((query_part, query_rotated), dim=-1)
+        key = torch.cat((key_part, key_rotated[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
         return attend(query, key, value, queries, keys, config.scores)
 
     def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
         """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
         config = self.config
-        query_part, query_turned, _ = inputs
+        query_part, query_rotated, _ = inputs
         weight = local(self.kv_b_proj.weight).unflatten(0, (-1, config.nope_dim + config.value_dim))
         to_key, to_value = weight.split((config.nope_dim, config.value_dim), dim=1)  # [heads, …, latent] each
-        query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_turned), dim=-1)
+        query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_rotated), dim=-1)
         (latents,) = stores
         seen = attend_stores(query, latents, latents[..., : config.latent_size], config.scores)
         return torch.einsum("thl,hvl->thv", seen, to_value)
