@@ -198,7 +198,7 @@ BAD = [
     ),
     sft(
         "a content with an image",
-        says=(r"message 0 \(user\) of line 2", "models here read text alone", "leave the row out"),
+        says=(r"message 0 \(user\) of line 2", "models here read only text", "leave the row out"),
         arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}, {"type": "image", "url": "sum.png"}]),
     ),
     sft(

@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
-        found = search(model, options.gpus, tokens, overlap=options.overlap)
-        return _told(console, found, options, hardware)
-    _show(console, made := forecast(model, overlap=options.overlap), options.gpu)
-    return int(made.peak > hardware.memory)
+        result = search(model, options.gpus, tokens, overlap=options.overlap)
+        return _print_search(console, result, options, hardware)
+    _show(console, estimate := forecast(model, overlap=options.overlap), options.gpu)
+    return int(estimate.peak > hardware.memory)
 
 
 def _config(model: str, mtp: int) -> ModelConfig:
@@ -94,20 +94,20 @@ def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
     return layout
 
 
-def _show(console: Console, made: StepForecast, gpu: str) -> None:
-    model, step, layout = made.model, made.step, made.model.layout
+def _show(console: Console, plan: StepForecast, gpu: str) -> None:
+    model, step, layout = plan.model, plan.step, plan.model.layout
     table = Table(show_header=False, box=None)
     usable = model.hardware.memory
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
-        ("batch", f"{made.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
-        ("step", f"{format_duration(step.seconds)}, {made.tokens_a_second:,.0f} tokens/s a GPU, MFU {made.mfu:.1%}"),
+        ("batch", f"{plan.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
+        ("step", f"{format_duration(step.seconds)}, {plan.tokens_a_second:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%}"),
         ("bubble", f"{step.bubble:.1%} of the schedule"),
         ("exchange", f"{format_duration(step.exchange)} with experts, {format_duration(step.exposed)} of it exposed"),
         ("waited", f"{format_duration(step.waited)} for tokens, weights and gradients"),
         (
             "memory",
-            f"{format_bytes(made.peak)} of {format_bytes(usable)}" + ("" if made.peak <= usable else ": does not fit"),
+            f"{format_bytes(plan.peak)} of {format_bytes(usable)}" + ("" if plan.peak <= usable else ": does not fit"),
         ),
     ):  # fmt: skip
         table.add_row(name, value)
@@ -132,40 +132,40 @@ def _show(console: Console, made: StepForecast, gpu: str) -> None:
         "peak": "total",
     }
     for name, part in parts.items():
-        rows[name] = [format_bytes(getattr(made.memory[rank], part)) for rank in ranks]
+        rows[name] = [format_bytes(getattr(plan.memory[rank], part)) for rank in ranks]
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
 
 
-def _told(console: Console, found: SearchResult, options: argparse.Namespace, hardware: Hardware) -> int:
+def _print_search(console: Console, result: SearchResult, options: argparse.Namespace, hardware: Hardware) -> int:
     usable = format_bytes(USABLE_MEMORY * hardware.memory)
-    if not found.best:
+    if not result.best:
         needs = (
-            f"the least needs about {format_bytes(found.least)} a rank" if found.fitting else "none divides the model"
+            f"the least needs about {format_bytes(result.least)} a rank" if result.fitting else "none divides the model"
         )
-        mend = "Use more GPUs, --recompute full, or a smaller --budget." if found.fitting else "Raise --batch-tokens."
+        mend = "Use more GPUs, --recompute full, or a smaller --budget." if result.fitting else "Raise --batch-tokens."
         console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {mend}", highlight=False)
         return 1
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
     for name in ("step", "tok/s", "MFU", "memory", "bubble", "exchange", "waiting"):
         table.add_column(name, no_wrap=True, justify="right")
-    for made in found.best:
-        step, makespan = made.step, made.step.timeline.makespan
+    for plan in result.best:
+        step, makespan = plan.step, plan.step.timeline.makespan
         shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
         cells = (
             format_duration(step.seconds),
-            f"{made.tokens_a_second:,.0f}",
-            f"{made.mfu:.1%}",
-            format_bytes(made.peak),
+            f"{plan.tokens_a_second:,.0f}",
+            f"{plan.mfu:.1%}",
+            format_bytes(plan.peak),
         )
-        table.add_row(_short(made.model.layout), *cells, *(f"{share:.1%}" for share in shares))
+        table.add_row(_short(plan.model.layout), *cells, *(f"{share:.1%}" for share in shares))
     console.print(table)
-    best, tokens = found.best[0], found.best[0].tokens
+    best, tokens = result.best[0], result.best[0].tokens
     console.print(f"{_short(best.model.layout)}: {explain_time(best)}.", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)
-    console.print(f"The best of {found.fitting:,} layouts that divide the model, in {usable} a GPU.", highlight=False)
+    console.print(f"The best of {result.fitting:,} layouts that divide the model, in {usable} a GPU.", highlight=False)
     return 0
 
 

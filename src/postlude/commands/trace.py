@@ -75,10 +75,10 @@ def run(options: argparse.Namespace) -> int | None:
     )
     overlapped = replace(plain, overlap=options.overlap)
     chosen = [*([plain] if options.plain or not options.overlap else []), *([overlapped] if options.overlap else [])]
-    found = run_on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
-    if not found:
+    recorded = run_on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
+    if not recorded:
         return None  # only rank 0 writes
-    timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, found, strict=True)]
+    timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, recorded, strict=True)]
     write(timelines, options.to)
     console = Console()
     for line in (*(each.summary for each in timelines), f"wrote {options.to / PICTURE} and {options.to / EVENTS}"):
@@ -99,11 +99,11 @@ def write(timelines: list[Timeline], directory: Path) -> None:
 
 def record_all(chosen: list[Traced]) -> list[list[Span]]:
     """Records each step on the ranks. Rank 0 returns the spans of all ranks, the others []."""
-    found = []
+    spans = []
     for each in chosen:
-        found.append(record(each))
+        spans.append(record(each))
         gc.collect()  # frees the engine before the next is made
-    return found if dist.get_rank() == 0 else []
+    return spans if dist.get_rank() == 0 else []
 
 
 def record(traced: Traced) -> list[Span]:
@@ -134,13 +134,13 @@ def record(traced: Traced) -> list[Span]:
 
 def together(recording: Recording) -> list[Span]:
     """Returns the spans of all ranks. Ranks of one machine share a clock; each machine starts at 0."""
-    said: list[tuple[str, float, list[Span]]] = [("", 0.0, [])] * dist.get_world_size()
-    dist.all_gather_object(said, (socket.gethostname(), recording.began, recording.spans()))
+    gathered: list[tuple[str, float, list[Span]]] = [("", 0.0, [])] * dist.get_world_size()
+    dist.all_gather_object(gathered, (socket.gethostname(), recording.began, recording.spans()))
     zeros: dict[str, float] = {}
-    for host, began, _ in said:
+    for host, began, _ in gathered:
         zeros[host] = min(began, zeros.get(host, began))
     return [
         replace(span, start=span.start - zeros[host], end=span.end - zeros[host])
-        for host, _, spans in said
+        for host, _, spans in gathered
         for span in spans
     ]

@@ -150,8 +150,8 @@ class PreflightInputs:
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
         default = "bfloat16" if self.launch.device == "cuda" else "float32"
-        found: torch.dtype = getattr(torch, self.config.dtype or default)
-        return found
+        dtype: torch.dtype = getattr(torch, self.config.dtype or default)
+        return dtype
 
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
@@ -258,8 +258,8 @@ def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterato
         _, theirs = read_model(teacher)
         check_teacher(inputs.config.model, inputs.model[1], teacher, theirs, top_k)
         theirs.check_layout(inputs.config.layout)
-        told = check_teacher_tokens(inputs.config.model, inputs.tokenizer, teacher)
-        return f"{teacher}, {total_parameters(theirs):,} parameters, {told}"
+        tokenizer_note = check_teacher_tokens(inputs.config.model, inputs.tokenizer, teacher)
+        return f"{teacher}, {total_parameters(theirs):,} parameters, {tokenizer_note}"
 
     yield Check("teacher", look, after=("model", "layout", "tokenizer"))
     yield Check("teacher's weights", lambda: _weights(teacher), after=("teacher",))
@@ -308,11 +308,11 @@ def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
         )
 
 
-def print_findings(inputs: PreflightInputs, found: Mapping[str, str], console: Console) -> None:
+def print_findings(inputs: PreflightInputs, lines: Mapping[str, str], console: Console) -> None:
     """Prints a line for each check, and a table of the memory of each pipeline stage."""
-    for name, line in found.items():
+    for name, line in lines.items():
         console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
-    if "memory" not in found:
+    if "memory" not in lines:
         return
     table = Table("memory a rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))
     for part in fields(MemoryEstimate):
@@ -423,11 +423,11 @@ def _room(device: str, neighbours: int) -> int:
 
 def _disk(inputs: PreflightInputs) -> str:
     path = inputs.config.run.expanduser().absolute()
-    there = nearest_existing(path)
-    free, needed = shutil.disk_usage(there).free, inputs.size * SAVED_NUMBERS * 4
+    folder = nearest_existing(path)
+    free, needed = shutil.disk_usage(folder).free, inputs.size * SAVED_NUMBERS * 4
     if needed > free:
         raise OSError(
-            f"a checkpoint takes about {format_bytes(needed)}, but {there} has {format_bytes(free)} left. Make "
+            f"a checkpoint takes about {format_bytes(needed)}, but {folder} has {format_bytes(free)} left. Make "
             f"room, or give "
             "--run a directory on another disk."
         )

@@ -93,15 +93,15 @@ class TaggedUnion:
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Returns any of the sections with its name, or the name alone, or text."""
-        found = []
+        sections = []
         for name, choice in core["choices"].items():
             cls = self.classes[name]
             field = getattr(cls, "text_field", None)
             reads_text = {TEXT: field or True} if field or hasattr(cls, "parse") else {}
-            found.append(handler(choice) | {NAME: name} | reads_text)
+            sections.append(handler(choice) | {NAME: name} | reads_text)
         names = [{"enum": list(self.classes)}] if "" not in self.classes else []
-        texts = [{"type": "string"}] if any(TEXT in each for each in found) else []
-        return {"anyOf": [*found, *names, *texts]}
+        texts = [{"type": "string"}] if any(TEXT in each for each in sections) else []
+        return {"anyOf": [*sections, *names, *texts]}
 
     def name_of(self, value: Any) -> str | None:
         """Returns the name of a section, given as a value or as keys."""
@@ -126,15 +126,15 @@ class _JsonSchema(GenerateJsonSchema):
     """Writes defaults as in a config, and `none` for None."""
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
-        found = super().default_schema(schema)
+        schema_with_default = super().default_schema(schema)
         default = schema["default_factory"]() if "default_factory" in schema else schema["default"]  # type: ignore[call-arg]
         inner: Any = schema["schema"]
         while inner["type"] == "nullable":
             inner = inner["schema"]
         kinds = inner.get("metadata", {}).get(KIND)
         name = kinds.name_of(default) if kinds is not None else None
-        written = plain(default)
-        return found | {"default": {KIND: name} | written if name else written}
+        value = plain(default)
+        return schema_with_default | {"default": {KIND: name} | value if name else value}
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return {"anyOf": [self.generate_inner(schema["schema"]), {"enum": [None, "none"]}]}
@@ -156,13 +156,13 @@ class _JsonSchemaWithHelp(_JsonSchema):
         return _with_help(super().dataclass_schema(schema), schema["cls"])
 
 
-def _with_help(found: JsonSchemaValue, cls: type) -> JsonSchemaValue:
+def _with_help(section: JsonSchemaValue, cls: type) -> JsonSchemaValue:
     """Adds the strings under the fields of a class to its schema."""
     helps = {name: text for base in reversed(cls.__mro__) for name, text in _helps(base).items()}
-    for name, field in found.get("properties", {}).items():
+    for name, field in section.get("properties", {}).items():
         if name in helps:
             field.setdefault("description", helps[name])
-    return found
+    return section
 
 
 def _helps(cls: type) -> dict[str, str]:
@@ -244,8 +244,8 @@ def structure(config: type, *, helpful: bool = False) -> Node:
         node = target | {key: each for key, each in node.items() if key != "$ref"}
         return {key: each if key == "default" else inlined(each) for key, each in node.items()}
 
-    found: Node = inlined(whole)
-    return found
+    structure: Node = inlined(whole)
+    return structure
 
 
 def alternatives(node: Node) -> list[Node]:
@@ -261,11 +261,11 @@ def optional(node: Node) -> bool:
 
 def sections(node: Node) -> dict[str, Node]:
     """Returns the alternatives with keys of their own, by kind. A single one has the kind ""."""
-    found = [each for each in alternatives(node) if "properties" in each]
-    named = {each.get(NAME, ""): each for each in found}
-    if len(named) < len(found):
+    with_keys = [each for each in alternatives(node) if "properties" in each]
+    named = {each.get(NAME, ""): each for each in with_keys}
+    if len(named) < len(with_keys):
         raise TypeError(
-            f"a config cannot hold one of {', '.join(each['title'] for each in found)}; name them by TaggedUnion."
+            f"a config cannot hold one of {', '.join(each['title'] for each in with_keys)}; name them by TaggedUnion."
         )
     return named
 
@@ -293,13 +293,13 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
             continue  # listed with the field that holds the section
         here, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
         yield Option(here, node, fallback, node.get("description", ""), kind)
-        inner, found = here, sections(node)
-        for shape in () if found else alternatives(node):
-            inner, found = join(here, "*"), sections(shape.get("items", {}))
-        if len(found) > 1:
+        inner, alternatives_by_kind = here, sections(node)
+        for shape in () if alternatives_by_kind else alternatives(node):
+            inner, alternatives_by_kind = join(here, "*"), sections(shape.get("items", {}))
+        if len(alternatives_by_kind) > 1:
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
-            yield Option(join(inner, KIND), {"enum": list(found)}, named, "Kind of this section.", kind)
-        for each, nested in found.items():
+            yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)
+        for each, nested in alternatives_by_kind.items():
             same = isinstance(fallback, dict) and fallback.get(KIND, "") == each
             yield from options_of(nested, inner, fallback if same else None, each or kind)
 
@@ -325,12 +325,12 @@ def undocumented(config: type) -> list[str]:
 
 def words(node: Node) -> str:
     """Returns what a field takes, in words."""
-    if found := sections(node):
-        said = "keys and values" + (f" of kind {_listed(list(found))}" if len(found) > 1 else "")
-        said += ", or text" if any(TEXT in each for each in found.values()) else ""
+    if nested := sections(node):
+        text = "keys and values" + (f" of kind {_listed(list(nested))}" if len(nested) > 1 else "")
+        text += ", or text" if any(TEXT in each for each in nested.values()) else ""
     else:
-        said = " or ".join(_takes(each) for each in alternatives(node))
-    return f"{said} or none" if optional(node) else said
+        text = " or ".join(_takes(each) for each in alternatives(node))
+    return f"{text} or none" if optional(node) else text
 
 
 def _takes(node: Node) -> str:
@@ -345,7 +345,7 @@ def _takes(node: Node) -> str:
         return f"names and values, each {words(rest if isinstance(rest, dict) else {})}"
     if node.get("format") == "path":
         return "a path"
-    bounds = [f"{said} {node[bound]:g}" for bound, said in BOUNDS.items() if bound in node]
+    bounds = [f"{phrase} {node[bound]:g}" for bound, phrase in BOUNDS.items() if bound in node]
     return " ".join([WORDS.get(node.get("type", ""), "any value"), *filter(None, [" and ".join(bounds)])])
 
 

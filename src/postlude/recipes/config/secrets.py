@@ -25,16 +25,16 @@ def mask(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_masked(config: Mapping[str, Any]) -> None:
     """Refuses a config that a run wrote, if its secrets are still masked."""
-    found = [".".join(path) for path, value in _secrets(config, ()) if value == MASK]
-    if found:
+    masked = [".".join(path) for path, value in _secrets(config, ()) if value == MASK]
+    if masked:
         raise ValueError(
-            f"{found[0]} is {MASK}, which stands in a run's files for a secret. Give it again: --{found[0]} VALUE."
+            f"{masked[0]} is {MASK}, which stands in a run's files for a secret. Give it again: --{masked[0]} VALUE."
         )
 
 
 def mask_arguments(words: Sequence[str]) -> list[str]:
     """Returns the arguments of a command with `MASK` in place of every value that holds a secret."""
-    found, rest = list[str](), list(words)
+    masked, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -43,8 +43,8 @@ def mask_arguments(words: Sequence[str]) -> list[str]:
             word = f"{name}={MASK}"
         elif word.startswith("--") and not equals and rest and _holds_secret(path, rest[0]):
             rest[0] = MASK
-        found.append(word)
-    return found
+        masked.append(word)
+    return masked
 
 
 def _holds_secret(path: tuple[str, ...], text: str) -> bool:
@@ -65,14 +65,14 @@ def is_secret_name(name: str) -> bool:
 
 def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields every secret of a config with its path."""
-    found: list[tuple[tuple[str, ...], Any]] = []
+    secrets: list[tuple[tuple[str, ...], Any]] = []
 
     def keep(place: tuple[str, ...], secret: Any) -> Any:
-        found.append((place, secret))
+        secrets.append((place, secret))
         return secret
 
     _changed(value, path, keep)
-    yield from found
+    yield from secrets
 
 
 def _changed(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Any], Any]) -> Any:

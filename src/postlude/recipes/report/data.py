@@ -98,9 +98,9 @@ def _read(path: Path, name: str) -> RunData:
                 part = "" if key.startswith(EVAL) else phase
                 numbers.setdefault(key, {}).setdefault(part, {})[step] = float(value)
             elif isinstance(value, list):
-                found = _numbers(value)
-                if len(found):
-                    lists.setdefault(key, {})[step] = found
+                values = _numbers(value)
+                if len(values):
+                    lists.setdefault(key, {})[step] = values
     samples = read_samples(path)
     starts = read_record(path).get("starts", [])
     if not lists:
@@ -110,34 +110,34 @@ def _read(path: Path, name: str) -> RunData:
         path=path,
         config=_dotted(read_config(path)),
         bands=bands,
-        series={key: {part: _series(found) for part, found in parts.items()} for key, parts in numbers.items()},
-        distributions={key: sorted(found.items()) for key, found in lists.items()},
+        series={key: {part: _series(values) for part, values in parts.items()} for key, parts in numbers.items()},
+        distributions={key: sorted(values.items()) for key, values in lists.items()},
         samples=samples,
         machine=_dotted(starts[-1]) if starts else {},
         summary=read_summary(path),
     )
 
 
-def _series(found: Mapping[int, float]) -> Series:
-    steps = sorted(found)
-    return Series(np.array(steps, dtype=float), np.array([found[step] for step in steps]))
+def _series(values: Mapping[int, float]) -> Series:
+    steps = sorted(values)
+    return Series(np.array(steps, dtype=float), np.array([values[step] for step in steps]))
 
 
 def _dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         inner = isinstance(value, Mapping) and value
-        found |= _dotted(value, f"{outer}{name}.") if inner else {f"{outer}{name}": value}
-    return found
+        flat |= _dotted(value, f"{outer}{name}.") if inner else {f"{outer}{name}": value}
+    return flat
 
 
 def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Floats]]:
     """Returns rewards and lengths of the samples, for a run that logged no lists."""
-    found: dict[str, dict[int, list[Any]]] = {}
+    lists: dict[str, dict[int, list[Any]]] = {}
     for sample in samples:
         for key, value in (("sample rewards", sample.get("reward")), ("sample lengths", len(sample.get("tokens", ())))):
-            found.setdefault(key, {}).setdefault(sample["step"], []).append(value)
-    numbers = {key: {step: _numbers(values) for step, values in steps.items()} for key, steps in found.items()}
+            lists.setdefault(key, {}).setdefault(sample["step"], []).append(value)
+    numbers = {key: {step: _numbers(values) for step, values in steps.items()} for key, steps in lists.items()}
     return {
         key: {step: values for step, values in steps.items() if len(values)}
         for key, steps in numbers.items()
@@ -148,8 +148,8 @@ def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, F
 def _numbers(values: Sequence[Any]) -> Floats:
     """Returns the finite numbers of a list."""
     if {type(value) for value in values} <= {int, float}:  # the common case, which is fast
-        found: Floats = np.array(values, dtype=float)
-        return np.extract(np.isfinite(found), found)
+        array: Floats = np.array(values, dtype=float)
+        return np.extract(np.isfinite(array), array)
     return np.array([value for value in values if isinstance(value, int | float) and math.isfinite(value)], dtype=float)
 
 

@@ -116,10 +116,10 @@ def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
         if file is None or not file.is_file():
             return {}
         return {path: [value, hashlib.sha256(file.read_bytes()).hexdigest()[:16]]}
-    found: dict[str, list[str]] = {}
+    hashes: dict[str, list[str]] = {}
     for name, each in parts:
-        found |= user_code_hashes(each, f"{path}.{name}" if path else str(name))
-    return found
+        hashes |= user_code_hashes(each, f"{path}.{name}" if path else str(name))
+    return hashes
 
 
 def is_covered(path: str, by: Collection[str]) -> bool:
@@ -127,10 +127,12 @@ def is_covered(path: str, by: Collection[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in by)
 
 
-def describe_differences(found: list[tuple[str, Any, Any]]) -> str:
+def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
     """Describes differences."""
-    words = [f"{path} is {format_value(old)} there and {format_value(new)} here" for path, old, new in found[:SHOWN]]
-    beyond = len(found) - SHOWN
+    words = [
+        f"{path} is {format_value(old)} there and {format_value(new)} here" for path, old, new in differing[:SHOWN]
+    ]
+    beyond = len(differing) - SHOWN
     return "; ".join(words) + (f"; and {beyond} more" if beyond > 0 else "")
 
 

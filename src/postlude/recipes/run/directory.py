@@ -116,16 +116,16 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first."""
         folder = self.path / CHECKPOINTS
-        found = folder.iterdir() if folder.is_dir() else ()
-        complete = [path for path in found if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
+        entries = folder.iterdir() if folder.is_dir() else ()
+        complete = [path for path in entries if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
         return sorted(complete, key=checkpoint_step)
 
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest complete checkpoint, the same on every rank."""
 
         def look() -> Path | None:
-            found = self.checkpoints()
-            return found[-1] if found else None
+            checkpoints = self.checkpoints()
+            return checkpoints[-1] if checkpoints else None
 
         return on_rank0(look)
 
@@ -274,28 +274,28 @@ def is_rank0() -> bool:
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Returns the step of a checkpoint, from its name."""
-    found = STEP.fullmatch(checkpoint.name)
-    if found is None:
+    match = STEP.fullmatch(checkpoint.name)
+    if match is None:
         raise ValueError(f"{checkpoint} is not named as a checkpoint; it should end in step-000100, or another number.")
-    return int(found[1])
+    return int(match[1])
 
 
 def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
     """Returns metrics as they are written: `outer/inner` for nested mappings, numbers for tensors, without None."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            found |= flatten(value, f"{outer}{name}/")
+            flat |= flatten(value, f"{outer}{name}/")
         elif value is not None:
-            found[f"{outer}{name}"] = _plain(value)
-    return found
+            flat[f"{outer}{name}"] = _plain(value)
+    return flat
 
 
 def read_config(run: Path) -> dict[str, Any]:
     """Returns the config of a run without its secrets, or {}."""
     path = run / CONFIG
-    found = yaml.safe_load(path.read_text()) if path.is_file() else None
-    return mask(found) if isinstance(found, dict) else found or {}
+    config = yaml.safe_load(path.read_text()) if path.is_file() else None
+    return mask(config) if isinstance(config, dict) else config or {}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -312,12 +312,12 @@ def read_record(run: Path) -> dict[str, Any]:
     """Returns run.json, or {}."""
     path = run / RECORD
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
+        record = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); fix it, or delete it.") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ValueError(f"{path} does not hold the starts of a run; delete it.")
-    return found
+    return record
 
 
 def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> dict[str, Any]:
@@ -342,8 +342,8 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
             f"{changed} changed since {path} was last started. Restore the file, set --code_changes allow to resume "
             "with the new one, or give another directory (--run)."
         )
-    found = list(differences(yaml.safe_load(written), _config_of(path)))
-    refused = [each for each in found if not is_covered(each[0], may_change)]
+    changed_keys = list(differences(yaml.safe_load(written), _config_of(path)))
+    refused = [each for each in changed_keys if not is_covered(each[0], may_change)]
     if refused:
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
@@ -353,7 +353,7 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
         )
     if not resume:
         raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
-    return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in found}
+    return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in changed_keys}
 
 
 def changed_code(run: Path, config: Mapping[str, Any]) -> str:

@@ -195,7 +195,7 @@ def parse_logger(logger: str) -> tuple[str, str]:
 
 def check_loggers(loggers: Sequence[str]) -> str:
     """Refuses loggers whose package is missing, except TensorBoard, the default. Returns a line about them."""
-    found = []
+    lines = []
     for name, _ in map(parse_logger, loggers):
         kind = LOGGERS[name]
         if find_spec(kind.package) is None:
@@ -205,10 +205,10 @@ def check_loggers(loggers: Sequence[str]) -> str:
                     f"{kind.package}`, "
                     "or leave it out."
                 )
-            found.append(_no_tensorboard())
+            lines.append(_no_tensorboard())
         else:
-            found.append(kind.title)
-    return ", ".join([*found, "metrics.jsonl"])
+            lines.append(kind.title)
+    return ", ".join([*lines, "metrics.jsonl"])
 
 
 class MetricLoggers:
@@ -274,10 +274,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _leaves(config: Mapping[str, Any], outer: str = "") -> list[tuple[str, Any]]:
     """Returns a config's values by dotted path."""
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in config.items():
-        found += _leaves(value, f"{outer}{name}.") if isinstance(value, Mapping) else [(f"{outer}{name}", value)]
-    return found
+        leaves += _leaves(value, f"{outer}{name}.") if isinstance(value, Mapping) else [(f"{outer}{name}", value)]
+    return leaves
 
 
 def _mlflow_key(key: str) -> str:

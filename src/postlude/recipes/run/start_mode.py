@@ -30,20 +30,20 @@ RESUME_NEWEST = StartMode()
 
 def parse_step(text: str) -> int:
     """Reads step-100, step-000100 or 100."""
-    found = re.fullmatch(r"(?:step-)?(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(?:step-)?(\d+)", text)
+    if match is None:
         raise ValueError(f"{text!r} names no step; write step-100, for the checkpoint after step 100.")
-    return int(found[1])
+    return int(match[1])
 
 
 def find_checkpoint(text: str) -> Path:
     """Returns the checkpoint RUN/step-100, which may also be a path in the run directory."""
     path = Path(text).expanduser()
-    found = STEP.fullmatch(path.name)
-    if found is None:
+    match = STEP.fullmatch(path.name)
+    if match is None:
         raise ValueError(f"{text!r} names no checkpoint; write RUN/step-100, for the one after step 100 of a run.")
     folder = path.parent if path.parent.name == CHECKPOINTS else path.parent / CHECKPOINTS
-    checkpoint = folder / f"step-{int(found[1]):06d}"
+    checkpoint = folder / f"step-{int(match[1]):06d}"
     if not checkpoint.is_dir():
         there = ", ".join(sorted(each.name for each in folder.glob("step-*"))) if folder.is_dir() else ""
         raise FileNotFoundError(f"there is no checkpoint {checkpoint}; {folder.parent} has {there or 'none'}.")
