@@ -1,1 +1,1 @@
-"""The fused head for other people's models: transformers' and Megatron-Core's."""
+"""The fused head inside other people's models: transformers' and Megatron-Core's."""

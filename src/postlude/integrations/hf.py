@@ -1,4 +1,4 @@
-"""`logprobs`: what any transformers causal LM gives its tokens, from one call of its base model and no logits."""
+"""`logprobs`: token log-probs of any transformers causal LM, from one call of its base model and without logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from postlude.ops.linear_logprobs.backends import Backend
 IGNORE = -100
 BY_HAND = "Call postlude's linear_logprobs on its hidden states with the weight, bias, scale and softcap it means."
 
-# What a family does to its logits after the head, by the config's `model_type`. The same key means a product in one
-# family and a quotient in another, so a family is listed once its model has been compared with its own logits.
+# What a family does to its logits after the head, by the config's `model_type`. The same key is a factor in one family
+# and a divisor in another, so a family is listed after its model was compared with its own logits.
 TIMES = {
     "cohere": "logit_scale",
     "cohere2": "logit_scale",
@@ -41,14 +41,14 @@ SOFTCAP = {
     "recurrent_gemma": "logits_soft_cap",
     "vaultgemma": "final_logit_softcapping",
 }
-# Families whose config does not tell that their logits are more than a head's output, or their tokens' log-probs less.
+# Families whose config does not show that their logits are not just the head's output.
 STRANGE = {
     "chameleon": "masks the logits of image tokens",
     "cpmant": "lets tokens see those after them",
     "prophetnet": "predicts with a second stream",
     "xlnet": "lets tokens see those after them",
 }
-# Keys whose name speaks of the head's output, and the parts of names that speak of something else.
+# Parts of config keys that concern the head's output, and parts that concern something else.
 ABOUT_LOGITS = ("logit", "lm_head_multiplier", "output_multiplier", "unpadded_vocab")
 ABOUT_OTHERS = ("attn", "attention", "router", "keep", "init")
 
@@ -69,11 +69,11 @@ def logprobs(
     memory_budget: int | None = None,
     **model_inputs: Any,
 ) -> TokenStats:
-    """Log-prob of every token given those before it, [B, S], and on request the rest of `TokenStats`.
+    """Returns the log-prob of every token given those before it, [B, S], and on request the rest of `TokenStats`.
 
-    Entry [b, i] belongs to token i: its log-prob, the entropy of the distribution it was drawn from, and so on. A token
-    without a predecessor has 0: the first of each row, or the first after left padding; padding itself has 0 too. The
-    numbers and the gradients of every parameter are those of `model(...).logits`, softcap and logit scale included.
+    Entry [b, i] belongs to token i: its log-prob, the entropy of the distribution it was sampled from, and so on. A
+    token without a predecessor has 0: the first of each row, or the first after left padding; so has padding. Values
+    and parameter gradients are those of `model(...).logits`, softcap and logit scale included.
 
     Args:
         model: a transformers model with a language-modelling head. Its base model is called once; its own forward and
@@ -81,14 +81,14 @@ def logprobs(
         input_ids: [B, S].
         attention_mask: [B, S], 0 for padding, on either side. Left padding is as right as the model makes it: one that
             takes no position_ids and has absolute positions, such as Bart's decoder, counts padding too.
-        labels: [B, S], the tokens to rate, by default `input_ids`. Where it is -100 nothing is projected and every
+        labels: [B, S], the tokens to score, by default `input_ids`. Where it is -100 nothing is projected and every
             result is 0.
         position_ids: [B, S]. By default the real tokens of a row are counted, as `generate` does. A position of 0
             starts a sequence: rows may hold several, one after another, if `attention_mask` is None.
         temperature: a number, or [B, S] with an entry for each token.
         entropy, topk, lse, hit: results to return besides the log-prob, see `linear_logprobs`.
         backend, memory_budget: see `linear_logprobs`.
-        model_inputs: handed to the base model, such as `pixel_values`.
+        model_inputs: passed to the base model, such as `pixel_values`.
     """
     base, head = _base_and_head(model)
     logit_scale, softcap = _logit_transform(model)
@@ -111,7 +111,7 @@ def logprobs(
     stats = linear_logprobs(
         hidden,
         head.weight,
-        _to_predictor(_tokens_to_rate(input_ids, attention_mask, labels, position_ids), fill=IGNORE),
+        _to_predictor(_tokens_to_score(input_ids, attention_mask, labels, position_ids), fill=IGNORE),
         bias=head.bias,
         temperature=temperature,
         logit_scale=logit_scale,
@@ -128,10 +128,10 @@ def logprobs(
     return TokenStats(**{name: _to_token(rows) for name, rows in by_predictor.items() if rows is not None})
 
 
-def _tokens_to_rate(
+def _tokens_to_score(
     input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor | None, position_ids: Tensor | None
 ) -> Tensor:
-    """[B, S] ids, -100 for padding and for tokens without a predecessor."""
+    """Returns [B, S] ids, -100 for padding and for tokens without a predecessor."""
     tokens = input_ids if labels is None else labels
     if attention_mask is not None:
         real = attention_mask.bool()
@@ -152,7 +152,7 @@ def _to_token(rows: Tensor) -> Tensor:
 
 
 def _base_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
-    """The model's two parts, if it has no third. (`model.base_model` is not always the first: not in Llama 4.)"""
+    """Returns the base model and head; raises TypeError if there is more. (`model.base_model` differs in Llama 4.)"""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -181,7 +181,7 @@ def _base_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
 
 
 def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
-    """logit_scale and softcap by the model's config; an error if a key might do something else to the logits."""
+    """Returns logit_scale and softcap from the config; raises if a key might change the logits in another way."""
     family, config = model.config.model_type, model.config.get_text_config()
     known = {table[family] for table in (TIMES, OVER, SOFTCAP) if family in table}
     for key, value in vars(config).items():
@@ -201,7 +201,7 @@ def _logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def _counts_positions(model: PreTrainedModel, base: nn.Module) -> bool:
-    """Whether positions can be counted over the mask: those of a text can, those of images have their own rule."""
+    """Whether positions are counts over the mask: for text they are, for images not."""
     return model.config.get_text_config() is model.config and _accepts(base, "position_ids")
 
 

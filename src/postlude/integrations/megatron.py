@@ -25,7 +25,7 @@ BY_HAND = "Call postlude's linear_logprobs in a processor of your own."
 
 @dataclass(frozen=True)
 class MegatronContext:
-    """What may change from call to call, given to the model as `output_processor_context`."""
+    """Values that change from call to call, passed as `output_processor_context`."""
 
     targets: Tensor | None = None  # [b, s] instead of labels, with Megatron's shift: entry i is the token after i
     temperature: float | Tensor | None = None  # a number or [b, s], instead of the processor's
@@ -36,9 +36,9 @@ class LogprobsProcessor:
     """An `output_processor` that returns the log-probs of the labels, and more on request, without making logits.
 
     Results are [b, s] in Megatron's order: entry i belongs to `labels[:, i]`, the token **after** position i, as in the
-    losses GPTModel returns. They are alike on every tensor-parallel rank, for one small collective a call besides the
-    gather of a sequence-parallel shard. Gradients reach hidden states and weight as through the output layer. Under
-    context parallelism every rank rates its own tokens.
+    losses GPTModel returns. They are the same on every tensor-parallel rank, with one small collective per call besides
+    the gather of a sequence-parallel shard. Gradients reach hidden states and weight as through the output layer. Under
+    context parallelism every rank scores its own tokens.
 
     Args:
         vocab_size: the tokenizer's size. Megatron pads the vocabulary; without this the padding takes part in the
@@ -153,7 +153,7 @@ class LogprobsProcessor:
         """[b, s], `ignore_index` where nothing is to be projected."""
         targets = labels if context.targets is None else context.targets
         if targets is None:
-            raise ValueError("LogprobsProcessor needs tokens to rate: give the model labels, or the context targets.")
+            raise ValueError("LogprobsProcessor needs tokens to score: give the model labels, or the context targets.")
         if self.use_loss_mask and loss_mask is not None:
             targets = targets.masked_fill(loss_mask == 0, self.ignore_index)
         return targets
@@ -165,7 +165,7 @@ def logprobs_output_processor(**hook: Any) -> TokenStats | Tensor:
 
 
 def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
-    """The factor `scale_logits` puts on logits (MuP's), found by asking it: one number, to the bit."""
+    """Returns the factor by which `scale_logits` multiplies logits (MuP's), found by calling it."""
     probe = torch.tensor([1.0, 0.0, -2.0, 4096.0], dtype=torch.float64)  # powers of two: no rounding hides a factor
     scaled = scale_logits(probe.clone())
     scale = float(scaled[0])
@@ -178,7 +178,7 @@ def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
 
 
 def _check_layer(layer: Any, weight: Tensor, config: Any) -> None:
-    """Refuse an output layer whose logits or gradients would be others than hidden · weightᵀ gives."""
+    """Raises for an output layer whose logits or gradients differ from those of hidden · weightᵀ."""
     kind: Any = type(layer)
     plain = next((base for base in kind.__mro__ if base.__name__ == "ColumnParallelLinear"), None)
     if plain is None or kind.forward is not plain.forward or "forward" in vars(layer):
