@@ -11,6 +11,9 @@ import multiprocessing
 import runpy
 import subprocess
 import sys
+import threading
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,16 @@ import torch
 from examples.family import largest_difference
 from examples.objective import soft_clip
 
-from postlude import Batch, Engine, Layout
+from postlude import Batch, Engine, Layout, load_model, load_tokenizer
+from postlude.generate.generator import Generator
+from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES, UserRecipe
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 USES_OF_THE_SEAM = ("selected_logprobs", "custom_loss", "value_head")
-EXTENSIONS = ("block", "family", "objective", "recipe", "environment")
+EXTENSIONS = ("block", "family", "objective", "recipe", "environment", "rollout_server")
 
 
 def run(name: str, output: Path) -> None:
@@ -134,3 +139,62 @@ def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path
     assert one[-1]["loss"] < one[1]["loss"]
     for expected, metrics in zip(one, read_metrics_of(tmp_path / "two"), strict=True):
         assert metrics == pytest.approx(expected, rel=1e-4)
+
+
+class MinimalServer(ThreadingHTTPServer):
+    """The server of examples/rollout_server.py, on the native generator."""
+
+    daemon_threads = True
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer, self.version, self.lock = load_tokenizer(model), "initial", threading.Lock()
+        self.generator = Generator(load_model(model), self.tokenizer)
+        super().__init__(("localhost", 0), MinimalHandler)
+
+    def generate(self, prompt: list[int], sampling: dict[str, Any], first: int) -> Any:
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
+        return asdict(self.generator.generate([prompt], [SamplingParams(**values)], first=first)[0][0])
+
+    def load(self, directory: str, version: str) -> Any:
+        self.generator, self.version = Generator(load_model(directory), self.tokenizer), version
+        return {"version": version}
+
+
+class MinimalHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: MinimalServer
+
+    def do_GET(self) -> None:
+        self.reply({"version": self.server.version, "data": [{"id": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.reply({"/generate": self.server.generate, "/load": self.server.load}[self.path](**body))
+
+    def reply(self, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(ranks: Any, tmp_path: Path) -> None:
+    """The run has the metrics of the native generator: its server samples the same tokens by the newest weights."""
+    with MinimalServer("tiny-dense") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, api = f"http://localhost:{server.server_port}", EXAMPLES / "rollout_server.py:MinimalAPI"
+        words = (*ENVIRONMENT_RUN, "--steps=2", "--layout=tp=2")
+        served = ("--rollout.kind=server", f"--rollout.urls={url}", f"--rollout.api={api}")
+        config = "recipes/calculator.yaml"
+        native = ranks(2, metrics_of, "grpo", config, *words, f"--run={tmp_path / 'native'}")[0]
+        metrics = ranks(2, metrics_of, "grpo", config, *words, *served, f"--run={tmp_path / 'served'}")[0]
+        assert server.version.endswith(".25")  # of the last step but one
+        server.shutdown()
+    for expected, found in zip(native, metrics, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)

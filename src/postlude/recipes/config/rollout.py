@@ -18,6 +18,9 @@ def _whole_or_share(gpus: float) -> float:
 GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_whole_or_share)]
 
 
+UserAPI: TypeAlias = Annotated[str, InputPath("code"), Field(pattern=r"\.py:\w+$")]
+
+
 class NativeRollout(Settings):
     """The native generator in the trainer's own ranks, with a whole copy of the model on each."""
 
@@ -57,8 +60,8 @@ class RunningServers(ConnectionSettings, SyncSettings):
 
     urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
     """URLs of the servers, such as http://localhost:8000."""
-    api: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] = "auto"
-    """API of the servers; auto detects it for each."""
+    api: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] | UserAPI = "auto"
+    """API of the servers; auto detects it for each. Your own class is path/to/file.py:name."""
     model: str | None = None
     """Name of the model at the servers; none takes the only one that a server has."""
     api_key: str | None = None

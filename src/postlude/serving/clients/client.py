@@ -7,7 +7,7 @@ import concurrent.futures
 import itertools
 import queue
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.text import TextAPI, Tokenizer
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
+from postlude.user_code import load_callable
 
 SERVER_APIS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai", "text")
 # The API of a server by "owned_by" of its models.
@@ -74,17 +75,19 @@ class GenerationClient:
                 f"timeout={timeout}, retries={retries}, backoff={backoff}, concurrency={concurrency}, "
                 f"outage_timeout={outage_timeout}: give a positive timeout and concurrency, and the others at least 0."
             )
-        if api not in SERVER_APIS:
-            raise ValueError(f"api is {api!r}, but the choices are {', '.join(map(repr, SERVER_APIS))}.")
+        if api not in SERVER_APIS and ".py:" not in api:
+            choices = ", ".join(map(repr, SERVER_APIS))
+            raise ValueError(f"api is {api!r}, but the choices are {choices}, or your own as path/to/file.py:name.")
         if api == "text" and (tokenizer is None or model is None):
             raise ValueError('api="text" needs the tokenizer of the served model, and the model\'s name.')
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"urls are {urls}: give each server once, and at least one.")
+        user_api: Callable[[], ServerAPI] | None = load_callable(api, kind="ServerAPI") if ".py:" in api else None
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.tokenizer = tokenizer
 
         def make_server(url: str) -> RemoteServer:
-            known = None if api == "auto" else make_api(api, tokenizer, extra)
+            known = user_api() if user_api else None if api == "auto" else make_api(api, tokenizer, extra)
             choice = known or partial(detect_api, extra)
             return RemoteServer(url, choice, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
 
