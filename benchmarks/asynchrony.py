@@ -1,15 +1,15 @@
-"""What a trainer gains that does not wait for the longest answer, by how stale answers may be.
+"""Measures the gain of a trainer that does not wait for the longest completion, by max_staleness.
 
     PYTHONPATH=src python benchmarks/asynchrony.py --json benchmarks/results/asynchrony_cpu.json
     PYTHONPATH=src python benchmarks/asynchrony.py --device cuda --shape 0.6b --prompts 32 --tokens 512 --median 0 \
         --json benchmarks/results/asynchrony_h200.json
     PYTHONPATH=src python benchmarks/asynchrony.py --smoke          # tiny, on any machine
 
-GRPO on one rank with one generator of its own process, on the same device: random weights of a published model's
-`--shape`, or the built-in tiny one. After its tokens are drawn an answer takes as long as a tool
-would: a time from a log-normal distribution of median `--median` seconds and shape `--tail`, the same in every case.
-A case is so many steps with one `max_staleness`; "idle" is the share of its time in which the trainer waited for
-answers. The first steps, in which processes warm up and nothing is under way yet, are not counted.
+GRPO on one rank with one generator in another process, on the same device: random weights of a published model's
+`--shape`, or the built-in tiny one. After its tokens are sampled a completion waits as for a tool:
+a time from a log-normal distribution of median `--median` seconds and shape `--tail`, the same in every case.
+A case runs several steps with one `max_staleness`. "Idle" is the share of time in which the trainer waited for
+completions. The first steps, in which processes warm up, are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PHASES = ("rollout", "reward", "weights", "score", "train")
 
 
 class Waiting:
-    """An episode of one turn, whose judge takes its time."""
+    """An episode of one turn with a slow reward function."""
 
     def __init__(self, example: Mapping[str, Any], median: float, tail: float) -> None:
         self.example, self.median, self.tail = example, median, tail

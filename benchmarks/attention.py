@@ -1,9 +1,9 @@
-"""Packed causal attention alone, forward and backward: our Triton kernels, flash attention, and what `attend` takes.
+"""Packed causal attention alone, forward and backward: our Triton kernels, flash attention, and what `attend` chooses.
 
     PYTHONPATH=src python benchmarks/attention.py --json benchmarks/results/attention_h200.json
 
-TFLOP/s count what causal attention needs: half of length² pairs, 4 · heads · width FLOPs a pair forward, and 2.5 times
-that backward, where scores are made again.
+TFLOP/s count what causal attention needs: half of length² pairs, 4 · heads · width FLOPs per pair forward, and
+2.5 times that backward, which recomputes scores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Tokens a second of the generator on a GPU, for `generate.py --device cuda`: many answers at once, sampled, in bf16.
+"""Tokens per second of the generator on a GPU, for `generate.py --device cuda`: many sampled completions, in bf16.
 
-Weights are random, and every answer has the length that is asked of it; in the uneven case lengths are spread as in
-`generate.py`, half of them shorter than a quarter of the longest, and nothing waits to take the place of what ended.
-Prompts are in the time of every case; answers of one token tell what they take.
-transformers samples the same number of tokens with a static cache, whose step it compiles, from prompts alike in
-length; in the uneven case each of its rows ends at its own length, and all are stepped until the last has ended.
+Weights are random, and every completion has the requested length. In the uneven case lengths are distributed as in
+`generate.py`, half of them shorter than a quarter of the longest, and no request waits for a free row.
+The time of every case includes prompts; completions of one token show their cost.
+transformers samples the same number of tokens with a static cache and a compiled step, from prompts of equal
+length. In the uneven case each of its rows ends at its own length, and all run until the last has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from postlude.generate.sampling_params import SamplingParams
 
 PROMPT = 64  # tokens
 Case = tuple[str, list[list[int]], list[int]]
-"""A name, prompts, and the length of each answer."""
+"""A name, prompts, and the length of each completion."""
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,12 @@
-"""Tokens a second of the generator with drafts and without, by a model whose depth was trained a little on a text.
+"""Tokens a second of the generator with drafts and without, for a model whose depth was trained briefly on a text.
 
-    PYTHONPATH=src python benchmarks/draft.py                 # 200 steps on this repository's pages, then answers
+    PYTHONPATH=src python benchmarks/draft.py                 # 200 steps on this repository's pages, then completions
     PYTHONPATH=src python benchmarks/draft.py --device cuda --layers 24 --hidden 1024 --answers 1 16 128   # in bf16
     PYTHONPATH=src python benchmarks/draft.py --smoke         # a few steps and tokens, on any machine
 
-The answers of both are compared token by token: drafts change none, but where bf16 rounds two logits to a tie. How
-often a draft is right depends on the model and the text. What it gains depends on what a second token a row costs:
-little where reading the weights is most of a step, as with few answers at once.
+The completions of both are compared token by token: drafts change none, except where bf16 rounds two logits to a tie.
+How often a draft is right depends on the model and the text. The gain depends on the cost of a second token per row:
+small if reading the weights is most of a step, as with few completions at once.
 """
 
 from __future__ import annotations

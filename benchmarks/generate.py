@@ -5,13 +5,13 @@
     PYTHONPATH=src python benchmarks/generate.py --smoke              # a few tokens, on any machine
     PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --answers 16 128 512 --length 256
 
-64 prompts of uneven lengths get greedy answers of uneven lengths, fixed beforehand and alike for both, so that nobody
-gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion that ends
-each row at its own length; its best batch size counts. Only the tokens asked for are counted. On an Arm CPU it is also
-timed with its matrix products going where ours go (postlude/ops/cpu_matmul.py), since that alone helps it.
+64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
+neither gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion
+that ends each row at its own length; its best batch size counts. Only requested tokens are counted. On an Arm CPU it is also
+timed with its matrix products in BLAS like ours (postlude/ops/cpu_matmul.py), since that alone makes it faster.
 
-With `--device cuda` a model of a published shape samples in bf16, beside transformers' static cache and compiled step;
-`decode.py` says what is measured then.
+With `--device cuda` a model of a published shape samples in bf16, compared with transformers' static cache and compiled
+step; see `decode.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     PYTHONPATH=src python benchmarks/growth.py --smoke              # tiny, on any machine
 
 An axis has an exponent: the slope of log time, or log memory, over the upper half of its points. Attention is quadratic
-in the length of a sequence, so what it takes by itself is measured beside, and the exponent of the rest is given, too.
-Memory is the step's peak above weights and optimizer state. What grows by more than a power of 1.1 is said.
+in the length of a sequence, so it is also measured alone, and the exponent of the rest is reported, too.
+Memory is the step's peak above weights and optimizer state. Growth by more than a power of 1.1 is reported.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, and the points at which it is looked at."""
+    """What grows, and the points at which it is measured."""
 
     says: str
     passes: tuple[Pass, ...]
     points: Callable[[Pass], Iterator[Point]]
     attention: bool = False
-    """Whether attention grows by another power than the rest, so that it is measured by itself."""
+    """Whether attention grows by another power than the rest, so that it is measured alone."""
 
 
 def changed(shape: str, **sizes: int) -> PretrainedConfig:

@@ -1,4 +1,4 @@
-"""A hybrid and a transformer of equal size learn the same bytes: their loss curves, and their speed.
+"""Trains a hybrid and a transformer of equal size on the same bytes, and compares loss curves and speed.
 
     PYTHONPATH=src python benchmarks/hybrid.py --json benchmarks/results/hybrid_h200.json
 

@@ -1,15 +1,14 @@
-"""The fused LM head against the GEMM floor and against its peers: time and peak memory, forward and with backward.
+"""Compares the fused LM head with the GEMM floor and with its peers: time and peak memory, forward and backward.
 
     PYTHONPATH=src python benchmarks/linear_logprobs.py --json result.json --plot result.png
     PYTHONPATH=src python benchmarks/linear_logprobs.py --growth --json growth.json     # more tokens, more vocabulary
     PYTHONPATH=src python benchmarks/linear_logprobs.py --smoke          # tiny, on any machine
 
-The floor is what no recomputing head can avoid: four plain GEMMs (logits, logits again, dX, dW: 8·N·H·V operations),
-timed in the same run. "Once" is one forward and backward on a device that has rested, from before the call until the
-device is idle again, by the host's clock, over the four GEMMs read the same way; all else is by the device's clock.
-"Extra" is peak allocation above the inputs, the two
-gradients included. Peers are used if they can be imported; most compute less (see the `computes` column), and none of
-them skips ignored positions.
+The floor is the work of every recomputing head: four plain GEMMs (logits, logits again, dX, dW: 8·N·H·V operations),
+timed in the same run. "Once" is one forward and backward on an idle device, from before the call until the
+device is idle again, by the host's clock, divided by the four GEMMs measured the same way. All other times are by the
+device's clock. "Extra" is peak allocation above the inputs, the two gradients included. Peers are used if they can be
+imported; most compute less (see the `computes` column), and none of them skips ignored positions.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How much of the exchange with experts hides behind compute when a forward and a backward take turns.
+"""Measures how much of the expert exchanges hides behind compute when a forward and a backward are interleaved.
 
     python benchmarks/overlap.py --device cuda --json overlap_h200.json
     python benchmarks/overlap.py --device cpu --json overlap_cpu.json
 
-On a GPU one rank has all experts, and each exchange is a pause of a measured length on a stream of its own, with the
-rows waiting for its end: a kernel of one thread that sleeps, or with `--by copy` a copy to the host's memory, which
-takes no multiprocessor at all. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that
+On a GPU one rank has all experts, and each exchange is a pause of a measured length on a separate stream, and the
+rows wait for its end: a kernel of one thread that sleeps, or with `--by copy` a copy to the host's memory, which
+uses no multiprocessor. On the CPU two ranks exchange rows over gloo, and each exchange takes at least that
 long, as on a slow link. The pauses together are `--share` of a step's compute. A step is timed with and without them,
-plain and overlapped; what they add to a step, over all they take, is exposed, and the rest hidden.
+plain and overlapped; the time they add to a step, divided by their length, is exposed, and the rest hidden.
 
-A GPU at its limit of power computes faster after a pause, so that there some of a pause comes back in another place.
-There events on both streams also say how long exchanges take in a step, and how long compute stands still for them.
+A GPU at its power limit computes faster after a pause, so that it regains some of the pause elsewhere.
+There events on both streams also measure how long exchanges take in a step, and how long compute is idle for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a user would run instead: transformers, with an update as TRL's GRPO makes it, with Liger, packed with flex.
+"""Peers: transformers with an update in the way of TRL's GRPO, with Liger, and packed with flex attention.
 
-Written anew from what TRL does: rows padded to the longest of the batch, logits of all positions, the log-softmax of
-the tokens at hand row by row in bf16, entropies without a gradient, a clipped surrogate, AdamW. TRL pads to the longest
+Our own code after what TRL does: rows padded to the longest of the batch, logits of all positions, the log-softmax of
+the tokens row by row in bf16, entropies without a gradient, a clipped surrogate, AdamW. TRL pads to the longest
 of all rows that were generated together; here it is only the longest of the rows that are run together.
 """
 

@@ -1,12 +1,12 @@
-"""The planner against measured steps: how long they take, how many microbatches are in flight, how much memory.
+"""Compares the planner with measured steps: time, microbatches in flight, memory.
 
-What one stage's forward and backward take is measured by themselves, on every rank; the schedule is then simulated with
-that, and compared with whole steps. Both are measured in turn, round by round, and medians are taken.
+The forward and backward of one stage are measured alone, on every rank. The schedule is then simulated with these
+times, and compared with whole steps. Both are measured alternately, and medians are taken.
 
 PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/plan_check.py --json benchmarks/results/plan_cpu.json
 PYTHONPATH=src python benchmarks/plan_check.py --device cuda --json benchmarks/results/plan_h200.json
 
-On a CPU ranks speak over gloo, and memory is that of all tensors that live at one time. On a GPU there is one rank, and
+On a CPU ranks communicate over gloo, and memory is that of all live tensors. On a GPU there is one rank, and
 memory is torch.cuda.max_memory_allocated.
 """
 

@@ -1,10 +1,10 @@
-"""Tables and a chart of what the step benchmarks found, for docs/benchmarks.md.
+"""Makes tables and a chart of the results of step benchmarks, for docs/benchmarks.md.
 
 python benchmarks/report.py benchmarks/results/*_h200.json \\
     --page docs/benchmarks.md --chart docs/images/train_step_h200.svg
 
-With --page, tables are put where the page has them, between lines such as `<!-- train_step -->` and
-`<!-- /train_step -->`; without, they are printed. Of results for the same case, those of the file named last count.
+With --page, tables are written into the page, between lines such as `<!-- train_step -->` and
+`<!-- /train_step -->`; without, they are printed. For results of the same case, the file named last counts.
 """
 
 from __future__ import annotations

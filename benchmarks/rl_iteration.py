@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/rl_iteration.py --shape 0.6b --cases postlude transformers static
     PYTHONPATH=src python benchmarks/rl_iteration.py --smoke          # tiny, on any machine
 
-Every prompt gets a group of sampled answers. How long each answer becomes is fixed beforehand, alike for all: weights
-are random, and no answer would end by itself. transformers generates all answers as one batch padded on the left, each
+Every prompt gets a group of sampled completions. Their lengths are fixed beforehand, equal for all cases: weights
+are random, and no completion would end by itself. transformers generates all as one batch padded on the left, each
 row until its own length, with a dynamic cache or ("static") a static one under torch.compile, then computes log-probs
 without a gradient, and updates on rows padded to the longest of those run together. Postlude copies its weights to the
 generator after every update, which counts as rollout. Advantages are random.
@@ -37,7 +37,7 @@ PHASES = ("rollout", "logprobs", "update")
 
 @dataclass(frozen=True)
 class Tasks:
-    """Prompts, one an answer, and how long each answer becomes; `advantages` of each."""
+    """Prompts, one per completion, and the length and advantage of each completion."""
 
     prompts: list[list[int]]
     lengths: list[int]

@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/scans.py --json benchmarks/results/scans_h200.json
 
 Sizes are Nemotron-H-8B's and Qwen3-Next's. Layers are whole ones, projections and norms included; their scans, and the
-convolution before them, are also read alone. GatedDeltaCall are our own, plain torch (of a layer: its scan; the
-convolution stays ours), and flash-linear-attention's where it is installed. Its backward refuses Triton 3.4 to
-3.7.0 on Hopper, as wrong; then its forward alone is read. Times are medians: single calls on an idle GPU, and
-CUDA events in a loop.
+convolution before them, are also measured alone. Compared are our kernels, plain torch (for a layer: its scan; the
+convolution stays ours), and flash-linear-attention's if installed. Its backward refuses Triton 3.4 to
+3.7.0 on Hopper, where it is wrong; then only its forward is measured. Times are medians: single calls on an idle GPU,
+and CUDA events in a loop.
 
 Cheap cases come first, and each is written as soon as it is read. Before fla's are, as many processes as there are
 cores compile the configurations among which it chooses: one alone takes minutes.

@@ -1,4 +1,4 @@
-"""A training step on one GPU: how long it takes, and how often the host waits for the device in it.
+"""Measures a training step on one GPU: its time, and how often the host waits for the device.
 
 PYTHONPATH=src python benchmarks/step.py --json benchmarks/results/step_h200.json
 """

@@ -1,11 +1,11 @@
-"""A training step on one GPU: real tokens a second, MFU and peak memory, beside what a user would run instead.
+"""Measures a training step on one GPU: real tokens per second, MFU and peak memory, compared with alternatives.
 
     PYTHONPATH=src python benchmarks/train_step.py --shape 0.6b --json benchmarks/results/train_step_h200.json
     PYTHONPATH=src python benchmarks/train_step.py --shape 8b --cases update trl --profile
     PYTHONPATH=src python benchmarks/train_step.py --smoke          # tiny, on any machine
 
-Every case learns from the same sequences, once through, and steps its optimizer. How FLOPs are counted stands in
-workloads.py. Where memory runs out that is the result; where rows are padded, half as many at a time are tried then.
+Every case trains once on the same sequences and steps its optimizer. workloads.py says how FLOPs are counted. If memory
+runs out, that is the result; with padded rows, half as many at a time are tried then.
 """
 
 from __future__ import annotations

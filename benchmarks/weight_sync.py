@@ -1,14 +1,14 @@
-"""How long an engine's weights take to reach who samples with them, by each way that Postlude knows.
+"""Measures how long an engine's weights take to reach the sampler, by each method of Postlude.
 
     PYTHONPATH=src python benchmarks/weight_sync.py --shape 0.6b 8b --json benchmarks/results/weight_sync_h200.json
     PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --directory /dev/shm --ways disk
     PYTHONPATH=src python benchmarks/weight_sync.py --smoke          # tiny, on any machine
 
-"stream" takes `Engine.stream_weights()` bucket by bucket and lets go of each: what every way begins with. "native"
-copies them into the generator that lives beside the engine. "disk" writes safetensors to `--directory`, as `rollout:
-server` does before it tells its servers, as fast as the system's cache takes them, and "bytes" writes as many from one
-small buffer in host memory: no way to that directory is faster. "read" is the least that a server then does, each
-tensor read from that cache to its device; "renew" is what `postlude serve` does, into a model and with a checksum.
+"stream" takes `Engine.stream_weights()` bucket by bucket and frees each; every method begins with it. "native"
+copies them into the generator on the same ranks. "disk" writes safetensors to `--directory`, as `rollout:
+server` does before it notifies its servers, as fast as the page cache takes them. "bytes" writes as many from one
+small buffer in host memory: the fastest way to that directory. "read" is the minimum that a server then does: each
+tensor is read from that cache to its device. "renew" is what `postlude serve` does, into a model and with a checksum.
 Weights are random, of a published model's shape, in bf16 (fp32 on the CPU), from one rank.
 """
 

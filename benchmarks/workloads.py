@@ -1,12 +1,12 @@
 """What the step benchmarks share: published models' shapes, mixes of lengths, FLOPs, clocks, and results as JSON.
 
-A step's FLOPs are those that a model cannot do without, whatever the implementation:
+The FLOPs of a step are those that every implementation needs:
 
     6 · tokens · matrices + 6 · layers · heads · head_dim · Σ length²
 
 `matrices` are the weights that a token is multiplied with: projections, MLP or its chosen experts and the router, and
-the head. An embedding that is only looked up does not count. Two FLOPs a weight forward, four backward. Causal
-attention sees half of length², with 4 · heads · head_dim FLOPs a pair forward and twice that backward. Only real
+the head. An embedding that is only looked up does not count. Two FLOPs per weight forward, four backward. Causal
+attention has half of length² pairs, with 4 · heads · head_dim FLOPs each forward and twice that backward. Only real
 tokens count, and nothing that is computed twice. Forward alone is a third. MFU is that over the time and the GPU's
 989 TFLOP/s of dense bf16 products.
 """

@@ -1,9 +1,9 @@
-"""How much shorter a pipeline's step is when weight gradients are made in its bubble, against what the planner says.
+"""Measures how much zero bubble shortens the step of a pipeline, compared with the planner's prediction.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/zero_bubble.py --json zero_bubble_cpu.json
 
-Ranks on this machine run an engine over gloo. In place of compute a layer sleeps: so long in its forward, in its
-backward, and for the gradient of its weights. So steps show the schedule, whoever else computes on the same cores.
+Ranks on this machine run an engine over gloo. A layer sleeps instead of computing: in its forward, in its
+backward, and for the gradient of its weights. So steps show the schedule, even on busy cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws docs/images/patterns.svg: one strip a family, a column a logical layer, a square a block.
+"""Draws docs/images/patterns.svg: one strip per family, one column per logical layer, one square per block.
 
 PYTHONPATH=src python docs/patterns.py
 """

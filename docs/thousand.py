@@ -1,10 +1,10 @@
 """Prints the tables of "A thousand GPUs on paper" in docs/scale-out.md: the planner's forecasts, and arithmetic.
 
     PYTHONPATH=src python docs/thousand.py                            # 18 searches, half a minute each
-    PYTHONPATH=src python docs/thousand.py 30B-A3B=512 235B-A22B=512 70B=640    # so many GPUs that train
+    PYTHONPATH=src python docs/thousand.py 30B-A3B=512 235B-A22B=512 70B=640    # the number of GPUs that train
 
-The training side is `postlude plan --search`. The serving side is a roofline: weights and keys read once a token, at a
-share of memory's speed that good engines reach. Nothing here was measured at this size.
+The training side is `postlude plan --search`. The serving side is a roofline: weights and keys are read once per token, at a
+share of the memory bandwidth that good engines reach. Nothing here was measured at this size.
 """
 
 from __future__ import annotations
