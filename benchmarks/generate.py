@@ -7,8 +7,8 @@
 
 64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
 neither gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion
-that ends each row at its own length; its best batch size counts. Only requested tokens are counted. On an Arm CPU it is also
-timed with its matrix products in BLAS like ours (postlude/ops/cpu_matmul.py), since that alone makes it faster.
+that ends each row at its own length; its best batch size counts. Only requested tokens are counted. On an Arm CPU it is
+also timed with its matrix products in BLAS like ours (postlude/ops/cpu_matmul.py), since that alone makes it faster.
 
 With `--device cuda` a model of a published shape samples in bf16, compared with transformers' static cache and compiled
 step; see `decode.py`.

@@ -3,8 +3,8 @@
     PYTHONPATH=src python docs/thousand.py                            # 18 searches, half a minute each
     PYTHONPATH=src python docs/thousand.py 30B-A3B=512 235B-A22B=512 70B=640    # the number of GPUs that train
 
-The training side is `postlude plan --search`. The serving side is a roofline: weights and keys are read once per token, at a
-share of the memory bandwidth that good engines reach. Nothing here was measured at this size.
+The training side is `postlude plan --search`. The serving side is a roofline: weights and keys are read once per token,
+at a share of the memory bandwidth that good engines reach. Nothing here was measured at this size.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(r
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, api = f"http://localhost:{server.server_port}", EXAMPLES / "rollout_server.py:MinimalAPI"
         words = (*ENVIRONMENT_RUN, "--steps=2", "--layout=tp=2")
-        served = ("--rollout.kind=server", f"--rollout.urls={url}", f"--rollout.api={api}")
+        served = (f"--rollout={url}", f"--rollout.api={api}")
         config = "recipes/calculator.yaml"
         native = ranks(2, metrics_of, "grpo", config, *words, f"--run={tmp_path / 'native'}")[0]
         metrics = ranks(2, metrics_of, "grpo", config, *words, *served, f"--run={tmp_path / 'served'}")[0]
