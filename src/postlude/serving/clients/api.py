@@ -45,6 +45,8 @@ class ServerAPI(ABC):
     """Whether it reports a hash of each parameter in its memory."""
     can_receive: bool = False
     """Whether weights can be sent into its memory over the network."""
+    exact_tokens: bool = True
+    """Whether tokens are those that were sampled. Text that is encoded again may have more."""
     omits_stop_tokens: bool = False
     """Whether the tokens that ended a completion are left out, so that a completion may be empty."""
 

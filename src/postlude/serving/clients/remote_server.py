@@ -183,7 +183,7 @@ class RemoteServer:
     def _check(self, completion: Completion, request: Request) -> None:
         """Refuse a completion that cannot belong to this request."""
         limit = request.sampling.max_new_tokens
-        if len(completion.tokens) > limit:
+        if self.api.exact_tokens and len(completion.tokens) > limit:
             raise InvalidResponse(f"gave {len(completion.tokens)} tokens where at most {limit} were requested")
         if not completion.tokens and not self.api.omits_stop_tokens:
             raise InvalidResponse("gave a completion without a token")

@@ -42,6 +42,7 @@ class TextAPI(ServerAPI):
     """
 
     name = "text"
+    exact_tokens = False
     omits_stop_tokens = True
 
     def __init__(self, tokenizer: Tokenizer, extra: Mapping[str, Any] | None = None) -> None:
