@@ -10,7 +10,6 @@ import atexit
 import itertools
 import pickle
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class CallResult:
         return CallResult(reply.get("value"), reply.get("failure"), reply.get("error"))
 
 
-class WorkerPool(ABC):
+class WorkerPool:
     """Calls that wait for a worker, and results that wait to be polled.
 
     A subclass runs the workers, usually from a thread: it takes tickets from `waiting` and records results with
@@ -133,13 +132,11 @@ class WorkerPool(ABC):
             self.thread.join()
         self._stop_workers()
 
-    @abstractmethod
     def _wake(self) -> None:
-        """Makes the thread look at the shared state again; called with `changed` held."""
+        """Makes the thread look at the shared state again, if there is one; called with `changed` held."""
 
-    @abstractmethod
     def _stop_workers(self) -> None:
-        """Ends every worker, after the thread has ended."""
+        """Ends every worker, if there are any, after the thread has ended."""
 
     def _check_open(self) -> None:
         if self.closed:
@@ -186,12 +183,6 @@ class InlinePool(WorkerPool):
         """Returns finished calls by ticket. Never waits."""
         return super().poll(0.0, tickets)
 
-    def _wake(self) -> None:
-        """There is no thread."""
-
-    def _stop_workers(self) -> None:
-        """There are no workers."""
-
 
 class NullPool(WorkerPool):
     """A pool without workers, for ranks other than rank 0, which score nothing."""
@@ -202,12 +193,6 @@ class NullPool(WorkerPool):
     def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
         """Raises: rank 0 makes all calls."""
         raise WorkerError(f"this rank has no workers for {self.name}: rank 0 scores all completions.")
-
-    def _wake(self) -> None:
-        """There is no thread."""
-
-    def _stop_workers(self) -> None:
-        """There are no workers."""
 
 
 def _pickle_arguments(arguments: tuple[Any, ...]) -> bytes:
