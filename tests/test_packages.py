@@ -96,6 +96,14 @@ def test_imports_point_up_the_list(path: Path) -> None:
     )
 
 
+LONGEST_FILE = 500  # lines
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_too_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE, "split it by what it does"
+
+
 def name_of(path: Path) -> str:
     return ".".join(("postlude", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
