@@ -120,7 +120,7 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     decode({"b": 7, "c": 4})
     saved = cache.save([0], 8)
     cache.clear(0)
-    cache.restore(0, saved)
+    cache.restore([0], saved)
     decode({"b": 7, "c": 4})
 
 

@@ -190,7 +190,7 @@ def test_a_generator_draws_from_the_model(way: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "sentence"),
     [
-        ({"max_new_tokens": 0}, ValueError, "an answer has at least 1 token"),
+        ({"max_new_tokens": 0}, ValueError, "a completion has at least 1 token"),
         ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5: give a whole number"),
         ({"temperature": -1.0}, ValueError, "temperature=-1.0: give 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),

@@ -1,4 +1,4 @@
-"""Random numbers from a counter: each is a hash of who asks and for what, so no draw depends on another.
+"""Random numbers from a counter: each is a hash of a key and a position, so no sample depends on another.
 
 Integers are 64 bits wide and wrap around. The mixing is the finaliser of splitmix64, whose stream steps by GOLDEN.
 """
@@ -20,7 +20,7 @@ def mix(values: Tensor) -> Tensor:
 
 
 def rng_key(*parts: int) -> int:
-    """One signed 64-bit integer from any integers in order: where a stream of random numbers starts."""
+    """Returns one signed 64-bit integer from integers in order: the key of a stream of random numbers."""
     key = 0
     for part in parts:
         key = (key + (part + 1) * 0x9E3779B97F4A7C15) & _MASK

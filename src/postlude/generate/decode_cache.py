@@ -103,8 +103,8 @@ class DecodeCache(ABC):
         """Returns what pages hold of a sequence and will not keep for those who start from it, by block."""
         return {}
 
-    def restore(self, row: int, saved: Mapping[str, Stores]) -> None:  # noqa: B027 - only a cache that saves restores
-        """Give a row what `save` returned."""
+    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:  # noqa: B027 - only a cache that saves restores
+        """Give rows what `save` returned."""
 
     def clear(self, row: int) -> None:  # noqa: B027 - only a cache whose masked keys are read clears
         """Remove what is not a number from a row."""

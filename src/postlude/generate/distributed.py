@@ -1,4 +1,4 @@
-"""The native generator on several ranks: a whole model on every rank, and the prompts shared out."""
+"""The native generator on several ranks: a whole model on every rank, and the prompts divided among them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
 
 class DistributedEngine(ConversationEngine, Protocol):
-    """An engine of all ranks of a run. The first rank alone submits and polls, within what it says by `lead`."""
+    """An engine of all ranks of a run. Rank 0 alone submits and polls, while `controller` lets the others follow."""
 
     controller: Rank0Controller[Any, Any]
 
     def refresh(self) -> None:
-        """Have the newest weights, before answers are asked for. Every rank calls it."""
+        """Load the newest weights. Every rank calls it before completions are asked for."""
         ...
 
     def check_health(self) -> None:
-        """See that answers can go on. The first rank calls it now and then while it waits for them."""
+        """Check that generation can go on. Rank 0 calls it now and then while it waits."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last time. The first rank asks."""
+        """Returns the metrics since the last call, on rank 0."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what it holds."""
         ...
 
 
 class ReplicatedGenerator(PollAdapter):
-    """A whole model on every rank that answers prompts. Each rank answers its share.
+    """A whole model on every rank. Each rank generates the completions of its share of the prompts.
 
-    Which rank answers makes no difference to what it says, so the same seeds give the same answers on any number of
-    ranks. Where every rank makes the same call of `generate`, all get all answers; within what the first rank says by
-    `lead` it alone calls, and it alone gets them.
+    The same seeds give the same completions on any number of ranks. If every rank makes the same call of `generate`,
+    all get all completions. Under `controller` rank 0 alone calls, and it alone gets them.
     """
 
     batched_polls = True
@@ -56,21 +55,21 @@ class ReplicatedGenerator(PollAdapter):
     def __init__(self, model: LanguageModel, tokenizer: Detokenizer | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
-        self.controller: Rank0Controller[_Asked, list[list[Completion]]] = Rank0Controller(self._share)
-        super().__init__(_Led(self.controller))
+        self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._share)
+        super().__init__(_Rank0Engine(self.controller))
 
     def refresh(self) -> None:
-        """It has the weights that it was given."""
+        """Nothing to do: it keeps the weights that it was given."""
 
     def check_health(self) -> None:
-        """It goes on by itself."""
+        """Nothing to check."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing happens to it."""
+        """Returns nothing: it has no metrics."""
         return {}
 
     def close(self) -> None:
-        """Let go of the memory of answers."""
+        """Free the key/value cache."""
         self.generator.release()
         self.controller.close()
 
@@ -82,23 +81,23 @@ class ReplicatedGenerator(PollAdapter):
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """As `Generator.generate`, the prompts shared out over all ranks. Give each prompt a seed of its own."""
-        everyone: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
+        """As `Generator.generate`, the prompts divided among all ranks. Give each prompt a seed of its own."""
+        shares: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(
-            everyone, self._share(_Asked(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
+            shares, self._share(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
         )
-        return in_turn(everyone, len(prompts))
+        return interleave(shares, len(prompts))
 
-    def _share(self, asked: _Asked) -> list[list[Completion]]:
-        """This rank's answers."""
+    def _share(self, call: _Call) -> list[list[Completion]]:
+        """Returns this rank's completions."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        own, samplings = asked.prompts[rank::size], asked.samplings[rank::size]
-        return self.generator.generate(own, samplings, asked.n, first=asked.first) if own else []
+        prompts, samplings = call.prompts[rank::size], call.samplings[rank::size]
+        return self.generator.generate(prompts, samplings, call.n, first=call.first) if prompts else []
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What all ranks are to answer together."""
+class _Call:
+    """The arguments of a call that all ranks make together."""
 
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
@@ -106,10 +105,10 @@ class _Asked:
     first: int
 
 
-class _Led:
-    """An engine for the first rank to call, whose orders all ranks obey."""
+class _Rank0Engine:
+    """An engine for rank 0 to call, which makes all ranks call."""
 
-    def __init__(self, controller: Rank0Controller[_Asked, list[list[Completion]]]) -> None:
+    def __init__(self, controller: Rank0Controller[_Call, list[list[Completion]]]) -> None:
         self.controller = controller
 
     def generate(
@@ -120,17 +119,17 @@ class _Led:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        found = self.controller.call_all(_Asked(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
-        return in_turn(found, len(prompts))
+        shares = self.controller.call_all(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
+        return interleave(shares, len(prompts))
 
 
-def in_turn(shares: Sequence[Sequence[Part]], count: int) -> list[Part]:
-    """`count` things in their order, of which rank r of n had r, r + n, r + 2n, …"""
-    return [shares[place % len(shares)][place // len(shares)] for place in range(count)]
+def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
+    """Returns `count` items in their order, of which rank r of n had r, r + n, r + 2n, …"""
+    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 class SyncedGenerator(ReplicatedGenerator):
-    """A copy of an engine's model, brought up to date before it answers. It works in every layout of the engine."""
+    """A copy of an engine's model, with the engine's weights at every call. It works in every layout of the engine."""
 
     def __init__(self, engine: Engine, tokenizer: Detokenizer | None, **limits: Any) -> None:
         self.engine = engine
@@ -142,14 +141,14 @@ class SyncedGenerator(ReplicatedGenerator):
         self.updated_at = -1
 
     def refresh(self) -> None:
-        """Copy the engine's weights, if a step was made since the last time."""
+        """Copy the engine's weights, if it made a step since the last copy."""
         if self.updated_at != self.engine.step:
             self.engine.copy_weights(self.model)
             self.updated_at = self.engine.step
 
-    def _share(self, asked: _Asked) -> list[list[Completion]]:
-        """Answer with the engine's weights as they are now. A large cache is not kept from training."""
+    def _share(self, call: _Call) -> list[list[Completion]]:
+        """Generate with the engine's weights as they are now. A large cache is freed for training."""
         self.refresh()
-        answers = super()._share(asked)
+        completions = super()._share(call)
         self.generator.release(small=False)
-        return answers
+        return completions

@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives, so that one can stand in for another."""
+"""Requests, completions and the protocols of rollout engines, so that one engine can stand in for another."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids, how its answers are drawn, and how many there are to be."""
+    """A prompt of token ids, how its completions are sampled, and how many."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
     first: int = 0
-    """The number of the first of them: the second answer alone is that of `n=1, first=1`."""
+    """The number of the first completion: the second one alone is that of `n=1, first=1`."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ValueError(f"n={self.n}: give at least 1 answer a prompt.")
+            raise ValueError(f"n={self.n}: give at least 1 completion a prompt.")
 
     @property
     def seed(self) -> int:
-        """Of the first answer, for a server that takes one seed a request: 63 bits, mixed of both numbers."""
+        """The seed of the first completion, 63 bits, for a server that takes one seed a request."""
         return rng_key(self.sampling.seed, self.first) % (1 << 63)
 
 
 class VersionSpan(NamedTuple):
-    """The tokens from `start` to before `end` of an answer were sampled with the weights called `version`."""
+    """The tokens from `start` to before `end` of a completion were sampled with the weights called `version`."""
 
     version: str
     start: int
@@ -45,7 +45,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedCompletion:
-    """What became of one answer to a request that was submitted: number `number` of its `n`, or why there is none."""
+    """Completion `number` of the `n` of a submitted request, or the error that it failed with."""
 
     ticket: int
     number: int
@@ -55,45 +55,45 @@ class FinishedCompletion:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer, as it was sampled: its tokens are never decoded and encoded again.
+    """One completion, as it was sampled: its tokens are never decoded and encoded again.
 
-    The token that ended it is among `tokens`, and so are the tokens of a stop string. The one exception is an engine
-    told to make do with text, `GenerationClient(..., api="text")`: its `tokens` are the text's, and both lists of
-    log-probs are empty, so that whoever needs one a token cannot take them by mistake.
+    The token that ended it is among `tokens`, and so are the tokens of a stop string. The exception is an engine
+    that gets text only, `GenerationClient(..., api="text")`: its `tokens` are encoded from the text, and both lists of
+    log-probs are empty, so that a trainer cannot use them by mistake.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    """Of each token, under softmax(logits / temperature) over the whole vocabulary (temperature 1 where it was 0).
+    """The log-prob of each token under softmax(logits / temperature) over the vocabulary; temperature 1 if it was 0.
 
     This is what a trainer computes with `head.logprobs(..., temperature=...)`, so the ratio of the two starts at 1.
     """
     sampled_logprobs: list[float]
-    """Of each token, under the distribution it was drawn from: what top-k, top-p and min-p left, renormalised.
+    """The log-prob of each token in the distribution it was sampled from, which top-k, top-p and min-p cut.
 
-    Equal to `logprobs` where nothing was cut; 0 where the likeliest token was taken for certain.
+    Equal to `logprobs` if nothing was cut; 0 if sampling was greedy.
     """
     finish_reason: FinishReason
     """"stop": a stop token or a stop string ended it. "length": it reached max_new_tokens."""
     text: str | None = None
     """The tokens decoded without special ones, up to the stop string if one ended it; None without a tokenizer."""
     drafted: int = 0
-    """How many of its tokens were guessed ahead; 0 of an engine that does not guess."""
+    """How many draft tokens were checked; 0 if the engine does not draft."""
     accepted: int = 0
-    """How many of those guesses were right. Each saved a step, and changed nothing else."""
+    """How many of those drafts were right. Each saved a step, and changed nothing else."""
     routing: Tensor | None = None
-    """Which experts the tokens of prompt and answer were sent to, [tokens, routers, top_k] int16 on the CPU, where that
-    was asked for: a batch's column "routing". The last token was never sent anywhere, and has -1."""
+    """The experts that the tokens of prompt and completion were routed to, [tokens, routers, top_k] int16 on the CPU,
+    if they are recorded: a batch's column "routing". The last token was not routed, and has -1."""
     versions: tuple[VersionSpan, ...] = ()
-    """With which weights its tokens were sampled, where the engine has weights of its own that it names."""
+    """The weight versions that its tokens were sampled with, if the engine names them."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What has come of one answer since the last time: tokens and their log-probs, and at the end the whole."""
+    """The new tokens of one completion and their log-probs, and at the end the whole completion."""
 
     place: int
-    """Of its request among those that were asked for together."""
+    """The index of its request among those that were submitted together."""
     number: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -102,7 +102,7 @@ class Progress:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Anything that samples answers to prompts."""
+    """Anything that samples completions of prompts."""
 
     def generate(
         self,
@@ -112,7 +112,7 @@ class RolloutEngine(Protocol):
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """Give `n` answers to each prompt of token ids, in the caller's order, numbered from `first`.
+        """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
 
         `sampling` is one for all, or one a prompt.
         """
@@ -121,14 +121,14 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class AsyncRolloutEngine(RolloutEngine, Protocol):
-    """One that takes prompts while it answers others. Each answer is told when it is done."""
+    """An engine that takes prompts while others run, and returns each completion when it is done."""
 
     def submit(self, request: Request) -> int:
-        """Ask for answers, and go on. Returns the ticket by which they will be known."""
+        """Ask for completions without waiting. Returns the ticket that names them."""
         ...
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """What has been done since the last time: waits up to `timeout` seconds for the first, for ever if None."""
+        """Returns the completions since the last poll. Waits up to `timeout` seconds for the first, forever if None."""
         ...
 
 
@@ -140,10 +140,10 @@ class ConversationEngine(AsyncRolloutEngine, Protocol):
 
 
 class PollAdapter:
-    """submit and poll of an engine that answers prompts together, such as the native generator.
+    """submit and poll for an engine that has `generate` alone, such as the native generator.
 
-    What was submitted is answered by the next `poll`, all at once. The seed of each request's own sampling decides its
-    answers, so they are the same whatever is answered beside them.
+    The next `poll` generates all that was submitted, at once. The seed of each request decides its completions, so they
+    are the same whatever is generated beside them.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -159,22 +159,24 @@ class PollAdapter:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """As the engine itself."""
+        """See `RolloutEngine`."""
         return self._engine.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
-        """Ask for answers with the next `poll`."""
+        """Generate these completions with the next `poll`."""
         ticket = next(self._tickets)
         self._waiting[ticket] = request
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Answer all that was submitted, however long it takes."""
+        """Generate all that was submitted, however long it takes."""
         waiting, self._waiting = self._waiting, {}
-        found: list[FinishedCompletion] = []
+        finished: list[FinishedCompletion] = []
         for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):
-            own = {ticket: each for ticket, each in waiting.items() if (each.n, each.first) == (n, first)}
-            prompts, samplings = [each.prompt for each in own.values()], [each.sampling for each in own.values()]
-            for ticket, answers in zip(own, self._engine.generate(prompts, samplings, n, first=first), strict=True):
-                found += [FinishedCompletion(ticket, number, answer) for number, answer in enumerate(answers)]
-        return found
+            alike = {ticket: request for ticket, request in waiting.items() if (request.n, request.first) == (n, first)}
+            prompts = [request.prompt for request in alike.values()]
+            samplings = [request.sampling for request in alike.values()]
+            groups = self._engine.generate(prompts, samplings, n, first=first)
+            for ticket, group in zip(alike, groups, strict=True):
+                finished += [FinishedCompletion(ticket, number, each) for number, each in enumerate(group)]
+        return finished

@@ -160,11 +160,11 @@ class RowCache(DecodeCache):
         (row,) = pages
         return {name: tuple(store[row, :length].clone() for store in stores) for name, stores in self._stores.items()}
 
-    def restore(self, row: int, saved: Mapping[str, Stores]) -> None:
+    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:
         """See `DecodeCache`."""
         for name, parts in saved.items():
             for store, part in zip(self._stores[name], parts, strict=True):
-                store[row, : len(part)] = part
+                store[rows, : len(part)] = part
 
     def clear(self, row: int) -> None:
         """Set what is kept of a row to zero, because masked keys must be finite."""

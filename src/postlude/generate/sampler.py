@@ -1,4 +1,4 @@
-"""Draw one token for each of many rows of logits at once, every row with its own settings and random numbers."""
+"""Samples one token for each of many rows of logits, every row with its own settings and random numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SamplerSettings:
     def of(
         samplings: Sequence[SamplingParams], keys: Sequence[int], vocab_size: int, device: torch.device
     ) -> SamplerSettings:
-        """Gather the settings of every row."""
+        """Returns the settings of every row."""
 
         def column(values: Sequence[float], dtype: torch.dtype, idle: float) -> Tensor | None:
             return None if all(value == idle for value in values) else torch.tensor(values, dtype=dtype, device=device)
@@ -100,7 +100,7 @@ def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[T
 
 
 def _blocks(scaled: Tensor) -> Tensor:
-    """[n, vocab] -> [n, blocks, BLOCK], filled up with tokens that are never drawn."""
+    """Returns [n, vocab] as [n, blocks, BLOCK], padded with tokens that are never sampled."""
     missing = -scaled.shape[1] % BLOCK
     if missing:
         scaled = F.pad(scaled, (0, missing), value=float("-inf"))
@@ -109,7 +109,7 @@ def _blocks(scaled: Tensor) -> Tensor:
 
 
 def _gumbel_max(blocks: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """Draw a block by its weight, then a token within it: exact, and noise for √vocab places instead of all.
+    """Samples a block by its weight, then a token within it: exact, and noise for √vocab places instead of all.
 
     A small change of the logits changes the outcome with a small probability, as when every token had its own noise;
     with a search in their running sum it would not be small.

@@ -1,4 +1,4 @@
-"""SamplingParams: how answers are drawn and when they end."""
+"""SamplingParams: how completions are sampled and when they end."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-MIN_TEMPERATURE = (
-    1e-5  # the least temperature above 0: colder, vLLM takes the likeliest token, and fp32 logits may overflow
-)
+MIN_TEMPERATURE = 1e-5  # above 0; below it vLLM samples greedily, and fp32 logits may overflow
 MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt's answers are drawn.
+    """How the completions of one prompt are sampled.
 
     Logits are divided by `temperature`; 0 takes the likeliest token. Then `top_k` leaves the likeliest k tokens,
     `top_p` the fewest of those left that together have probability p, and `min_p` those at least p times as likely as
     the likeliest. 0, 1.0 and 0.0 leave all. Tokens as likely as the last one left stay with it.
 
-    An answer ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
+    A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
 
-    `seed` and the answer's number choose the random numbers, and, with one sampling for all prompts, the prompt's place
-    in the call: the same of these give the same answer whatever else is generated beside it.
+    `seed` and the completion's number choose the random numbers. With one `SamplingParams` for all prompts, so does the
+    prompt's index in the call. The same of these give the same completion, whatever is generated beside it.
     """
 
     max_new_tokens: int = 128
@@ -61,7 +59,7 @@ class SamplingParams:
 
     def _check_values(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: an answer has at least 1 token.")
+            raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: a completion has at least 1 token.")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FP32:
             raise ValueError(
                 f"temperature={short(self.temperature)}: give 0 for the likeliest token, or a positive number from "

@@ -323,10 +323,11 @@ class Scheduler(ABC):
                 self.pages.give_back(joining.pages[index])
         if joining.copies:
             self.cache.copy(joining.copies)
-        for each, source in zip(joining.completions, joining.sources, strict=True):
-            if isinstance(source, PromptState):
-                self.cache.restore(each.row, self.prefilled[source].stores)
         for prompt in earlier:
+            started = [
+                each.row for each in joining.completions if each.state.prompt is prompt and not each.state.tokens
+            ]
+            self.cache.restore(started, self.prefilled[prompt].stores)
             if not prompt.unstarted:
                 self._forget(prompt)
         sources = self._integers(

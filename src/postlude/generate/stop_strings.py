@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives token by token."""
+"""Finds stop strings in text that arrives token by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
 
 
 class StopStrings:
-    """Watches one answer's text, special tokens included, for any of `stops`."""
+    """Searches the text of one completion, special tokens included, for any of `stops`."""
 
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -33,7 +33,7 @@ class StopStrings:
         self._read = 0  # tokens before this have given their text
 
     def found(self, tokens: Sequence[int]) -> str | None:
-        """The stop string that the newest token completes, if any. `tokens` are all of the answer so far."""
+        """Returns the stop string that the newest token completes, if any. `tokens` are all so far."""
         context = self.tokenizer.decode(tokens[self._settled : self._read], skip_special_tokens=False)
         text = self.tokenizer.decode(tokens[self._settled :], skip_special_tokens=False)
         if text.endswith(UNFINISHED):
@@ -46,6 +46,6 @@ class StopStrings:
 
 
 def completion_text(tokenizer: Detokenizer, tokens: Sequence[int], stopped_by: str | None) -> str:
-    """An answer's text without special tokens, up to the stop string that ended it."""
+    """Returns the text of a completion without special tokens, up to the stop string that ended it."""
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return text if stopped_by is None else text.partition(stopped_by)[0]

@@ -1,4 +1,4 @@
-"""TextStream: the text of an answer whose tokens come a few at a time."""
+"""TextStream: the text of a completion whose tokens come a few at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from postlude.generate.stop_strings import UNFINISHED, Detokenizer
 
 
 class TextStream:
-    """Text without special tokens, in pieces that together are the answer's.
+    """Text without special tokens, in pieces that together are the completion's.
 
     Held back are letters whose bytes have not all come, and what may be the beginning of one of `stops`.
     """
@@ -16,7 +16,7 @@ class TextStream:
     def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.text = ""
-        """All that was given."""
+        """All text that was returned."""
         self._held = ""
         self._reach = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
@@ -24,7 +24,7 @@ class TextStream:
         self._read = 0  # tokens before this have given their text
 
     def add(self, tokens: Sequence[int], whole: str | None = None) -> str:
-        """What can be told after these tokens. `whole` is the text of the answer, once it is finished."""
+        """Returns the text that is certain after these tokens. `whole` is the whole text, once there is one."""
         self._tokens += tokens
         piece = self._settle() if whole is None else whole[len(self.text) :]
         self.text += piece
