@@ -41,7 +41,7 @@ def doubled(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
 
 
 def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-    return gradients[0].new_zeros(sum(ctx.way.sent), *gradients[0].shape[1:]), None, None, None
+    return gradients[0].new_zeros(sum(ctx.plan.sent), *gradients[0].shape[1:]), None, None, None
 
 
 def unshared(self: Scale, microbatches: Any, counts: Any = None, *, cp_size: int = 1) -> None:
@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(dp_shard=2, ep=2),
         "tiny-moe",
         "sft",
-        lambda: patch.object(exchange._Moved, "backward", staticmethod(lost)),
+        lambda: patch.object(exchange._AllToAll, "backward", staticmethod(lost)),
     ),
     "ep: an expert's share is that of one rank's tokens": (
         Layout(cp=2, ep=2),

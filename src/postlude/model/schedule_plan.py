@@ -122,7 +122,7 @@ class AsyncExchange:
     name: str
     left: Value = field(default_factory=lambda: Value(None))
     arrived: Value = field(default_factory=lambda: Value(None))
-    way: AllToAllPlan | None = None
+    plan: AllToAllPlan | None = None
 
 
 class SchedulePlan:
@@ -152,9 +152,9 @@ class SchedulePlan:
         for part in self.parts:
             if isinstance(part, AsyncExchange):
                 moved, along = part.step.reads
-                part.left, part.way = values[moved], values[along].tensor
-                assert part.way is not None
-                arrive = part.way.start(part.left.tensor.detach(), "exchange", part.name, recorder)
+                part.left, part.plan = values[moved], values[along].tensor
+                assert part.plan is not None
+                arrive = part.plan.start(part.left.tensor.detach(), "exchange", part.name, recorder)
                 yield
                 arrived = arrive().requires_grad_(part.left.edge is not None)
                 part.left.tensor = None  # not needed after it was sent
@@ -197,8 +197,8 @@ class SchedulePlan:
                 if isinstance(part, AsyncExchange):
                     arriving = part.arrived.take()
                     if arriving is not None and part.left.edge is not None:
-                        assert part.way is not None
-                        arrive = part.way.reverse.start(arriving, "exchange back", part.name, recorder)
+                        assert part.plan is not None
+                        arrive = part.plan.reverse.start(arriving, "exchange back", part.name, recorder)
                         del arriving
                         # Some are computed now, during the other's exchange, and some after its turn, during this
                         # one. Those of the last segment belong to no complete module.
