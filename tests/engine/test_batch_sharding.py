@@ -178,7 +178,7 @@ def test_ranks_with_different_batches_are_told(ranks, layout: str, fault: str, s
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("vocabulary", "but the vocabulary ends at 263. Are tokenizer and model of one kind?"),
+        ("vocabulary", "but the vocabulary ends at 263. Check that the tokenizer belongs to the model."),
         ("entries", 'column "mask" has 9 entries for 10 sequences.'),
     ],
 )
@@ -204,7 +204,7 @@ def held_wrongly(group: dist.ProcessGroup, fault: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("missing", "data-parallel rank 1 is said to hold ones of 20, 25, 6, 9, 2, 12. Give it those"),
+        ("missing", "data-parallel rank 1 holds sequences of 20, 25, 6, 9, 2, 12. Give it those"),
         ("owner", "sequence 0 is held by data-parallel rank 2, but there are ranks 0 to 1."),
         ("group", "sequence 1 of group 0 is held by data-parallel rank 0, but others of its group by rank 1."),
     ],

@@ -135,7 +135,7 @@ def test_a_batch_with_nothing_to_learn_is_refused_in_a_sentence() -> None:
 )
 def test_values_of_another_shape_are_refused_in_a_sentence(values: tuple[int, ...], over: str, wanted: str) -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [1.0]})
-    sentence = f'values over "{over}" have shape {values}, but this microbatch has {wanted} of them.'
+    sentence = f'values over "{over}" have shape {values}, but this microbatch has weights of shape {wanted}.'
     with pytest.raises(ValueError, match=r"over .* have shape") as loss:
         Scale([part]).loss(Loss(torch.ones(values), over=over), part)
     with pytest.raises(ValueError, match=r"over .* have shape") as metric:
@@ -283,7 +283,7 @@ def test_a_ledger_forgets_what_it_has_no_room_for() -> None:
     metric_index = MetricIndex()
     for start in (0, 200):
         metric_index.add([(str(index), "sum") for index in range(start, start + 200)])
-    assert list(metric_index.lines) == [(str(index), "sum") for index in range(200, 400)]
+    assert list(metric_index.slots) == [(str(index), "sum") for index in range(200, 400)]
 
 
 def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import postlude.world.mesh
 from postlude import LanguageModel, Layout, Microbatch, OutputInputs, Stage, load_model, pack
 from postlude.pipeline import Executor
-from postlude.pipeline.executor import MAX_UNSENT
+from postlude.pipeline.executor import MAX_PENDING_SENDS
 from postlude.world.mesh import Mesh
 from tests.equality import assert_equal
 from tests.meshes import mesh
@@ -180,7 +180,7 @@ def test_a_slow_last_stage_holds_up_the_first(ranks, vpp: int) -> None:
     """Forward only, no backward keeps the first stage from leaving 24 activations on its way."""
     microbatches = pack([torch.arange(4)] * 24, budget=4)
     (_, unsent), _ = ranks(2, looking, vpp, microbatches, 0.02)
-    assert unsent <= MAX_UNSENT
+    assert unsent <= MAX_PENDING_SENDS
 
 
 def test_a_receive_is_launched_before_the_turn_ahead_of_the_one_that_needs_it(ranks) -> None:

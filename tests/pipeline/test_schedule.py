@@ -246,7 +246,7 @@ SHAPE = {"pp": 2, "vpp": 2, "microbatches": 4, "rank": 0}
         ({"vpp": -1}, "vpp=-1: a pipeline has at least 1 rank, and 1 stage on each"),
         ({"rank": 2}, "rank 2 does not exist; pp=2 has pipeline ranks 0 to 1"),
         ({"rank": -1}, "rank -1 does not exist"),
-        ({"microbatches": -3}, "microbatches=-3: a step has none or more"),
+        ({"microbatches": -3}, "microbatches=-3 must be at least 0"),
     ],
 )
 def test_impossible_orders_are_refused(change: dict[str, int], sentence: str) -> None:

@@ -86,7 +86,7 @@ def test_a_pipeline_tells_what_it_waits_for(ranks: Any) -> None:
     assert second
     assert [span.label for span in spans if span.kind == "wait"] == [
         *(f"wait {index} for B{index}@1" for index in range(MICROBATCHES)),
-        "wait for what was sent",
+        "wait for pending sends",
     ]
     assert counted(others)["forward"] == MICROBATCHES
     assert {span.label for span in others if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}

@@ -1,9 +1,9 @@
 """Sharding of a batch: from the caller's batch to this rank's microbatches, and from their results back to the caller.
 
 The plan (which sequences share a microbatch, and which rank runs it) depends on lengths only. So every rank computes
-the same plan, and reads and packs only what it runs. Before a pass begins, three small all-reduces tell all ranks what
-only some of them know: the sum of each column, and the dtype of a column of which a rank has no row. They also detect
-ranks that were given different batches, and a rank that cannot read its own.
+the same plan, and packs only what it runs. Before a pass begins, three small all-reduces share what only some ranks
+know: the sum of each column, and its dtype for ranks without rows. They also detect ranks that were given different
+batches, and a rank that cannot pack its own.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ DTYPES = (
     torch.float32,
     torch.float64,
 )
-PYTHON_NUMBERS = 100
+INFERRED_DTYPE = 100
 """Added to a dtype's index if the values are Python numbers: the caller did not choose the dtype."""
-MAX_TRAILING = 3
-ENTRIES_PER_COLUMN = 2 + MAX_TRAILING
+MAX_TRAILING_DIMS = 3
+ENTRIES_PER_COLUMN = 2 + MAX_TRAILING_DIMS
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LocalBatch:
     counts: Mapping[str, float]
     """The sum of each column over the whole batch, the number of "tokens" with a target and of "sequences".
 
-    For a multi-token-prediction depth, under `count_name`."""
+    Those of a multi-token-prediction depth are under `count_name(name, depth)`."""
     sharded: bool
     """Whether a result goes only to the rank that holds the sequence."""
     mesh: Mesh
@@ -66,7 +66,7 @@ class LocalBatch:
     def gather_results(
         self, values: Sequence[Mapping[str, Tensor]], *, shifted: bool, device: torch.device
     ) -> dict[str, list[Tensor]]:
-        """Returns one tensor [length, ...] per sequence by name, on the CPU, from [T, ...] of each local microbatch.
+        """Returns one tensor [length, ...] per sequence by name, on the CPU, from [T, ...] of this rank's microbatches.
 
         Every rank gets the sequences of the whole batch, or those that it holds. The last stage's ranks exchange
         per-token values and broadcast them to the stages before.
@@ -74,19 +74,19 @@ class LocalBatch:
         mesh, ranks = self.mesh, self.mesh.dp.size
         members = [self.plan.members(range(rank, len(self.plan.bins), ranks)) for rank in range(ranks)]
         sizes = [sum(self.plan.lengths[member] for member in sequences) for sequences in members]
-        shown_ranks = [mesh.dp.rank] if self.sharded else list(range(ranks))
+        returned_ranks = [mesh.dp.rank] if self.sharded else list(range(ranks))
         results = {}
         for name, dtype, trailing in self._result_types(values, device):
             local = torch.zeros((sizes[mesh.dp.rank], *trailing), dtype=dtype, device=device)
             if values:
-                self._place([value[name].detach() for value in values], local, members[mesh.dp.rank], shifted)
-            # As bytes, which every backend sends. Of the ranks that share a sequence, one has a token's value and the
-            # others have zeros.
-            width = math.prod(trailing) * dtype.itemsize  # of a token; this rank may have none
+                self._write_values([value[name].detach() for value in values], local, members[mesh.dp.rank], shifted)
+            # Sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one has
+            # a token's value and the others have zeros, so the sum is the value.
+            width = math.prod(trailing) * dtype.itemsize  # bytes per token; this rank may have no tokens
             data = for_backend(local).view(-1).view(torch.uint8).view(len(local), width)
             if values and mesh.cp.group is not None:
                 dist.all_reduce(data, group=mesh.cp.group)
-            if len(shown_ranks) > 1:
+            if len(returned_ranks) > 1:
                 padded = data.new_zeros((max(sizes), width))
                 padded[: len(data)] = data
                 data = padded.new_zeros((ranks * max(sizes), width))
@@ -95,8 +95,8 @@ class LocalBatch:
             if mesh.pp.group is not None:
                 dist.broadcast(data, group=mesh.pp.group, group_src=mesh.pp.size - 1)
             by_sequence: dict[int, Tensor] = {}
-            for number, rank in enumerate(shown_ranks):
-                start = number * max(sizes)
+            for index, rank in enumerate(returned_ranks):
+                start = index * max(sizes)
                 received = data[start : start + sizes[rank]].cpu()
                 tokens = received.view(-1).view(dtype).view(sizes[rank], *trailing)
                 lengths = [self.plan.lengths[member] for member in members[rank]]
@@ -104,7 +104,7 @@ class LocalBatch:
             results[name] = [by_sequence[member] for member in sorted(by_sequence)]
         return results
 
-    def _place(self, values: Sequence[Tensor], target: Tensor, members: Sequence[int], shifted: bool) -> None:
+    def _write_values(self, values: Sequence[Tensor], target: Tensor, members: Sequence[int], shifted: bool) -> None:
         """Writes each microbatch's values into `target`, in which this rank's sequences lie end to end."""
         starts, end = {}, 0
         for member in members:
@@ -142,7 +142,7 @@ class LocalBatch:
 def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[Any, Any], budget: int) -> Batch:
     """Returns a sharded batch with this rank's sequences. Rank 0 passes the whole batch, the others None.
 
-    Rank 0 plans the bins once, and the plan travels with the batch: an engine with the same `budget` runs it as if
+    Rank 0 plans the bins once, and the plan is sent with the batch: an engine with the same `budget` runs it as if
     every rank had been given the whole batch.
     """
     dp_ranks = controller.gather(mesh.dp.rank)
@@ -152,15 +152,15 @@ def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[A
         return controller.scatter([batch for _ in dp_ranks])
     bins = plan_bins(batch.lengths, budget, multiple_of=mesh.dp.size, groups=batch.groups)
     owners = [0] * len(batch)
-    for number, members in enumerate(bins):
+    for bin_index, members in enumerate(bins):
         for member in members:
-            owners[member] = number % mesh.dp.size
+            owners[member] = bin_index % mesh.dp.size
     sharding = BatchSharding(batch.lengths, owners, bins, budget)
     return controller.scatter([_rows_of(batch, sharding, rank) for rank in dp_ranks])
 
 
 def _rows_of(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
-    """Returns what data-parallel rank `rank` holds of a batch."""
+    """Returns the part of a batch that belongs to data-parallel rank `rank`."""
     rows = [row for row, owner in enumerate(sharding.owners) if owner == rank]
     columns = {name: [values[row] for row in rows] for name, values in batch.columns.items()}
     return Batch([batch.sequences[row] for row in rows], columns, batch.groups, sharding)
@@ -183,6 +183,7 @@ def shard_batch(
     """
     rank, ranks = mesh.dp.rank, mesh.dp.size
     check = ConsistencyCheck(device)
+    # The verb phrase completes an error message: "rank 3 could not plan its microbatches".
     with check.exchange("plan its microbatches") as compared:
         plan = _plan(batch, ranks, budget)
         compared.append(
@@ -200,36 +201,39 @@ def shard_batch(
             "every rank the same batch, or each its own sequences with Batch.sharded, and the same counts."
         )
 
-    numbers = range(rank, len(plan.bins), ranks)
+    bin_indices = range(rank, len(plan.bins), ranks)
     column_entries = len(batch.columns) * ENTRIES_PER_COLUMN
     with check.exchange("read its part of the batch", count=column_entries + ranks) as compared:
-        content = _read(batch, plan, rank, numbers)
+        content = _content_of(batch, plan, rank, bin_indices)
         _check_vocabulary(content.tokens, vocab_size)
         if ROUTING in content.columns and len(content.tokens):
             check_experts(content.columns[ROUTING], routers or {})
         for name, column in content.columns.items():
-            known = len(content.tokens) > 0
+            has_rows = len(content.tokens) > 0
             compared.extend(
                 _column_type(name, column, has_no_dtype(batch.columns[name]))
-                if known
+                if has_rows
                 else [UNKNOWN] * ENTRIES_PER_COLUMN
             )
         digests = [UNKNOWN] * ranks
         digests[rank] = check.digest(content.tokens, *content.columns.values())
-        if batch.sharding is None and ranks > 1:  # no rank reads all of it, but each reads what the next one runs
+        if (
+            batch.sharding is None and ranks > 1
+        ):  # to detect different batches, each rank also hashes its neighbour's part
             neighbour = (rank + 1) % ranks
-            other = _read(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
+            other = _content_of(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
             digests[neighbour] = check.digest(other.tokens, *other.columns.values())
         compared.extend(digests)
     content = BatchContent(content.tokens, dict(_agreed_columns(content, check)))
     for slot in range(ranks):
         if check.differ([column_entries + slot]):
             raise ValueError(
-                f"the ranks were given different batches: not all have the same tokens and columns for what "
-                f"data-parallel rank {slot} runs. Give every rank the same batch, or each its own with Batch.sharded."
+                f"the ranks were given different batches: not all have the same tokens and columns for the "
+                f"sequences of data-parallel rank {slot}. Give every rank the same batch, or each its own with "
+                "Batch.sharded."
             )
 
-    microbatches = build_microbatches(plan, numbers, content, depths)
+    microbatches = build_microbatches(plan, bin_indices, content, depths)
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
@@ -238,15 +242,15 @@ def shard_batch(
 
 
 def with_step_tokens(microbatch: Microbatch, counts: Mapping[str, float], config: ModelConfig) -> Microbatch:
-    """Returns the microbatch with the token count of the whole step, over which routers' side losses are means."""
+    """Returns the microbatch with the token count of the whole step, for the means of routers' auxiliary losses."""
     if "all_tokens" in counts:
         tokens = int(counts["all_tokens"])
-        ahead = tuple(replace(each, batch_tokens=tokens) for each in microbatch.mtp_microbatches)
-        return replace(microbatch, batch_tokens=tokens, mtp_microbatches=ahead)
+        mtp_microbatches = tuple(replace(each, batch_tokens=tokens) for each in microbatch.mtp_microbatches)
+        return replace(microbatch, batch_tokens=tokens, mtp_microbatches=mtp_microbatches)
     if any(block.has_aux_losses for block in config.blocks.values()):
         raise LookupError(
-            'counts has no "all_tokens", every token of the step, which side losses of routers are a mean over. Give '
-            "what Engine.count makes of all batches of the step."
+            'counts has no "all_tokens", the number of tokens of the step, which routers\' auxiliary losses need. '
+            "Pass counts=engine.count(*batches) with all batches of the step."
         )
     return microbatch
 
@@ -263,17 +267,17 @@ def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     return BinPlan(lengths, plan_sharded_bins(lengths, batch.sharding.owners, ranks, budget, groups=batch.groups))
 
 
-def _read(batch: Batch, plan: BinPlan, rank: int, numbers: Sequence[int]) -> BatchContent:
+def _content_of(batch: Batch, plan: BinPlan, rank: int, bin_indices: Sequence[int]) -> BatchContent:
     """Returns the tokens and columns of these microbatches' sequences."""
-    members = plan.members(numbers)
+    members = plan.members(bin_indices)
     if batch.sharding is None:
         return read_content(batch.sequences, batch.columns, members, members, plan.lengths)
     held = [index for index, owner in enumerate(batch.sharding.owners) if owner == rank]
     lengths, expected = sequence_lengths(batch.sequences), [plan.lengths[index] for index in held]
     if lengths != expected:
         raise ValueError(
-            f"this rank was given sequences of {_list(lengths)} tokens, but data-parallel rank {rank} is said to hold "
-            f"ones of {_list(expected)}. Give it those, in the order of `lengths`."
+            f"this rank was given sequences of {_format(lengths)} tokens, but by `lengths` and `owners` data-parallel "
+            f"rank {rank} holds sequences of {_format(expected)}. Give it those, in the order of `lengths`."
         )
     row_of = {index: row for row, index in enumerate(held)}
     return read_content(batch.sequences, batch.columns, members, [row_of[member] for member in members], plan.lengths)
@@ -283,27 +287,27 @@ def _check_vocabulary(tokens: Tensor, size: int) -> None:
     if len(tokens) and (highest := int((tokens if tokens.is_cuda else tokens.numpy()).max())) >= size:
         raise ValueError(
             f"a sequence holds token {highest}, but the vocabulary ends at {size - 1}. "
-            "Are tokenizer and model of one kind?"
+            "Check that the tokenizer belongs to the model."
         )
 
 
-def _column_type(name: str, column: Tensor, plain: bool) -> list[int]:
+def _column_type(name: str, column: Tensor, inferred: bool) -> list[int]:
     """Returns a column's dtype and trailing shape as integers."""
     trailing = column.shape[1:]
-    if column.dtype not in DTYPES or len(trailing) > MAX_TRAILING:
+    if column.dtype not in DTYPES or len(trailing) > MAX_TRAILING_DIMS:
         raise ValueError(
             f'column "{name}" holds {column.dtype} of shape {tuple(trailing)} per token. Give numbers of at most '
-            f"{MAX_TRAILING} dimensions per token."
+            f"{MAX_TRAILING_DIMS} dimensions per token."
         )
-    dtype = DTYPES.index(column.dtype) + PYTHON_NUMBERS * plain
-    return [dtype, len(trailing), *trailing, *[0] * (MAX_TRAILING - len(trailing))]
+    dtype = DTYPES.index(column.dtype) + INFERRED_DTYPE * inferred
+    return [dtype, len(trailing), *trailing, *[0] * (MAX_TRAILING_DIMS - len(trailing))]
 
 
 def _agreed_columns(content: BatchContent, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
-    """Yields the columns in the dtype and shape of all ranks: one rank may have no row, or whole numbers only."""
-    int_or_float = {PYTHON_NUMBERS + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
-    for number, (name, column) in enumerate(content.columns.items()):
-        entries = range(number * ENTRIES_PER_COLUMN, (number + 1) * ENTRIES_PER_COLUMN)
+    """Yields the columns, cast to the common dtype: a rank may have no row, or integers where others have floats."""
+    int_or_float = {INFERRED_DTYPE + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
+    for index, (name, column) in enumerate(content.columns.items()):
+        entries = range(index * ENTRIES_PER_COLUMN, (index + 1) * ENTRIES_PER_COLUMN)
         dtype, dimensions, *trailing = (check.highest[entry] for entry in entries)
         mixed = {check.lowest[entries[0]], dtype} == int_or_float
         if check.differ(entries[1:]) or (check.differ(entries[:1]) and not mixed):
@@ -312,7 +316,7 @@ def _agreed_columns(content: BatchContent, check: ConsistencyCheck) -> Iterator[
                 "Give all the same dtype and shape."
             )
         values = column if len(content.tokens) else torch.zeros(0, *trailing[:dimensions])
-        yield name, values.to(DTYPES[dtype % PYTHON_NUMBERS])
+        yield name, values.to(DTYPES[dtype % INFERRED_DTYPE])
 
 
 def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.device) -> dict[str, float]:
@@ -320,10 +324,10 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
     columns = [
         {
             count_name(name, depth): column
-            for depth, ahead in enumerate((each, *each.mtp_microbatches))
-            for name, column in ahead.columns.items()
+            for depth, at_depth in enumerate((microbatch, *microbatch.mtp_microbatches))
+            for name, column in at_depth.columns.items()
         }
-        for each in microbatches
+        for microbatch in microbatches
     ]
     names = list(columns[0])
     sums = [sum(float(each[name].sum(dtype=torch.float64)) for each in columns) for name in names]
@@ -334,6 +338,6 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
     return dict(zip(names, sums, strict=True))
 
 
-def _list(numbers: Sequence[int]) -> str:
+def _format(numbers: Sequence[int]) -> str:
     listed = ", ".join(map(str, numbers[:8])) or "no"
     return f"{listed}, …" if len(numbers) > 8 else listed

@@ -53,24 +53,26 @@ class Engine:
     Every rank passes the same global batch, or its own part (`Batch.sharded`). The engine packs it into microbatches
     of at most `budget` tokens and returns results in the caller's order.
 
-    source: what `load_model` takes. A `ModelConfig` starts from fresh weights; if it names no Hugging Face family, its
-        tensors are streamed under our own names. For a `Recast`, `fresh` names the tensors that the source lacked.
-    device: by default the one that `ranks` chose for this rank.
+    source: what `load_model` takes. A `ModelConfig` starts from random weights; if it names no Hugging Face family, its
+        tensors are streamed under Postlude's names. For a `Recast`, `fresh` names the tensors that the source lacked.
+    device: by default the one that `postlude.ranks()` chose for this rank.
     recompute, scans, head: as for `LanguageModel`.
     critic: adds a value head, initially zero. It is trained, clipped, saved and loaded like every other parameter,
         and is not part of streamed or exported weights.
-    mtp: loads the multi-token-prediction depths of the source and trains them with an objective that asks for them
-        (`MTP`). Without it, they stay as they are.
-    overlap: True interleaves one microbatch's forward with another's backward, so that exchanges with experts hide
-        behind compute; the result is equal to the bit, and weights stay gathered for a step. "zero_bubble" defers
-        weight gradients into the pipeline's bubble.
-    gather_once: gathers weights and reduces gradients once a step instead of once a microbatch, as a pipeline always
-        does. Where ranks shard a model, each then needs memory for all gradients of its stage, in fp32.
-    weights: how weights are stored between steps (`postlude.options.WeightStorage`); narrower than fp32 only where no
-        other rank shares them.
-    selection_bias_rate: how far a step moves routers' selection biases towards even load, whatever the learning rate
-        is. None keeps the model config's, which is 0 for every Hugging Face model.
-    blocks, families: the tables of blocks and of Hugging Face families, with yours added.
+    mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
+        (`MTP`). With mtp=False they are not loaded, and those of a given pattern are not trained.
+    overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all
+        with compute; results are bit-identical, and weights stay gathered for a step. "zero_bubble" defers weight
+        gradients into the pipeline's bubble.
+    gather_once: all-gathers weights and reduces gradients once per step instead of once per microbatch; always so with
+        pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
+    weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
+        rank shares them.
+    selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
+        independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
+    blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
+
+    `step` counts optimizer steps that changed the weights, `skipped` those whose gradient norm was not finite.
     """
 
     def __init__(
@@ -98,8 +100,9 @@ class Engine:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
-                "an engine runs on ranks, and none are started: make it inside `with postlude.ranks():`, by itself, "
-                "under torchrun, or in a function given to `postlude.launch`."
+                "torch.distributed is not initialised, and an engine needs it: make the engine inside "
+                "`with postlude.ranks():`, in a single process or under torchrun, or in a function given to "
+                "`postlude.launch`."
             )
         self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
@@ -135,6 +138,8 @@ class Engine:
         self.failure_state = FailureState()
         self.metric_index = MetricIndex()
         self.step = self.skipped = 0
+        # What the optimizer's own step counts are restored from: the step at which it began, its steps without any
+        # gradient, and the first step of each parameter that joined later.
         self.optimizer_start, self.idle, self.began_later = 0, 0, dict[str, int]()
         self.optimizer_config = optimizer or AdamW()
         self.optimizer = self._build_optimizer(self.optimizer_config)
@@ -172,7 +177,10 @@ class Engine:
 
     @property
     def low_bits(self) -> dict[str, Tensor]:
-        """The lower sixteen bits of split weights, this rank's shards, by their global names."""
+        """The lower 16 bits of split weights, this rank's shards, by their global names.
+
+        A split weight is an fp32 weight: its upper half is the bf16 parameter, its lower half is here.
+        """
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
     def forward_backward(
@@ -183,33 +191,37 @@ class Engine:
         counts: Mapping[str, float] | None = None,
         recorder: Recorder = NO_RECORDER,
     ) -> Result:
-        """Runs the batch forward and backward, and adds its gradients to the present ones.
+        """Runs the batch forward and backward, and accumulates its gradients.
 
-        `counts` are the denominators of a step that this batch is only part of, from `count`: all that its losses are
-        over, by name, and "all_tokens", every token of the step, if routers have side losses. `recorder` records what
-        this rank does when.
+        `counts`: if the step has several batches, pass `engine.count(*batches)` for each. It has the sum of every
+        column that a loss is a mean over, and "all_tokens", which routers' auxiliary losses need. `recorder` records a
+        timeline of this rank.
 
-        A mean over something unknown, or over weights that sum to zero, is refused, and the engine stays usable:
-        before the pass if the objective has `denominators`, else after it, and then the step's gradients are lost.
-        They are also lost if the pass fails on the only rank: `zero_grad`, and run the step's batches again. If it
-        fails on one of several ranks, every later call is refused: the others may be anywhere.
+        Errors:
+
+        - The objective is a mean over an unknown column, or over weights that sum to zero. If it has `denominators`,
+          this raises before the pass, and nothing is lost. Else it raises after the pass, and the step's gradients are
+          lost: call `zero_grad`, and run all batches of the step again.
+        - The pass fails on the only rank: the step's gradients are lost, as above.
+        - The pass fails on one of several ranks: every later call raises, because the others may be in the middle of
+          it. Make a new engine on every rank, and load the last checkpoint.
         """
-        counts = counts or None
+        counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
         microbatches = local.microbatches
         if counts is not None:
-            microbatches = [with_step_tokens(each, counts, self.config) for each in microbatches]
+            microbatches = [with_step_tokens(microbatch, counts, self.config) for microbatch in microbatches]
         metrics = self._metrics(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
             for name in self.shared & self.parameters.keys():
                 if self._is_second_copy(name):
-                    self.parameters[name].grad = None  # the first stage holds the sum of earlier passes
+                    self.parameters[name].grad = None  # earlier passes are already summed in the first stage's copy
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, metrics), recorder)
-            gradients.finish(self.parameters, self.shared, self.mesh)
+            gradients.complete(self.parameters, self.shared, self.mesh)
             for block in self.local_stages.blocks:
-                for name, share in block.metrics().items():
-                    metrics.add_share(name, *share)
-            values = metrics.reduce(self._counts_results)
+                for name, (numerator, denominator) in block.metrics().items():
+                    metrics.add_ratio(name, numerator, denominator)
+            values = metrics.reduce(self._reports_results)
         self.failure_state.raise_refused(metrics.refused, "forward_backward", gradients=True)
         return self._result(values, local)
 
@@ -227,30 +239,30 @@ class Engine:
         metrics = self._metrics(objective, local)
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
             self.local_stages.forward(local.microbatches, lambda inputs: metrics.evaluate(objective, inputs))
-            values = metrics.reduce(self._counts_results)
+            values = metrics.reduce(self._reports_results)
         self.failure_state.raise_refused(metrics.refused, "evaluate_loss")
         return self._result(values, local)
 
     def _metrics(
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
     ) -> MetricAccumulator:
-        """Returns the metrics of a pass. All ranks know its denominators, or all raise before it begins."""
+        """Returns empty metrics for a pass. All ranks raise before it begins if a denominator is unknown."""
         known = local.counts if counts is None else counts
         check_counts(objective, known, len(self.config.pattern.mtp))
         return MetricAccumulator(Scale(local.microbatches, known, cp_size=self.mesh.cp.size), self.metric_index)
 
     def _result(self, metrics: dict[str, float], local: LocalBatch) -> Result:
-        reductions = dict(self.metric_index.lines.keys())
+        reductions = dict(self.metric_index.slots.keys())
         return Result(metrics.pop("loss"), metrics, len(local.plan.bins), local.plan.tokens, reductions)
 
     def optimizer_step(self) -> StepResult:
-        """Clips the gradients by their global norm, steps, and zeroes the gradients."""
+        """Clips the gradients by their global norm, updates the weights, and frees the gradients."""
         config, norm_on_device = self.optimizer_config, self._gradient_norm()
         lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
         idle = bool(self.parameters) and all(each.grad is None for each in self.parameters.values())
         with self.failure_state.guard_write("optimizer_step"):
             self.optimizer.clipped_step(lr, norm_on_device)
-            norm = float(norm_on_device)  # the host waits here, when the device has the whole step in its queue
+            norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
                 blocks = self.local_stages.blocks
@@ -263,13 +275,13 @@ class Engine:
         return StepResult(self.step, norm, lr, skipped=not finite)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replaces the optimizer: fresh moments, and its schedule from the beginning. Weights keep every bit.
+        """Replaces the optimizer and resets the moments and the schedule. Split weights keep their low bits.
 
-        If the new one is refused, the old one stays.
+        If the new optimizer cannot be built, this raises and the old one stays.
         """
         new = self._build_optimizer(optimizer)
         if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
-            new.take_low_bits(self.optimizer)
+            new.move_low_bits_from(self.optimizer)
         self.optimizer, self.optimizer_config = new, optimizer
         self.optimizer_start, self.idle, self.began_later = self.step, 0, {}
 
@@ -277,7 +289,7 @@ class Engine:
         return optimizers.build(config, self.parameters, self.local_stages.matrices, self.weights)
 
     def zero_grad(self) -> None:
-        """Frees the gradients, and zeroes what blocks counted for the same step."""
+        """Frees the gradients, and zeroes the blocks' counters."""
         self.failure_state.check()
         self.failure_state.recovered()
         self.optimizer.zero_grad(set_to_none=True)
@@ -286,23 +298,23 @@ class Engine:
                 counter.zero_()
 
     def grad_norm(self) -> float:
-        """Returns the norm of the whole gradient, over every rank."""
+        """Returns the global gradient norm, over every rank."""
         return float(self._gradient_norm())
 
     def weight_norm(self) -> float:
         """Returns the norm of all weights, over every rank. It is not finite if a weight is not."""
-        weights = ((each, gradients.replica_count(each)) for each in self._counted_parameters)
+        weights = ((each, gradients.replica_count(each)) for each in self._parameters_of_norms)
         return float(gradients.total_norm(weights, self.device))
 
     def _gradient_norm(self) -> Tensor:
         self.failure_state.check(gradients=True)
-        counted = self._counted_parameters
-        local = ((each.grad, gradients.replica_count(each)) for each in counted if each.grad is not None)
+        parameters = self._parameters_of_norms
+        local = ((each.grad, gradients.replica_count(each)) for each in parameters if each.grad is not None)
         return gradients.total_norm(local, self.device)
 
     @property
-    def _counted_parameters(self) -> list[nn.Parameter]:
-        """Those of `parameters` that count on this rank: a shared one counts on the first stage."""
+    def _parameters_of_norms(self) -> list[nn.Parameter]:
+        """This rank's parameters that enter a norm: those that two stages hold enter on the first stage only."""
         if self.layout.pp == 1:
             return list(self.parameters.values())
         return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
@@ -334,13 +346,13 @@ class Engine:
         return TokenScores(scores["logprob"], scores.get("entropy"))
 
     def values(self, batch: Batch) -> list[Tensor]:
-        """Returns the values, [length] fp32 per sequence: entry i is before token i is chosen. Entry 0 is 0."""
+        """Returns the values, [length] fp32 per sequence: entry i is the state's before token i. Entry 0 is 0."""
         if not self.critic:
             raise ValueError(NO_VALUE_HEAD)
         return self.evaluate_tokens(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the k likeliest tokens in place of every token: log-probs and ids, each [length, k] per sequence."""
+        """Returns the k likeliest tokens at every token's position: log-probs and ids, [length, k] per sequence."""
         if not 1 <= k <= self.config.vocab_size:
             raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {self.config.vocab_size}.")
 
@@ -352,7 +364,7 @@ class Engine:
         return likeliest["logprobs"], likeliest["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:
-        """Returns a frozen copy of the present weights, with its own `logprobs` and `topk`."""
+        """Returns a frozen copy of the current weights, with its own `logprobs` and `topk`."""
         self.failure_state.check()
         return Reference(self, offload=offload)
 
@@ -361,9 +373,9 @@ class Engine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors of the model by Hugging Face name, in transformers' order, on every rank.
 
-        A model without a family uses our own names. Tensors come in buckets of at most `bucket_bytes` (or one tensor),
-        in `dtype`, by default the compute dtype; what a block keeps in fp32 comes in fp32 at least. Split weights come
-        with all bits if `dtype` has more than bf16. Every rank must take them all.
+        A model without a family uses Postlude's names. Tensors come in buckets of at most `bucket_bytes` (or one
+        tensor), in `dtype`, by default the compute dtype; what a block keeps in fp32 comes in fp32 at least. Split
+        weights come with all bits if `dtype` has more than bf16. Every rank must exhaust the iterator.
         """
         return chain.from_iterable(self.stream_buckets(bucket_bytes=bucket_bytes, dtype=dtype))
 
@@ -372,7 +384,7 @@ class Engine:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """As `stream_weights`, bucket by bucket. All ranks may stop together after any of them."""
         self.failure_state.check()
-        low_bits = None if dtype is None else self.low_bits  # the model computes without them
+        low_bits = None if dtype is None else self.low_bits  # a forward uses the upper bits only
         dtype = dtype or self.compute_dtype
         buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype)
         return (
@@ -382,14 +394,14 @@ class Engine:
 
     @torch.no_grad()
     def copy_weights(self, model: LanguageModel) -> None:
-        """Copies the weights into an undivided model on every rank, such as one that generates."""
+        """Copies the weights into an unsharded model on every rank, such as a generator's."""
         targets = model.state_dict()
         for streamed, (_, tensor) in zip(self._streamed_tensors, self.stream_weights(), strict=True):
             for name, mapping in streamed.parts:
                 copy_from_hf(tensor, mapping, targets[name], region(targets[name]))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the whole gradient, fp32, with names and order of `stream_weights`. Without the critic's."""
+        """Yields full gradients, fp32, with names and order of `stream_weights`, without the value head's."""
         self.failure_state.check(gradients=True)
         local = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = streaming.plan_buckets(self._streamed_tensors, 1 << 30, torch.float32)
@@ -445,7 +457,7 @@ class Engine:
         """Writes the training state to a new directory: weights, optimizer, schedule, random states, `extra` (JSON).
 
         With the model's config and the `tokenizer`, if given, it can also be loaded as a model. It is copied to host
-        memory at once. Without `wait` it is written in the background, and `finish_saving` raises what went wrong.
+        memory at once. Without `wait` it is written in the background, and `finish_saving` raises its error.
         """
         self.failure_state.check()
         model_files = export.model_files(self, self.compute_dtype, tokenizer)
@@ -461,14 +473,14 @@ class Engine:
         """Restores the training state that an engine in any layout saved. Returns its `extra`.
 
         Each rank gets the state of its own random generators, or rank 0's if the saved layout had fewer ranks.
-        With `recast` it may have been saved under another pattern, whose blocks are matched as `Recast` says. What is
-        new keeps this engine's weights and starts without moments, as at a first step; `fresh` then names it.
+        With `recast` it may have been saved under another pattern; `Recast` describes how blocks are matched. New
+        tensors keep this engine's weights and start without moments, as at a first step; `fresh` then names them.
         """
         self.failure_state.check(load=True)
         if not recast:
             return checkpoint.load(self, directory)
-        before = on_rank0(lambda: read_model_with_mtp(Path(directory), self.families, self.block_types)[1])
-        plan = plan_recast(before, self.config, self.block_types)
+        saved_config = on_rank0(lambda: read_model_with_mtp(Path(directory), self.families, self.block_types)[1])
+        plan = plan_recast(saved_config, self.config, self.block_types)
         extra = checkpoint.load(self, directory, plan)
         self.fresh = plan.fresh
         return extra
@@ -477,7 +489,7 @@ class Engine:
         self.local_stages = self.builder.rebuild(self.local_stages)
 
     def _shard(self, batch: Batch, step_counts: Mapping[str, float] | None = None) -> LocalBatch:
-        """Returns this rank's microbatches. If one rank refuses its part, all do, and the engine stays usable."""
+        """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
         return shard_batch(
             batch,
@@ -491,8 +503,8 @@ class Engine:
         )
 
     @property
-    def _counts_results(self) -> bool:
-        """Whether this rank's results count: it runs the last stage, and tensor-parallel ranks all have the same."""
+    def _reports_results(self) -> bool:
+        """Whether metrics take this rank's results: it runs the last stage, and is the first of equal TP ranks."""
         return self.layout.stages - 1 in self.stages and self.mesh.tp.rank == 0
 
     def _is_second_copy(self, name: str) -> bool:

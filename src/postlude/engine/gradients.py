@@ -1,4 +1,4 @@
-"""Gradients over all ranks, in bounded memory: their norm, their clipping, and the sums of replicated ones."""
+"""Gradients over all ranks: their norm, chunk by chunk, their clipping, and all-reduces of shared ones and counters."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
 
     Each tensor comes with the number of ranks that hold the same shard of it.
     """
-    chunks, shares = list[Tensor](), list[float]()
+    chunks, fractions = list[Tensor](), list[float]()
     for tensor, replicas in tensors:
         shard = local_shard(tensor)
         pieces = [shard] if shard.numel() <= CHUNK else shard.reshape(-1).split(CHUNK)
         chunks += pieces
-        shares += [1.0 / replicas] * len(pieces)
+        fractions += [1.0 / replicas] * len(pieces)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if chunks:
         weights = (
-            shares[0]
-            if len(set(shares)) == 1
-            else torch.tensor(shares, dtype=torch.float64).to(device, non_blocking=True)
+            fractions[0]
+            if len(set(fractions)) == 1
+            else torch.tensor(fractions, dtype=torch.float64).to(device, non_blocking=True)
         )
         squares += (norms(chunks, torch.float64).square() * weights).sum()
     dist.all_reduce(squares)
@@ -42,8 +42,8 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """Returns zeros to add gradients to: in fp32, even if the parameter is narrower."""
-    parameter.grad_dtype = None  # any
+    """Returns zeros to add gradients to: in fp32, even if the parameter has fewer bits."""
+    parameter.grad_dtype = None  # allows a dtype other than the parameter's
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
 
 
@@ -58,7 +58,7 @@ def replica_count(parameter: Tensor) -> int:
 
 
 def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
-    """Scales this rank's gradients as the whole gradient, of this norm, is scaled down to the limit."""
+    """Clips this rank's gradients to `limit`, given the global `norm`."""
     shards = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -69,10 +69,10 @@ def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
         clip_grads_with_norm_(shards, limit, torch.full((), norm, dtype=torch.float32, device=shards[0].device))
 
 
-def finish(parameters: Mapping[str, Tensor], shared: Collection[str], mesh: Mesh) -> None:
+def complete(parameters: Mapping[str, Tensor], shared: Collection[str], mesh: Mesh) -> None:
     """Gives every parameter a gradient, and sums those of `shared` ones over the first and the last stage.
 
-    Zeros if nothing depended on it: without one it would get no optimizer state, and a checkpoint would lack it.
+    A parameter that the loss did not depend on gets zeros, so that every parameter has optimizer state to save.
     """
     for parameter in parameters.values():
         if parameter.grad is None:

@@ -1,8 +1,8 @@
 """AdamW and SGD over the shards that a rank stores.
 
-AdamW in fp32 is torch's fused step. With narrow weights or moments, and with state in host memory, it is that of
-`ops/adamw.py`. Both clip inside the step, and change nothing if the gradient's norm is not finite, so that the host
-need not wait for the norm.
+AdamW in fp32 is torch's fused step. With weights or moments below 32 bits, or with state in host memory, it is the step
+of `ops/adamw.py`. Both clip inside the step and change nothing if the gradient's norm is not finite, so that they need
+no synchronisation to read the norm. SGD reads it on the host.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
 
 
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
-    """Returns the shard of the whole state that a rank's state of its parameter shard is."""
+    """Returns the rank's optimizer state of a parameter as a shard of the full state tensor."""
     like = state if is_dtensor(state) else parameter
     starts, shape = tuple(where.start for where in region(like)), tuple(like.shape)
-    if local_shard(state).shape != local_shard(like).shape:  # one number per block
+    if local_shard(state).shape != local_shard(like).shape:  # one number per quantisation block
         starts, shape = (*starts[:-1], starts[-1] // BLOCK), scales_shape(shape)
     return TensorShard(local_shard(state), starts, shape)
 
@@ -64,7 +64,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     """AdamW with each parameter's state as plain tensors of this rank's shard.
 
     With `moments="8bit"` the moments of matrices have eight bits; with `offload` the state of matrices is in host
-    memory. With `weights="split"` the state has the lower halves of bf16 parameters.
+    memory. With `weights="split"` the state has the lower 16 bits of fp32 weights, and the
+    parameters are the upper 16, as bf16.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self.config, self.weights = config, weights
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.matrices = {parameter for name, parameter in parameters.items() if name in matrices}
-        self.scale: Tensor | None = None
+        self.scale: Tensor | None = None  # during `clipped_step`: [clip factor, 1 if the norm is finite else 0]
         groups = [
             {"params": members, "weight_decay": decay}
             for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
@@ -103,19 +104,19 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient, with gradients times `scale` if it is set."""
+        """Updates every parameter that has a gradient, with gradients times the clip factor in a `clipped_step`."""
         config, offloaded = self.config, list[OffloadedWork]()
         for group in self.param_groups:
-            rates = AdamWHyperparameters(group["lr"], config.betas, config.eps, group["weight_decay"])
+            hyperparameters = AdamWHyperparameters(group["lr"], config.betas, config.eps, group["weight_decay"])
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 if not self.state[parameter]:
-                    self.state[parameter] = self._fresh(parameter)
-            fp32, narrow = list[nn.Parameter](), list[nn.Parameter]()
+                    self.state[parameter] = self._initial_state(parameter)
+            fp32, others = list[nn.Parameter](), list[nn.Parameter]()
             for parameter in updated:
-                (fp32 if self._is_fp32(parameter) else narrow).append(parameter)
-            self._step_fp32(fp32, rates)
-            for pieces, work in self._units(narrow, rates):
+                (fp32 if self._is_fp32(parameter) else others).append(parameter)
+            self._step_fp32(fp32, hyperparameters)
+            for pieces, work in self._updates(others, hyperparameters):
                 if pieces[0].device == self._device:
                     work(pieces)
                 else:
@@ -131,11 +132,11 @@ class ShardedAdamW(torch.optim.Optimizer):
         on_host = self.config.offload and parameter in self.matrices
         return parameter.dtype == torch.float32 and FIRST in self.state[parameter] and not on_host
 
-    def _step_fp32(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> None:
+    def _step_fp32(self, parameters: Sequence[nn.Parameter], hyperparameters: AdamWHyperparameters) -> None:
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
-        scale = None if self.scale is None else 1.0 / self.scale
+        divisor = None if self.scale is None else 1.0 / self.scale  # torch divides by `grad_scale`
         adamw(
             [local_shard(parameter) for parameter in parameters],
             [local_shard(_gradient(parameter)) for parameter in parameters],
@@ -144,103 +145,105 @@ class ShardedAdamW(torch.optim.Optimizer):
             [],
             [state["step"] for state in states],
             fused=True,
-            grad_scale=None if scale is None else scale[0],
+            grad_scale=None if divisor is None else divisor[0],
             found_inf=None if self.scale is None else 1.0 - self.scale[1],
             amsgrad=False,
-            beta1=rates.betas[0],
-            beta2=rates.betas[1],
-            lr=rates.lr,
-            weight_decay=rates.decay,
-            eps=rates.eps,
+            beta1=hyperparameters.betas[0],
+            beta2=hyperparameters.betas[1],
+            lr=hyperparameters.lr,
+            weight_decay=hyperparameters.decay,
+            eps=hyperparameters.eps,
             maximize=False,
         )
 
-    def _units(self, parameters: Sequence[nn.Parameter], rates: AdamWHyperparameters) -> Iterator[OffloadedWork]:
-        """Yields the step of each parameter, in pieces if its state is in host memory."""
+    def _updates(
+        self, parameters: Sequence[nn.Parameter], hyperparameters: AdamWHyperparameters
+    ) -> Iterator[OffloadedWork]:
+        """Yields the update of each parameter, in pieces if its state is in host memory."""
         if not parameters:
             return
         steps = [self.state[parameter]["step"] for parameter in parameters]
         scale = torch.ones(2, device=self._device) if self.scale is None else self.scale
-        counted = torch.stack(steps) + scale[1]
-        foreach_copy(steps, list(counted.unbind()))
-        for parameter, now in zip(parameters, bias_corrections(counted, rates).unbind(), strict=True):
-            yield from self._pieces(parameter, now, rates, scale)
+        step_counts = torch.stack(steps) + scale[1]
+        foreach_copy(steps, list(step_counts.unbind()))
+        corrections = bias_corrections(step_counts, hyperparameters).unbind()
+        for parameter, correction in zip(parameters, corrections, strict=True):
+            yield from self._update_pieces(parameter, correction, hyperparameters, scale)
 
-    def _pieces(
-        self, parameter: nn.Parameter, now: Tensor, rates: AdamWHyperparameters, scale: Tensor
+    def _update_pieces(
+        self, parameter: nn.Parameter, correction: Tensor, hyperparameters: AdamWHyperparameters, scale: Tensor
     ) -> Iterator[OffloadedWork]:
         state = {name: each for name, each in self.state[parameter].items() if name != "step"}
-        weight, gradient, (first, *others) = (
-            local_shard(parameter),
-            local_shard(_gradient(parameter)),
-            region(parameter),
-        )
+        weight, gradient = local_shard(parameter), local_shard(_gradient(parameter))
+        row_slice, *other_slices = region(parameter)
         if not weight.numel():
             return
-        key, shape, names = name_seed(self.names[parameter]), tuple(parameter.shape), list(state)
+        seed, shape, names = name_seed(self.names[parameter]), tuple(parameter.shape), list(state)
         rows = len(weight)
         if self.config.offload and parameter in self.matrices:
             bytes_of_row = sum(each.numel() * each.element_size() for each in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
-            cut = slice(start, start + rows)
-            place = TensorSlice.of((slice(first.start + start, first.stop), *others), shape)
-            work = partial(_narrow_step, names, weight[cut], gradient[cut], now, rates, scale, place, key)
-            yield [each[cut] for each in state.values()], work
+            piece = slice(start, start + rows)
+            place = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
+            work = partial(
+                _step_piece, names, weight[piece], gradient[piece], correction, hyperparameters, scale, place, seed
+            )
+            yield [each[piece] for each in state.values()], work
 
     def low_bits(self) -> dict[str, Tensor]:
-        """Returns the lower sixteen bits of this rank's split weights by name: empty before the first step."""
+        """Returns the lower 16 bits of this rank's split weights by name: empty before the first step."""
         return {name: self.state[each][LOW] for each, name in self.names.items() if LOW in self.state.get(each, {})}
 
-    def take_low_bits(self, other: ShardedAdamW) -> None:
-        """Takes the low bits from another optimizer of the same parameters, whose state is freed."""
+    def move_low_bits_from(self, other: ShardedAdamW) -> None:
+        """Moves the low bits here from another optimizer of the same parameters, whose state is freed."""
         for parameter in self.names:
             low = other.state.pop(parameter, {}).get(LOW)  # frees its moments first: there may be no memory for both
             if low is not None:
-                self.state[parameter] = self._fresh(parameter)
+                self.state[parameter] = self._initial_state(parameter)
                 self.state[parameter][LOW].copy_(low)
 
-    def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state before the first step: zeros."""
         shard, is_matrix = local_shard(parameter), parameter in self.matrices
-        shape, wanted = tuple(shard.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
+        shape, specs = tuple(shard.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for name in (FIRST, SECOND):
             if is_matrix and self.config.moments == "8bit":
-                wanted[name + CODES] = shape, torch.uint8
-                wanted[name + SCALES] = scales_shape(shape), torch.float32
+                specs[name + CODES] = shape, torch.uint8
+                specs[name + SCALES] = scales_shape(shape), torch.float32
             else:
-                wanted[name] = shape, torch.float32
+                specs[name] = shape, torch.float32
         if parameter.dtype == torch.bfloat16 and self.weights == "split":
-            wanted[LOW] = shape, torch.int16
+            specs[LOW] = shape, torch.int16
         on_host = is_matrix and self.config.offload
         state = {
             name: in_host_memory(size, dtype, shard.device)
             if on_host
             else torch.zeros(size, dtype=dtype, device=shard.device)
-            for name, (size, dtype) in wanted.items()
+            for name, (size, dtype) in specs.items()
         }
         return {"step": torch.zeros((), device=shard.device), **state}
 
     def _check_blocks(self, parameter: nn.Parameter) -> None:
-        """Raises if ranks share a block of 8-bit moments: it would have several scales."""
+        """Raises if ranks share a quantisation block of 8-bit moments: it would have several scales."""
         columns, total = region(parameter)[-1], parameter.shape[-1]
         if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != total):
             raise ValueError(
-                f"8-bit moments are kept in blocks of {BLOCK} along the rows of a matrix, but of {total} columns of "
+                f"8-bit moments are kept in blocks of {BLOCK} along the last dimension, but of {total} columns of "
                 f'{self.names[parameter]} this rank stores {columns.start} to {columns.stop}. Use moments="fp32", or a '
-                f"layout that cuts rows at multiples of {BLOCK}."
+                f"layout that divides columns at multiples of {BLOCK}."
             )
 
 
-def _narrow_step(
+def _step_piece(
     names: Sequence[str],
     weight: Tensor,
     gradient: Tensor,
-    now: Tensor,
-    rates: AdamWHyperparameters,
+    correction: Tensor,
+    hyperparameters: AdamWHyperparameters,
     scale: Tensor,
     place: TensorSlice,
-    key: int,
+    seed: int,
     pieces: Sequence[Tensor],
 ) -> None:
     state = dict(zip(names, pieces, strict=True))
@@ -253,11 +256,11 @@ def _narrow_step(
         gradient,
         moment(FIRST),
         moment(SECOND),
-        now,
-        rates,
+        correction,
+        hyperparameters,
         low=state.get(LOW),
         scale=scale,
-        key=key,
+        key=seed,
         place=place,
     )
 
@@ -269,10 +272,12 @@ class ShardedSGD(torch.optim.SGD):
         self.config = config
         groups: dict[Any, dict[str, Any]] = {}
         for name, parameter in parameters.items():
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None  # a step wants one
+            mesh = (
+                parameter.device_mesh if isinstance(parameter, DTensor) else None
+            )  # a foreach step needs one mesh per group
             decay = config.weight_decay if name in matrices else 0.0
             groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})["params"].append(parameter)
-        # Not fused: DTensors have no fused step of it.
+        # Not fused: torch has no fused SGD for DTensors.
         super().__init__(list(groups.values()), lr=config.lr, momentum=config.momentum, foreach=True)
 
     def clipped_step(self, lr: float, norm: Tensor) -> None:

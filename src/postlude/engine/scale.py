@@ -1,7 +1,7 @@
-"""The one scale: a loss is a sum over this rank's tokens divided by a count of the whole batch. Nothing else scales.
+"""Loss normalisation: a loss is a sum over this rank's tokens, divided by a global count. Nothing else divides it.
 
-Every rank knows the counts of the whole batch before the step. Gradients, and the losses themselves, are summed over
-all ranks that saw different tokens.
+Every rank has the counts of the whole batch before the step. Gradients, and the losses themselves, are summed over
+all ranks that processed different tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
 
 MetricKey = tuple[str, Reduction]
-MIN_LINES = 256
-"""Metrics that are reduced at least, so that ranks which know fewer have the same size."""
+MIN_SLOTS = 256
+"""The least number of slots in the reduced tensor, so that ranks with different metrics use one size."""
+
+
+DIGEST, NEGATED_DIGEST, FAILED_RANK, METRICS = range(4)
+"""Entries of the tensor whose maximum is taken; from METRICS on, one per slot."""
 
 
 def count_name(over: str, depth: int = 0) -> str:
@@ -32,11 +36,11 @@ def count_name(over: str, depth: int = 0) -> str:
 
 
 class Scale:
-    """The counts of one batch, and what a microbatch adds to a loss or a metric.
+    """The counts of one batch, which normalise its losses: what a microbatch adds to a loss or a metric.
 
-    `counts` are sums of weights over the whole step, by name. Without them, weights are summed over `microbatches`,
-    which are then the whole batch, not sharded. `cp_size` is the number of context-parallel ranks, each of which has
-    the values of every sequence.
+    `counts` are sums of weights over the whole step, by name. By default they are computed from `microbatches`, which
+    must then be the whole batch, not sharded. `cp_size` is the number of context-parallel ranks, which all hold the
+    per-sequence values.
     """
 
     def __init__(
@@ -44,27 +48,27 @@ class Scale:
     ) -> None:
         self.microbatches = microbatches
         self.cp_size = cp_size
-        self.given = counts is not None
+        self.counts_are_global = counts is not None
         self.counts = dict(counts or {})
 
     def count(self, over: str, depth: int = 0) -> float:
         """Returns the sum of the weights named `over` in the whole batch."""
         name = count_name(over, depth)
-        if name not in self.counts and self.given:
+        if name not in self.counts and self.counts_are_global:
             known = ", ".join(f'"{other}"' for other in self.counts) or "none"
             raise LookupError(
-                f'a loss is a mean over "{name}", whose sum over the step is not known (known are: {known}). Give the '
-                "batch a column of that name, or the step's `counts` its sum, as Engine.count makes them."
+                f'a loss is a mean over "{name}", whose sum over the step is not known (known are: {known}). Add a '
+                "column of that name to the batch, or pass counts=engine.count(*batches) with its sum."
             )
         if name not in self.counts:
             weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
-            self.counts[name] = float(sum(weights)) * self.replicas_of(over)
+            self.counts[name] = float(sum(weights)) * self.cp_replicas(over)
         if not self.counts[name] > 0 and not (depth and self.counts[name] == 0):
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '
                 "Skip a batch with nothing to learn, or name other weights."
             )
-        return self.counts[name] or 1.0  # a depth has no targets if all sequences are too short
+        return self.counts[name] or 1.0  # avoids 0 / 0 for an MTP depth without targets: all sequences too short
 
     def weights(self, over: str, microbatch: Microbatch, depth: int = 0) -> Tensor:
         """Returns the weights named `over`: [T], or [n] for "sequences"."""
@@ -84,11 +88,11 @@ class Scale:
 
     def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         if loss.values.ndim == 0:
-            return loss.values.float() / self.replicas_of(loss.over)
+            return loss.values.float() / self.cp_replicas(loss.over)
         weights = self.weights_of(loss, microbatch)
         return torch.where(weights != 0, loss.values.float() * weights, 0.0).sum()
 
-    def replicas_of(self, over: str) -> int:
+    def cp_replicas(self, over: str) -> int:
         """Returns how many ranks have the same values: every context-parallel rank has those of a sequence."""
         return self.cp_size if over == "sequences" else 1
 
@@ -97,8 +101,8 @@ class Scale:
         weights = self.weights(part.over, microbatch, part.depth)
         if part.values.shape != weights.shape:
             raise ValueError(
-                f'values over "{part.over}" have shape {tuple(part.values.shape)}, but this microbatch has '
-                f"{tuple(weights.shape)} of them. Give one value for each, or their sum as a scalar."
+                f'values over "{part.over}" have shape {tuple(part.values.shape)}, but this microbatch has weights of '
+                f"shape {tuple(weights.shape)}. Give one value for each, or their sum as a scalar."
             )
         return weights
 
@@ -106,8 +110,8 @@ class Scale:
 def check_counts(objective: Objective, counts: Mapping[str, float], depths: int) -> None:
     """Raises before a pass if an objective is a mean over something unknown, or whose weights sum to zero.
 
-    The objective's method `denominators(depths)` returns pairs of a name and a depth. Without it, the pass itself
-    detects it.
+    The objective's method `denominators(depths)` returns pairs of a name and a depth. Without it, the error is
+    raised after the pass.
     """
     denominators = getattr(objective, "denominators", None)
     scale = Scale((), counts)
@@ -116,34 +120,34 @@ def check_counts(objective: Objective, counts: Mapping[str, float], depths: int)
 
 
 class MetricIndex:
-    """The metrics that all ranks know, each with its line in the tensor that they reduce.
+    """The metrics that all ranks know, each with its slot in the tensor that they reduce.
 
-    It outlives a step: ranks exchange names once, and afterwards only numbers.
+    It is kept between steps: ranks exchange names once, and afterwards only numbers.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[MetricKey, int] = {}
+        self.slots: dict[MetricKey, int] = {}
 
     @property
     def digest(self) -> int:
         """A 48-bit digest of the names; never 0."""
-        text = json.dumps(list(self.lines)).encode()
+        text = json.dumps(list(self.slots)).encode()
         return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
     @property
     def size(self) -> int:
-        """The lines that are reduced: the same on every rank, even if some know no metric yet."""
-        return max(MIN_LINES, len(self.lines))
+        """The number of slots that are reduced: the same on every rank, even if some know no metric yet."""
+        return max(MIN_SLOTS, len(self.slots))
 
     def has(self, names: Iterable[MetricKey]) -> bool:
-        """Returns whether each of these metrics has a line."""
-        return all(name in self.lines for name in names)
+        """Returns whether each of these metrics has a slot."""
+        return all(name in self.slots for name in names)
 
     def add(self, names: Iterable[MetricKey]) -> None:
-        """Gives each of these a line: beside the known ones, or instead of them if there are too many."""
+        """Gives each of these a slot after the known ones. If there are more than MIN_SLOTS, those are dropped."""
         names = list(dict.fromkeys(names))
-        known = list(dict.fromkeys([*self.lines, *names]))
-        self.lines = {name: line for line, name in enumerate(known if len(known) <= MIN_LINES else names)}
+        known = list(dict.fromkeys([*self.slots, *names]))
+        self.slots = {name: slot for slot, name in enumerate(known if len(known) <= MIN_SLOTS else names)}
 
 
 class MetricAccumulator:
@@ -153,14 +157,14 @@ class MetricAccumulator:
         self.scale = scale
         self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
-        self.shares: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+        self.ratios: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.refused: Exception | None = None
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
         """Returns what one microbatch adds to the batch's loss, and records it and the objective's metrics.
 
-        A loss or metric that cannot be counted is `refused` after the pass, because other ranks are in the middle of
-        it. Until then it adds zero with the same graph, so that ranks stay in step.
+        A loss or metric that cannot be normalised is kept as `refused`, and raised after the pass: other ranks are in
+        the middle of it, and would deadlock. Until then it adds zero with the same graph.
         """
         loss = objective(inputs)
         if not isinstance(loss, Loss):
@@ -178,9 +182,9 @@ class MetricAccumulator:
 
     def add_loss(self, value: Tensor) -> None:
         """Records what one microbatch added to the batch's loss."""
-        _, upper, lower = self.entries.setdefault("loss", ("sum", [], []))
-        upper.append(value.detach())
-        lower.append(torch.ones_like(value.detach()))
+        _, numerators, denominators = self.entries.setdefault("loss", ("sum", [], []))
+        numerators.append(value.detach())
+        denominators.append(torch.ones_like(value.detach()))
 
     @torch.no_grad()
     def add(self, name: str, metric: Metric, microbatch: Microbatch) -> None:
@@ -189,86 +193,86 @@ class MetricAccumulator:
             raise ValueError('a metric is named "loss", which the loss itself is called. Choose another name.')
         values = metric.values.detach().float()
         if values.ndim == 0:
-            # A scalar weighs as much as the microbatch's weights; in a sum, it is an addend.
+            # A scalar mean is weighted by the microbatch's weight sum; a scalar sum is added as it is.
             total = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
-            addend = torch.ones_like(values) / self.scale.replicas_of(metric.over)
+            addend = torch.ones_like(values) / self.scale.cp_replicas(metric.over)
             weights = addend if metric.reduction == "sum" else total
         else:
             weights = self.scale.weights_of(metric, microbatch).float()
         kept = weights != 0
-        reduction, upper, lower = self.entries.setdefault(name, (metric.reduction, [], []))
+        reduction, numerators, denominators = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
             raise ValueError(f'metric "{name}" is a {reduction} in one microbatch and a {metric.reduction} in another.')
         match metric.reduction:
             case "max":
-                upper.append(torch.where(kept, values, float("-inf")).amax() if values.numel() else values.sum())
-                lower.append(kept.sum())
+                numerators.append(torch.where(kept, values, float("-inf")).amax() if values.numel() else values.sum())
+                denominators.append(kept.sum())
             case "min":
-                upper.append(torch.where(kept, values, float("inf")).amin() if values.numel() else values.sum())
-                lower.append(kept.sum())
+                numerators.append(torch.where(kept, values, float("inf")).amin() if values.numel() else values.sum())
+                denominators.append(kept.sum())
             case _:
-                upper.append(torch.where(kept, values * weights, 0.0).sum())
-                lower.append(weights.sum())
+                numerators.append(torch.where(kept, values * weights, 0.0).sum())
+                denominators.append(weights.sum())
 
-    def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Records scalars of this rank, whether or not it has outputs: the metric is Σ part / Σ whole."""
-        _, upper, lower = self.shares.setdefault(name, ("mean", [], []))
-        upper.append(part)
-        lower.append(whole)
+    def add_ratio(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
+        """Records scalars of this rank, whether or not it has outputs: the metric is Σ numerator / Σ denominator."""
+        _, numerators, denominators = self.ratios.setdefault(name, ("mean", [], []))
+        numerators.append(numerator)
+        denominators.append(denominator)
 
     @torch.no_grad()
-    def reduce(self, counts_here: bool) -> dict[str, float]:
+    def reduce(self, reports_results: bool) -> dict[str, float]:
         """Returns one number per metric, the same on every rank.
 
-        Values of outputs count only from ranks with `counts_here`. If one rank has `refused` a loss, every rank then
-        has, and there are no numbers. All numbers go through one sum and one maximum, and the host waits once. Names
-        are exchanged only when a rank has a metric that not all know.
+        Metrics of outputs are taken only from ranks with `reports_results`. If one rank has `refused` a loss, every
+        rank gets its error in `refused`, and {} is returned. All numbers go through one sum and one maximum, with one
+        synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """
-        entries = {**(self.entries if counts_here else {}), **self.shares}
-        local = {(name, reduction): _folded(reduction, *rest) for name, (reduction, *rest) in entries.items()}
+        entries = {**(self.entries if reports_results else {}), **self.ratios}
+        local = {(name, reduction): _combine(reduction, *rest) for name, (reduction, *rest) in entries.items()}
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
             self.metric_index.add(local)
-        sums, highest = self._numbers(local, single_rank)
-        if highest[2] >= 0 and not single_rank:
-            sentence: list[str | None] = [None if self.refused is None else str(self.refused)]
-            dist.broadcast_object_list(sentence, src=int(highest[2]))
-            self.refused = self.refused or ValueError(sentence[0])
+        sums, highest = self._reduced(local, single_rank)
+        if highest[FAILED_RANK] >= 0 and not single_rank:
+            message: list[str | None] = [None if self.refused is None else str(self.refused)]
+            dist.broadcast_object_list(message, src=int(highest[FAILED_RANK]))
+            self.refused = self.refused or ValueError(message[0])
             return {}
-        if highest[0] != -highest[1]:
+        if highest[DIGEST] != -highest[NEGATED_DIGEST]:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names_by_rank, list(local))
             self.metric_index.add(name for names in names_by_rank for name in names)
-            sums, highest = self._numbers(local, single_rank)
+            sums, highest = self._reduced(local, single_rank)
         values = {}
-        for (name, reduction), line in self.metric_index.lines.items():
-            first, second, present = sums[3 * line : 3 * line + 3]
+        for (name, reduction), slot in self.metric_index.slots.items():
+            first, second, present = sums[3 * slot : 3 * slot + 3]
             if present:
-                values[name] = _number(reduction, first, second, highest[3 + line])
+                values[name] = _final_value(reduction, first, second, highest[METRICS + slot])
         return values
 
-    def _numbers(
+    def _reduced(
         self, local: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
     ) -> tuple[list[float], list[float]]:
-        """Returns three sums per line; and the maximum of the digest, of its negation, of the ranks that refused a
-        loss, and of one number per line.
+        """Returns three sums per slot; and the maximum of the digest, of its negation, of the ranks that refused a
+        loss, and of one number per slot.
 
-        A rank with a metric that has no line sends 0 instead of the negated digest, so that the digests differ.
+        A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
         """
         known, size = self.metric_index.has(local), self.metric_index.size
         device = next(
             (first.device for first, _, _ in local.values()), torch.device("cpu") if single_rank else group_device()
         )
         sums = torch.zeros(size, 3, dtype=torch.float64, device=device)
-        highest = torch.full((3 + size,), float("-inf"), dtype=torch.float64, device=device)
-        highest[0].fill_(float(self.metric_index.digest))
-        highest[1].fill_(-float(self.metric_index.digest) if known else 0.0)
+        highest = torch.full((METRICS + size,), float("-inf"), dtype=torch.float64, device=device)
+        highest[DIGEST].fill_(float(self.metric_index.digest))
+        highest[NEGATED_DIGEST].fill_(-float(self.metric_index.digest) if known else 0.0)
         if self.refused is not None:
-            highest[2].fill_(0.0 if single_rank else float(dist.get_rank()))
+            highest[FAILED_RANK].fill_(0.0 if single_rank else float(dist.get_rank()))
         for name, (first, second, extreme) in local.items() if known else ():
-            line = self.metric_index.lines[name]
-            sums[line, 0], sums[line, 1], highest[3 + line] = first, second, extreme
-            sums[line, 2].fill_(1.0)
+            slot = self.metric_index.slots[name]
+            sums[slot, 0], sums[slot, 1], highest[METRICS + slot] = first, second, extreme
+            sums[slot, 2].fill_(1.0)
         both = torch.cat((sums.flatten(), highest))
         if not single_rank:
             both = both.cpu() if dist.get_backend() == "gloo" else both
@@ -278,13 +282,15 @@ class MetricAccumulator:
         return numbers[: 3 * size], numbers[3 * size :]
 
 
-def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a metric's entries of all microbatches as two numbers to sum and one of which the maximum counts.
+def _combine(
+    reduction: Reduction, numerators: Sequence[Tensor], denominators: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a metric's entries of all microbatches as two numbers to sum and one to take the maximum of.
 
     For "max" and "min", the sums are the count of NaNs, which a maximum would ignore, and the count of values; "min"
     negates its value.
     """
-    values, counted = torch.stack(tuple(upper)).double(), torch.stack(tuple(lower)).double()
+    values, counted = torch.stack(tuple(numerators)).double(), torch.stack(tuple(denominators)).double()
     if reduction in ("mean", "sum"):
         return values.sum(), counted.sum(), torch.zeros_like(values[0])
     unknown = values.isnan() & (counted > 0)
@@ -292,8 +298,8 @@ def _folded(reduction: Reduction, upper: Sequence[Tensor], lower: Sequence[Tenso
     return unknown.double().sum(), counted.sum(), signed.where((counted > 0) & ~unknown, float("-inf")).amax()
 
 
-def _number(reduction: Reduction, first: float, second: float, highest: float) -> float:
-    """Returns a metric from what `_folded` returned on all ranks, reduced."""
+def _final_value(reduction: Reduction, first: float, second: float, highest: float) -> float:
+    """Returns a metric from the reduced results of `_combine`."""
     if reduction == "sum":
         return first
     if reduction == "mean":
@@ -312,16 +318,19 @@ class ObjectiveProcessor:
 
     @property
     def mtp_options(self) -> MTPOptions | None:
-        """How the objective asks for depths, where it says so."""
+        """The objective's `mtp_options`, if it has any."""
         return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
         """Returns the loss, which is differentiated."""
-        return _connected(self.metrics.evaluate(self.objective, inputs), inputs)
+        return _depend_on_all_parameters(self.metrics.evaluate(self.objective, inputs), inputs)
 
 
-def _connected(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """Returns a loss with a gradient for every parameter, even zero: FSDP reduces what all ranks have, or none."""
+def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
+    """Returns the loss with a gradient, even zero, for every parameter.
+
+    FSDP reduces over all ranks, and would hang if a parameter had a gradient on some of them only.
+    """
     if value.requires_grad:
         return value
     reached = inputs.hidden.float().sum() + inputs.head.weight.float().sum()

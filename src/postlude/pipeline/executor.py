@@ -1,7 +1,7 @@
-"""Executor: runs a schedule of forwards and backwards over a pipeline's stages. One rank is the shortest pipeline.
+"""Executor: runs a schedule of forwards and backwards over a pipeline's stages. Also used with pp = 1.
 
-Nothing is kept between calls and no shape is fixed: every receive takes its shape from the microbatch, which all ranks
-have. So lengths may change between calls, and evaluation is the same loop without its backwards.
+It keeps no state between calls, and no shape is fixed: every receive takes its shape from the microbatch, which all
+ranks have. So lengths may change between calls, and evaluation is the same loop without its backwards.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from postlude.pipeline.transfers import Transfer, transfer_plan
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Channel, Mesh, point_to_point
 
-MAX_UNSENT = 2
-"""Activations that a forward-only rank may have sent and that were not received yet, before it waits."""
+MAX_PENDING_SENDS = 2
+"""The number of sent activations that may be not received yet before a forward-only rank waits."""
 
 
 class Executor:
@@ -74,16 +74,17 @@ class Executor:
         on_grads_ready: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
         recorder: Recorder = NO_RECORDER,
     ) -> list[Any]:
-        """Runs every microbatch through every stage. Returns the processor's results; [] unless this rank has the last.
+        """Runs every microbatch through every stage. Returns the processor's results; [] on all but the last stage.
 
-        `loss` turns a result into the scalar that is differentiated; gradients are added to the parameters'. Without
+        `loss` turns a result into the scalar that is differentiated; gradients are accumulated in `.grad`. Without
         it the pipeline runs forward only, and nothing is kept for a backward. All ranks of the pipeline pass the same
-        microbatches. `before_last_backward` is called with each stage when all but one of its backwards are done, and
-        their deferred weight gradients. With overlap, `on_grads_ready` is called with a stage and its layer, or itself,
-        when a backward is done with it; with "zero_bubble" once more after its deferred weight gradients.
+        microbatches. `before_last_backward` is called with each stage before its last backward, or before the last
+        deferred weight gradients if there are any, to enable their reduction. With overlap, `on_grads_ready` is called
+        with a stage and an FSDP unit of it (a layer, or the stage itself) when a backward has computed the unit's
+        gradients; with "zero_bubble" once more after its deferred weight gradients.
 
-        Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. Backwards keep a rank
-        from running ahead of the next one; without them a rank waits for what it has sent.
+        Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. In a forward-only run,
+        where no backward keeps a rank from running ahead of the next one, MAX_PENDING_SENDS limits its sends.
         """
         options: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
         options |= {"forward_only": loss is None, "overlap": self.overlap}
@@ -94,12 +95,12 @@ class Executor:
         last_of_pass = {(action.stage, action.microbatch): action for action in actions}
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _StagePass] = {}
-        transit = _Transit(self, microbatches, MAX_UNSENT if loss is None else None)
+        transit = _Transfers(self, microbatches, MAX_PENDING_SENDS if loss is None else None)
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
             for index, entry in enumerate(schedule):
                 transit.launch(transfers[index])
                 inputs = [transit.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
-                steps = []
+                running = []
                 for action, received in zip(entry, inputs, strict=True):
                     key, stage = (action.stage, action.microbatch), self.stages[action.stage]
                     if action.kind != "F":
@@ -107,7 +108,7 @@ class Executor:
                             before_last_backward(stage)
                         stage_grads_ready = functools.partial(on_grads_ready, stage)
                         is_last = last_of_pass[key] == action
-                        steps.append(passes[key].backward(action, received, stage_grads_ready, is_last=is_last))
+                        running.append(passes[key].backward(action, received, stage_grads_ready, is_last=is_last))
                         continue
                     if received is not None and loss is not None:
                         received.requires_grad_()
@@ -119,14 +120,18 @@ class Executor:
                         output_processor if stage.stage.last else None,
                         output_processor_context if stage.stage.last else None,
                     )
-                    steps.append(passes[key].forward(planned=bool(self.overlap) and loss is not None))
-                for action, output in zip(entry, interleave(*steps), strict=True):
+                    running.append(passes[key].forward(interleaved=bool(self.overlap) and loss is not None))
+                for action, output in zip(entry, interleave(*running), strict=True):
                     key, stage = (action.stage, action.microbatch), self.stages[action.stage]
                     stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
                     if action.kind == "B":
                         if isinstance(result := results.get(action.microbatch), Tensor):
                             results[action.microbatch] = result.detach()  # frees its graph
-                        hidden, stage_pass.input, stage_pass.output = stage_pass.input, None, None  # a W needs neither
+                        hidden, stage_pass.input, stage_pass.output = (
+                            stage_pass.input,
+                            None,
+                            None,
+                        )  # its W needs neither
                         if hidden is not None:
                             transit.outgoing[action] = _gradient(hidden)
                     elif action.kind == "F" and stage.stage.last:
@@ -135,20 +140,20 @@ class Executor:
                     elif action.kind == "F":
                         transit.outgoing[action] = output.detach()
                         stage_pass.output = output
-                    del stage_pass  # frees what it holds, if it has ended
+                    del stage_pass  # drops the last reference, if the pass has ended
         transit.launch(transfers[-1])
-        with recorder.span("wait", "for what was sent"):
+        with recorder.span("wait", "for pending sends"):
             self.channels.finish()
         return [results[index] for index in sorted(results)]
 
 
 @dataclass
-class _Transit:
+class _Transfers:
     """Tensors between this rank and others in one run: outputs not sent yet, and receives not used yet."""
 
     executor: Executor
     microbatches: Sequence[Microbatch]
-    max_unsent: int | None
+    max_pending: int | None
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
     incoming: dict[Action, Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -156,16 +161,16 @@ class _Transit:
         """Launches sends and receives, in this order. A receive is of activations or a gradient, [T / tp, H]."""
         executor = self.executor
         stage = executor.stages[executor.rank]
-        for payload, source in ((transfer.payload, transfer.source) for transfer in transfers):
+        for action, source in ((transfer.payload, transfer.source) for transfer in transfers):
             if source == executor.rank:
-                executor.channels.send(payload, self.outgoing.pop(payload), self.max_unsent)
+                executor.channels.send(action, self.outgoing.pop(action), self.max_pending)
                 continue
-            rows = len(self.microbatches[payload.microbatch]) // executor.mesh.tp.size
+            rows = len(self.microbatches[action.microbatch]) // executor.mesh.tp.size
             shape, device = (rows, stage.config.hidden_size), next(stage.parameters()).device
-            self.incoming[payload] = executor.channels.receive(payload, shape, executor.dtype, device)
+            self.incoming[action] = executor.channels.receive(action, shape, executor.dtype, device)
 
     def input_of(self, action: Action, recorder: Recorder) -> Tensor | None:
-        """Waits for the input of an F (activations) or a B (a gradient). None at the ends and for a W."""
+        """Waits for the input of an F (activations) or a B (a gradient). None at the pipeline's ends and for a W."""
         source = Action(action.kind, action.stage + (-1 if action.kind == "F" else 1), action.microbatch)
         if source not in self.incoming:
             return None
@@ -187,12 +192,12 @@ class _StagePass:
     """The stage's output, or the loss."""
     plan: SchedulePlan | None = None
 
-    def forward(self, *, planned: bool) -> StepGenerator:
+    def forward(self, *, interleaved: bool) -> StepGenerator:
         """Runs the forward at once, or as a plan that pauses where other work can run. Returns the stage's output."""
         options: dict[str, Any] = {"recorder": self.recorder}
         if self.processor:
             options |= {"output_processor": self.processor, "output_processor_context": self.context}
-        if planned:
+        if interleaved:
             self.plan = self.stage.build_schedule_plan(self.microbatch, self.input, **options)
             return (yield from self.plan.forward_steps())
         with self.recorder.span("forward", f"stage {self.stage.stage.index}"):
@@ -217,7 +222,7 @@ class _StagePass:
 
 
 class Channels:
-    """First in, first out, from one rank of the pipeline to the next: one channel per kind and direction.
+    """FIFO point-to-point channels between neighbouring pipeline ranks: one per kind and direction.
 
     Gloo sends host memory only, so a device's tensors are copied through the host.
     """
@@ -228,27 +233,27 @@ class Channels:
         self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
         self.pending: dict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
-    def send(self, payload: Action, tensor: Tensor, max_unsent: int | None = None) -> None:
-        """Sends the output of `payload` to the stage that needs it, without waiting.
+    def send(self, action: Action, tensor: Tensor, max_pending: int | None = None) -> None:
+        """Sends the output of `action` to the stage that needs it, without waiting.
 
-        If more than `max_unsent` in the channel were not received yet, waits for the oldest.
+        If more than `max_pending` in the channel were not received yet, waits for the oldest.
         """
         if tensor.numel() == 0:
             return
-        channel = payload.kind, self.rank
+        channel = action.kind, self.rank
         group, pending = self.groups[channel], self.pending[channel]
         tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
         pending.append((point_to_point(dist.isend, tensor, group), tensor))
-        while pending and (pending[0][0].is_completed() or (max_unsent is not None and len(pending) > max_unsent)):
+        while pending and (pending[0][0].is_completed() or (max_pending is not None and len(pending) > max_pending)):
             pending.popleft()[0].wait()  # on a GPU the stream waits, and may then reuse the memory
 
     def receive(
-        self, payload: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, action: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Callable[[], Tensor]:
-        """Launches the receive of another rank's output of `payload`. Returns a function that waits for it."""
+        """Launches the receive of another rank's output of `action`. Returns a function that waits for it."""
         if 0 in shape:  # then nothing is sent
             return lambda: torch.zeros(shape, dtype=dtype, device=device)
-        group = self.groups[payload.kind, payload.stage % self.pp]
+        group = self.groups[action.kind, action.stage % self.pp]
         tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
         work = point_to_point(dist.irecv, tensor, group)
 

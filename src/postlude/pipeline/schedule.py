@@ -1,9 +1,9 @@
-"""Which action a pipeline rank runs when, as plain data: 1F1B, interleaved if vpp > 1, overlapped, or zero-bubble.
+"""Pipeline schedules as lists of actions per rank: 1F1B, interleaved if vpp > 1, overlapped, or zero-bubble.
 
 Stage s of the pp·vpp stages is chunk s // pp of rank s % pp. The output of an F goes to the next stage, that of a B to
 the one before. Activations and gradients have separate first-in-first-out channels in each direction between two
-ranks: in one channel, pp = 2 with vpp > 1 would mix them up for 5, 7, 9, … microbatches. `transfers.py` decides when a
-rank sends and receives.
+ranks: in one channel, pp = 2 with vpp > 1 would receive them in the wrong order for 5, 7, 9, … microbatches.
+`transfers.py` decides when a rank sends and receives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 class Action:
     """The forward ("F"), the backward ("B") or the deferred weight gradients ("W") of one microbatch in one stage.
 
-    If there are Ws, a B computes only the gradient that the stage before waits for.
+    In a zero-bubble schedule, which has Ws, a B computes only the gradient that the stage before waits for.
     """
 
     kind: Literal["F", "B", "W"]
@@ -35,31 +35,31 @@ ScheduleEntry = tuple[Action, ...]
 
 
 def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False) -> tuple[Action, ...]:
-    """Returns the actions of one rank: warm-up forwards, then one forward and one backward in turn, then the rest.
+    """Returns the actions of one rank: warm-up forwards, then forwards and backwards alternating, then the rest.
 
     Microbatches pass a rank's chunks in groups of pp, so that the first of a group is back from the other ranks when
     the last has left. If pp does not divide their number, the groups share the remainder evenly: one smaller group
     would stall every rank, and can deadlock (pp = 4, vpp = 3, 5 microbatches). The largest group is
-    g = ⌈microbatches / max(1, ⌊microbatches / pp⌋)⌉, and a rank holds at most this many forwards that await their
-    backward, each 1/vpp of the rank:
+    g = ⌈microbatches / max(1, ⌊microbatches / pp⌋)⌉, and a rank has at most this many forwards in flight
+    (that await their backward), each 1/vpp of the rank:
 
         vpp = 1     min(microbatches, pp - rank)
         vpp > 1     min(vpp·microbatches, 2(pp - rank - 1) + (vpp - 1)g + 1)
 
-    The 2 hides transfers behind compute. A multiple of pp needs least memory, with g = pp. The step takes
-    (vpp - 1)·max(microbatches, pp) + microbatches + pp - 1 times one stage's forward and backward: from pp microbatches
-    on, a bubble of (pp - 1) / (vpp·microbatches).
+    The factor 2 hides transfers behind compute. A multiple of pp needs least memory, with g = pp. The step takes
+    (vpp - 1)·max(microbatches, pp) + microbatches + pp - 1 times one stage's forward and backward: with at least
+    pp microbatches, a bubble of (pp - 1) / (vpp·microbatches).
 
     `forward_only` leaves out the backwards.
     """
     forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
     if forward_only:
         return tuple(forwards)
-    per_hop = 2 if vpp > 1 else 1
-    warm_up = per_hop * (pp - rank - 1) + (vpp - 1) * first_group
-    steady = forwards[warm_up:]
-    alternating = chain.from_iterable(zip(steady, backwards, strict=False))
-    return (*forwards[:warm_up], *alternating, *backwards[len(steady) :])
+    forwards_per_rank = 2 if vpp > 1 else 1
+    warm_up = forwards_per_rank * (pp - rank - 1) + (vpp - 1) * first_group
+    remaining = forwards[warm_up:]
+    alternating = chain.from_iterable(zip(remaining, backwards, strict=False))
+    return (*forwards[:warm_up], *alternating, *backwards[len(remaining) :])
 
 
 def rank_schedule(
@@ -70,9 +70,9 @@ def rank_schedule(
     For "zero_bubble" see `zero_bubble`. With `forward_only`, nothing is overlapped.
 
     Both actions of an entry start and end with it, so their inputs must be there one entry earlier: a rank warms up
-    with one forward more than in interleaved order, and in plain 1F1B with one more per hop. It holds at most
-    min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards that await their backward, one more than interleaved
-    order does, and the step is as long.
+    with one forward more than in interleaved order, and in plain 1F1B with one more per rank after
+    it. It has at most min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards in flight, one more than in interleaved
+    order, and the step takes the same time.
     """
     if overlap == ZERO_BUBBLE and not forward_only:
         check_overlap(overlap, pp=pp, vpp=vpp)
@@ -82,20 +82,20 @@ def rank_schedule(
         return tuple((action,) for action in actions)
     forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
     warm_up = 2 * (pp - rank - 1) + (vpp - 1) * first_group + 1
-    shared = tuple(zip(forwards[warm_up:], backwards, strict=False))
-    rest = backwards[len(shared) :]
-    return (*((action,) for action in forwards[:warm_up]), *shared, *((action,) for action in rest))
+    paired = tuple(zip(forwards[warm_up:], backwards, strict=False))
+    rest = backwards[len(paired) :]
+    return (*((action,) for action in forwards[:warm_up]), *paired, *((action,) for action in rest))
 
 
 def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     """Returns one rank's actions of ZB-H1 (Qi et al., 2023).
 
     Forwards and backwards are as in 1F1B, but each rank defers the weight gradients of as many microbatches as there
-    are ranks before it. So backwards reach the ranks before sooner, and a rank computes deferred gradients when it has
-    no backward to wait for. A rank holds as many forwards that await their backward as in 1F1B, and deferred gradients
-    of at most `rank` microbatches when a forward begins: both together at most pp, as rank 0 holds. From pp
-    microbatches on, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it
-    if all three take equally long.
+    are ranks before it. So earlier ranks get their gradients sooner, and a rank computes deferred weight gradients
+    when it would wait for a backward. A rank has as many forwards in flight as in 1F1B, and deferred weight gradients
+    of at most `rank` microbatches when a forward begins: both together at most pp, as rank 0 holds. With at least pp
+    microbatches, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it if
+    all three take equally long.
     """
     forwards, backwards, _ = _actions(pp, 1, microbatches, rank)
     deferred = [Action("W", each.stage, each.microbatch) for each in backwards]
@@ -113,7 +113,7 @@ def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Acti
     if not 0 <= rank < pp:
         raise ValueError(f"rank {rank} does not exist; pp={pp} has pipeline ranks 0 to {pp - 1}.")
     if microbatches < 0:
-        raise ValueError(f"microbatches={microbatches}: a step has none or more. Use at least 0.")
+        raise ValueError(f"microbatches={microbatches} must be at least 0.")
     groups = _groups(microbatches, pp)
     stages = range(rank, pp * vpp, pp)
     forwards = [Action("F", stage, microbatch) for group in groups for stage in stages for microbatch in group]
@@ -122,7 +122,7 @@ def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Acti
 
 
 def _groups(microbatches: int, pp: int) -> list[range]:
-    """Returns as many groups of at least pp microbatches as possible, or one; even, the larger ones first."""
+    """Returns as many groups of at least pp microbatches as possible, or one; of nearly equal size."""
     count = max(1, microbatches // pp)
     sizes = [microbatches // count + (index < microbatches % count) for index in range(count)]
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
