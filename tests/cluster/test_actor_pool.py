@@ -90,8 +90,8 @@ def answered(engine: SupervisedClient, tickets: set[int]) -> None:
     """Every answer comes, by the weights that were given out."""
     while tickets:
         for done in engine.poll(None):
-            assert done.answer is not None, done.error
-            assert done.answer.versions == (VersionSpan("start.1", 0, 3),)
+            assert done.completion is not None, done.error
+            assert done.completion.versions == (VersionSpan("start.1", 0, 3),)
             tickets.remove(done.ticket)
 
 

@@ -235,7 +235,7 @@ def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way:
     found = {}
     while session.busy:
         found |= {(done.ticket, done.number): done for done in session.step()}
-    assert_alike([[found[ticket, number].answer for number in range(2)] for ticket in tickets], expected)
+    assert_alike([[found[ticket, number].completion for number in range(2)] for ticket in tickets], expected)
     for ticket in bad:
         for number in range(2):
             assert "after 5 tokens are not numbers" in str(found[ticket, number].error)
@@ -265,7 +265,7 @@ def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator
     while session.busy:
         found |= {done.ticket: done for done in session.step()}
     assert str(found[bad].error) == "no text for two tokens"
-    assert len(found[good].answer.tokens) == 6
+    assert len(found[good].completion.tokens) == 6
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ def finished(session: Session, requests: list[Request], seed: int = 2) -> list[l
 
 def done(session: Session) -> dict[tuple[int, int], Completion]:
     """The answers that a step finishes, by their tickets and numbers."""
-    return {(each.ticket, each.number): each.answer for each in session.step() if each.answer is not None}
+    return {(each.ticket, each.number): each.completion for each in session.step() if each.completion is not None}
 
 
 @WAYS

@@ -57,7 +57,9 @@ class Recorded:
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         found: list[FinishedCompletion] = self.engine.poll(timeout)
-        told = [(list(self.asked[each.ticket].prompt), each.answer) for each in found if each.answer is not None]
+        told = [
+            (list(self.asked[each.ticket].prompt), each.completion) for each in found if each.completion is not None
+        ]
         if told:
             self.calls.append(told)
         return found
@@ -163,9 +165,9 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
         "raise": "talk failed: RuntimeError: no such tool",
         "none": "talk returned None, but a reward is a number",
         "object": "talk failed: TypeError: it returned a object",
-        "no content": "the environment's answer cannot be read: ",
-        "part": "the environment's answer cannot be read: ",
-        "bad role": "the environment's answer cannot be read: ",
+        "no content": "the environment's observation cannot be read: ",
+        "part": "the environment's observation cannot be read: ",
+        "bad role": "the environment's observation cannot be read: ",
         "die": "talk ended its process with exit code 7",
         "hang": "talk took more than 4 s and was ended",
     }

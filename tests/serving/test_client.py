@@ -213,7 +213,7 @@ def test_other_nonsense_is_refused(server: Server) -> None:
         engine.generate(PROMPTS[:1], SamplingParams())
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1], []], SamplingParams())
-    with pytest.raises(ValueError, match="is no address of a server"):
+    with pytest.raises(ValueError, match="is not a server's address"):
         GenerationClient("localhost:8000", "tiny")
 
 
@@ -366,20 +366,20 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         ]
         found: dict[tuple[int, int], Any] = {}
         while len(found) < 4:
-            found |= {(done.ticket, done.number): done.answer for done in engine.poll(timeout=None)}
+            found |= {(done.ticket, done.number): done.completion for done in engine.poll(timeout=None)}
         assert [[found[ticket, number] for number in range(2)] for ticket in tickets] == expected
         assert engine.poll() == []
         second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
         alone: dict[int, Any] = {}
         while len(alone) < 2:
-            alone |= {done.ticket: done.answer for done in engine.poll(timeout=None)}
+            alone |= {done.ticket: done.completion for done in engine.poll(timeout=None)}
         assert alone[second].tokens == expected[0][1].tokens
         assert alone[third].tokens == engine.generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
         assert alone[third].tokens not in [one.tokens for one in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     ticket = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
-    assert (done.ticket, done.number, done.answer) == (ticket, 0, None)
+    assert (done.ticket, done.number, done.completion) == (ticket, 0, None)
     assert "refused the request with status 400: no room" in str(done.error)
 
 

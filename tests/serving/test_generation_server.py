@@ -109,7 +109,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
             assert words["error"].startswith("the weights stay 'start.1', as they were: ")
         engine.reload(str(tmp_path / "new"), "start.2")
         (done,) = engine.poll(timeout=60)
-        one = done.answer
+        one = done.completion
         assert one is not None
         before, after = one.versions
         assert (before.version, after.version, after.end) == ("start.1", "start.2", 250)
@@ -236,7 +236,7 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
         tickets = [engine.submit(each) for each in requests]
         replies = [said(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)]
         while len(found) < 2 * len(tickets):
-            found |= {(each.ticket, each.number): each.answer for each in engine.poll(timeout=60)}
+            found |= {(each.ticket, each.number): each.completion for each in engine.poll(timeout=60)}
         assert served._failure is None
     for status, words in replies:
         assert (status, "logits after 2 tokens are not numbers" in words["error"]) == (500, True)

@@ -186,7 +186,7 @@ SLOW: dict[str, Fault] = {"hang": hangs, "slow loris": drips}
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test need not wait for what a run does wait for."""
     monkeypatch.setattr(server_pool, "MAX_RETRY_AFTER", 0.05)
-    monkeypatch.setattr(server_pool, "MIN_BUSY", 0.2)
+    monkeypatch.setattr(server_pool, "BUSY_TIMEOUT", 0.2)
     monkeypatch.setattr(connection, "MAX_REPLY", 1 << 22)
 
 
@@ -197,7 +197,7 @@ def answered(engine: GenerationClient) -> list[Completion | Exception]:
     while len(found) < len(tickets):
         for done in engine.poll(30.0):
             assert done.ticket not in found
-            outcome = done.answer or done.error
+            outcome = done.completion or done.error
             assert outcome is not None
             found[done.ticket] = outcome
     for ticket, request in zip(tickets, REQUESTS, strict=True):

@@ -187,7 +187,7 @@ def test_what_one_answers_after_it_was_left_out_is_asked_of_another(two, engines
     own.state, own.problem = "excluded", "has other weights than most"
     release.set()
     (found,) = engine.poll(10.0)
-    assert (found.ticket, found.answer is not None) == (asked, True)
+    assert (found.ticket, found.completion is not None) == (asked, True)
     assert [spoiled.answered, other.answered] == [1, 1], "by the other, as whoever is left out may have other weights"
     assert engine.take_counts().retried == 1
 
@@ -234,7 +234,9 @@ def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
             raise ConnectionError
 
         server.answer = fell
-        with pytest.raises(ServerError, match=r"was not answered in 4 attempts, the last as .* closed the connection"):
+        with pytest.raises(
+            ServerError, match=r"was not completed in 4 attempts; the last error: .* closed the connection"
+        ):
             engine.generate([[1]], THREE)
 
 
@@ -348,7 +350,7 @@ def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to
     engine.reload("/weights/1", "start.1")
     (found,) = engine.poll(5.0)
     release.set()
-    assert (found.ticket, found.answer is not None, other.answered) == (ticket, True, 1)
+    assert (found.ticket, found.completion is not None, other.answered) == (ticket, True, 1)
     assert [server.state for server in engine.pool.servers if server.url == asked.url] == ["excluded"]
     assert "/resume" not in asked.calls
 
@@ -362,7 +364,7 @@ def test_one_that_reads_weights_at_the_end_is_waited_for_and_one_that_was_left_p
         assert [call for call in server.calls if call in RELOAD] == RELOAD
         known = server.say
         server.say = lambda path, body: {"is_paused": True} if path == "/is_paused" else known(path, body)
-        with pytest.raises(ServerError, match="is paused, as one is that was left in the middle of new weights"):
+        with pytest.raises(ServerError, match="is paused, probably by a weight update that was interrupted"):
             engines(server).connect()
 
 

@@ -63,8 +63,8 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         os.kill(pid_of(engine, 0), signal.SIGKILL)
         while tickets:
             for done in engine.poll(None):
-                assert done.answer is not None, done.error
-                assert done.answer.versions == (VersionSpan("start.1", 0, 3),)
+                assert done.completion is not None, done.error
+                assert done.completion.versions == (VersionSpan("start.1", 0, 3),)
                 tickets.remove(done.ticket)
         check(engine)
         until(lambda: engine.pool.count_up() == 2)

@@ -74,9 +74,9 @@ class Conversation:
                 done = self._session.step()
                 whole = None
                 for each in done:
-                    if each.answer is None:
+                    if each.completion is None:
                         raise ValueError(f"the answer failed: {each.error}")
-                    whole = each.answer.text
+                    whole = each.completion.text
                 print(text.add(going_on.tokens[heard:], whole), end="", flush=True)
                 heard = len(going_on.tokens)
         except KeyboardInterrupt:

@@ -22,16 +22,16 @@ Item = TypeVar("Item")
 
 
 class DistributedEngine(ConversationEngine, Protocol):
-    """An engine of all ranks of a run. Rank 0 alone submits and polls, while `controller` lets the others follow."""
+    """A rollout engine of all ranks. Only rank 0 submits and polls; the others wait in `controller` for its calls."""
 
     controller: Rank0Controller[Any, Any]
 
     def refresh(self) -> None:
-        """Load the newest weights. Every rank calls it before completions are asked for."""
+        """Load the newest weights. Every rank calls it before completions are requested."""
         ...
 
     def check_health(self) -> None:
-        """Check that generation can go on. Rank 0 calls it now and then while it waits."""
+        """Check that generation can continue. Rank 0 calls it repeatedly while it waits for completions."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
@@ -39,7 +39,7 @@ class DistributedEngine(ConversationEngine, Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release memory, connections and threads."""
         ...
 
 

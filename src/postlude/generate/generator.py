@@ -110,7 +110,7 @@ class Generator:
         log-probs are. If a completion fails, the others are finished, and then its error is raised.
         """
         if n < 1:
-            raise ValueError(f"n={n}: give at least 1 completion a prompt.")
+            raise ValueError(f"n={n}: give at least 1 completion per prompt.")
         samplings = sampling_per_prompt(sampling, len(prompts))
         one_seed = isinstance(sampling, SamplingParams)  # then prompts differ by their index
         groups = [

@@ -1,4 +1,4 @@
-"""Requests, completions and the protocols of rollout engines, so that one engine can stand in for another."""
+"""Data types and protocols shared by all rollout engines: requests, completions, generate, submit and poll."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids, how its completions are sampled, and how many."""
+    """A prompt of token ids, its sampling parameters, and the number of completions."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
     first: int = 0
-    """The number of the first completion: the second one alone is that of `n=1, first=1`."""
+    """The number of the first completion. Seeds depend on it: `n=1, first=1` gives the second completion of `n=2`."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ValueError(f"n={self.n}: give at least 1 completion a prompt.")
+            raise ValueError(f"n={self.n}: give at least 1 completion per prompt.")
 
     @property
     def seed(self) -> int:
-        """The seed of the first completion, 63 bits, for a server that takes one seed a request."""
+        """The first completion's seed (63 bits), of `sampling.seed` and `first`. Some servers take one per request."""
         return rng_key(self.sampling.seed, self.first) % (1 << 63)
 
 
 class VersionSpan(NamedTuple):
-    """The tokens from `start` to before `end` of a completion were sampled with the weights called `version`."""
+    """The tokens from `start` to before `end` of a completion were sampled with this version of the weights."""
 
     version: str
     start: int
@@ -45,11 +45,11 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedCompletion:
-    """Completion `number` of the `n` of a submitted request, or the error that it failed with."""
+    """Completion `number` (from 0) of the request that `submit` returned `ticket` for, or its error."""
 
     ticket: int
     number: int
-    answer: Completion | None
+    completion: Completion | None
     error: Exception | None = None
 
 
@@ -64,35 +64,35 @@ class Completion:
 
     tokens: list[int]
     logprobs: list[float]
-    """The log-prob of each token under softmax(logits / temperature) over the vocabulary; temperature 1 if it was 0.
+    """The log-prob of each token under softmax(logits / temperature) over the vocabulary; greedy uses temperature 1.
 
     This is what a trainer computes with `head.logprobs(..., temperature=...)`, so the ratio of the two starts at 1.
     """
     sampled_logprobs: list[float]
-    """The log-prob of each token in the distribution it was sampled from, which top-k, top-p and min-p cut.
+    """The log-prob of each token in the distribution it was sampled from: after top-k, top-p and min-p, renormalised.
 
-    Equal to `logprobs` if nothing was cut; 0 if sampling was greedy.
+    Equal to `logprobs` without truncation; 0 if sampling was greedy.
     """
     finish_reason: FinishReason
     """"stop": a stop token or a stop string ended it. "length": it reached max_new_tokens."""
     text: str | None = None
     """The tokens decoded without special ones, up to the stop string if one ended it; None without a tokenizer."""
     drafted: int = 0
-    """How many draft tokens were checked; 0 if the engine does not draft."""
+    """Speculative tokens that were proposed and checked; 0 without speculative decoding."""
     accepted: int = 0
-    """How many of those drafts were right. Each saved a step, and changed nothing else."""
+    """Speculative tokens that were accepted. Each saved a decode step; the completion is the same without."""
     routing: Tensor | None = None
-    """The experts that the tokens of prompt and completion were routed to, [tokens, routers, top_k] int16 on the CPU,
-    if they are recorded: a batch's column "routing". The last token was not routed, and has -1."""
+    """Expert ids of the tokens of prompt and completion, [tokens, routers, top_k] int16 on the CPU, if they are
+    recorded. They become a batch's column "routing". The last token was never an input, and has -1."""
     versions: tuple[VersionSpan, ...] = ()
-    """The weight versions that its tokens were sampled with, if the engine names them."""
+    """The weights version of each range of tokens, if the engine reports it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The new tokens of one completion and their log-probs, and at the end the whole completion."""
+    """The tokens of one completion since the last update, and their log-probs. `completion` is set at the end."""
 
-    place: int
+    request_index: int
     """The index of its request among those that were submitted together."""
     number: int
     tokens: Sequence[int]
@@ -114,36 +114,36 @@ class RolloutEngine(Protocol):
     ) -> list[list[Completion]]:
         """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
 
-        `sampling` is one for all, or one a prompt.
+        `sampling` is one for all prompts, or one per prompt.
         """
         ...
 
 
 @runtime_checkable
 class AsyncRolloutEngine(RolloutEngine, Protocol):
-    """An engine that takes prompts while others run, and returns each completion when it is done."""
+    """An engine that accepts requests while others run, and returns each completion when it finishes."""
 
     def submit(self, request: Request) -> int:
-        """Ask for completions without waiting. Returns the ticket that names them."""
+        """Submits a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
         ...
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Returns the completions since the last poll. Waits up to `timeout` seconds for the first, forever if None."""
+        """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
         ...
 
 
 class ConversationEngine(AsyncRolloutEngine, Protocol):
-    """An engine that conversations are held with."""
+    """An engine that `Conversations` can use."""
 
     batched_polls: bool
-    """Whether one poll returns all that was submitted, so that it pays to submit what belongs together before."""
+    """Whether `poll` blocks until all submitted requests finish, so that many should be submitted before it."""
 
 
 class PollAdapter:
-    """submit and poll for an engine that has `generate` alone, such as the native generator.
+    """Adds `submit` and `poll` to an engine that only has `generate`, such as the native generator.
 
-    The next `poll` generates all that was submitted, at once. The seed of each request decides its completions, so they
-    are the same whatever is generated beside them.
+    The next `poll` generates all submitted requests as one batch. Completions depend on the seed of their request, not
+    on the rest of the batch.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -159,24 +159,24 @@ class PollAdapter:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine.generate`."""
         return self._engine.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
-        """Generate these completions with the next `poll`."""
+        """Queues a request for the next `poll`. Returns its ticket."""
         ticket = next(self._tickets)
         self._waiting[ticket] = request
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Generate all that was submitted, however long it takes."""
+        """Generates all submitted requests. Ignores `timeout`."""
         waiting, self._waiting = self._waiting, {}
         finished: list[FinishedCompletion] = []
         for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):
-            alike = {ticket: request for ticket, request in waiting.items() if (request.n, request.first) == (n, first)}
-            prompts = [request.prompt for request in alike.values()]
-            samplings = [request.sampling for request in alike.values()]
-            groups = self._engine.generate(prompts, samplings, n, first=first)
-            for ticket, group in zip(alike, groups, strict=True):
-                finished += [FinishedCompletion(ticket, number, each) for number, each in enumerate(group)]
+            batch = {ticket: request for ticket, request in waiting.items() if (request.n, request.first) == (n, first)}
+            prompts = [request.prompt for request in batch.values()]
+            samplings = [request.sampling for request in batch.values()]
+            results = self._engine.generate(prompts, samplings, n, first=first)
+            for ticket, completions in zip(batch, results, strict=True):
+                finished += [FinishedCompletion(ticket, number, one) for number, one in enumerate(completions)]
         return finished

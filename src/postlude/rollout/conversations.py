@@ -1,4 +1,8 @@
-"""Conversations: samples trajectories, each going back and forth between a rollout engine and an environment."""
+"""Conversations samples trajectories: turns of a rollout engine and an environment, one after the other.
+
+The rollout engine samples completions. The environment returns an observation or ends the trajectory. A `Transcript`
+holds the tokens of a trajectory, an `Episode` what the environment keeps for it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,16 @@ from postlude.rollout.environments import AssistantTurn, Environment, Episode, T
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
-COLLECT_SECONDS = 0.5  # how long to wait for turns of an environment, so that they are submitted together
-POLL_SECONDS = 0.02  # between polls of engine and environment while both are waited for
-OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that outgrows the budget
-FAILED = "failed"  # the part of a reward that says that the call for it failed
+COLLECT_SECONDS = 0.5  # how long to wait for replies of the environment, to submit the next requests together
+POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
+ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
+OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that exceeds the token budget
+FAILED = "failed"  # key in `Trajectory.parts`: the reward call failed
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """One attempt at a task: the completions of all its turns, and its score."""
+    """One sampled attempt at a task: the completions of all its turns, and its score."""
 
     task: Task
     group: int
@@ -47,7 +52,7 @@ class Trajectory:
 
     @property
     def excluded(self) -> bool:
-        """Whether it is left out of training, since the call for its reward failed."""
+        """Whether it is left out of training, because the call for its reward failed."""
         return self.score is not None and self.score.excluded
 
     @property
@@ -63,7 +68,7 @@ class Trajectory:
 
 @dataclass(eq=False)
 class TrajectoryGroup:
-    """The trajectories of one task. `number` identifies the group; the seed of `sampling` decides what it samples."""
+    """The trajectories of one task. `number` identifies the group; `sampling.seed` is the group's seed."""
 
     task: Task
     number: int
@@ -89,16 +94,18 @@ class _Conversation:
 
     trajectory: Trajectory
     index: int
-    """Its place in the group."""
+    """Its index in the group."""
     group: TrajectoryGroup
     episode: Episode
 
 
 class Conversations:
-    """Runs many groups at once. A slow completion, tool or reward delays no other trajectory.
+    """Runs many groups at once.
 
-    Without `background` they advance inside `poll`; with it a thread advances them all the time. One caller uses
-    `start` and `poll`. `timed` times the phases "rollout" and "reward" without `background`.
+    With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
+    all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
+    a thread advances them continuously. Only one thread may call `start` and `poll`. `timed` measures the phases
+    "rollout" and "reward" without `background`.
     """
 
     def __init__(
@@ -116,11 +123,11 @@ class Conversations:
         self.budget, self.max_new_tokens, self.timed = budget, max_new_tokens, timed
         self._started: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
-        self._sampling: dict[int, dict[int, _Conversation]] = {}  # by ticket and number of the engine's request
-        self._scoring: dict[int, _Conversation] = {}  # by id of the episode, while the environment works on its turn
+        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by ticket and number
+        self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
         self._error: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         if background:
             self._thread = threading.Thread(target=self._run, name="postlude conversations", daemon=True)
@@ -128,9 +135,9 @@ class Conversations:
 
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all trajectories of a group."""
-        with self._changed:
+        with self._condition:
             self._started.append(group)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def poll(self, timeout: float) -> list[TrajectoryGroup]:
         """Returns the groups that are done since the last call.
@@ -140,8 +147,8 @@ class Conversations:
         """
         if self._thread is None:
             self._advance()
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._finished, timeout if self._thread else 0.0)
+        with self._condition:
+            self._condition.wait_for(lambda: self._error or self._finished, timeout if self._thread else 0.0)
             if self._error is not None:
                 raise self._error
             finished, self._finished = self._finished, []
@@ -149,50 +156,56 @@ class Conversations:
 
     def close(self) -> None:
         """Stops the thread and releases the episodes in progress."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for conversations in self._sampling.values():  # the environment closes those that it works on
+        for conversations in self._waiting_for_engine.values():  # the environment closes the episodes that it works on
             for conversation in conversations.values():
                 self.environment.release(conversation.episode)
-        self._sampling.clear()
+        self._waiting_for_engine.clear()
 
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._started or self._sampling or self._scoring)
+                with self._condition:
+                    self._condition.wait_for(
+                        lambda: (
+                            self._closed or self._started or self._waiting_for_engine or self._waiting_for_environment
+                        )
+                    )
                 if self._closed:
                     return
                 self._advance()
         except BaseException as error:  # `poll` raises it
-            with self._changed:
+            with self._condition:
                 self._error = error
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def _advance(self) -> None:
-        """Waits shortly for completions and turn results, and continues the conversations that got one."""
+        """Waits briefly for completions and turn results, and continues the conversations that got one."""
         with self.timed("rollout"):
-            with self._changed:
+            with self._condition:
                 started, self._started = self._started, deque()
             for group in started:
                 self._start(group)
-            for finished in self.engine.poll(0.0 if self._scoring else 5 * POLL_SECONDS):
+            for finished in self.engine.poll(0.0 if self._waiting_for_environment else ENGINE_POLL_SECONDS):
                 self._add_completion(finished)
-        if not self._scoring:
+        if not self._waiting_for_environment:
             return
         with self.timed("reward"):
             if self.engine.batched_polls:
-                results = list(self.environment.collect(len(self._scoring), COLLECT_SECONDS).values())
+                results = list(self.environment.collect(len(self._waiting_for_environment), COLLECT_SECONDS).values())
             else:
                 results = self.environment.poll(POLL_SECONDS)
         with self.timed("rollout"):
             turns = [
-                (self._scoring.pop(id(episode)), result) for episode, result in results if id(episode) in self._scoring
+                (self._waiting_for_environment.pop(id(episode)), result)
+                for episode, result in results
+                if id(episode) in self._waiting_for_environment
             ]
-            # Sorted, so that seeds and batches do not depend on which turn came first.
+            # Sorted, so that seeds and batches do not depend on the order of arrival.
             for conversation, result in sorted(turns, key=lambda turn: (turn[0].group.number, turn[0].index)):
                 self._add_turn_result(conversation, result)
 
@@ -204,42 +217,42 @@ class Conversations:
         self._request(conversations, group.sampling)
 
     def _request(self, conversations: list[_Conversation], sampling: SamplingParams) -> None:
-        """Requests the next completion of conversations with equal tokens."""
+        """Requests the next completion of conversations that have the same tokens so far, as one request."""
         prompt = tuple(conversations[0].trajectory.transcript.tokens)
         ticket = self.engine.submit(Request(prompt, sampling, len(conversations)))
-        self._sampling[ticket] = dict(enumerate(conversations))
+        self._waiting_for_engine[ticket] = dict(enumerate(conversations))
 
     def _add_completion(self, finished: FinishedCompletion) -> None:
         """Adds a completion to its trajectory and submits it to the environment."""
-        conversations = self._sampling[finished.ticket]
+        conversations = self._waiting_for_engine[finished.ticket]
         conversation = conversations.pop(finished.number)
         if not conversations:
-            del self._sampling[finished.ticket]
-        completion = finished.answer
+            del self._waiting_for_engine[finished.ticket]
+        completion = finished.completion
         if completion is None:
             assert finished.error is not None
             raise finished.error
         conversation.trajectory.completions.append(completion)
         conversation.trajectory.transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
-        self._scoring[id(conversation.episode)] = conversation
+        self._waiting_for_environment[id(conversation.episode)] = conversation
         turn = AssistantTurn(completion.text or "", completion.tokens, completion.finish_reason == "length")
         self.environment.submit(conversation.episode, turn)
 
     def _add_turn_result(self, conversation: _Conversation, result: TurnResult) -> None:
         """Ends a trajectory, or requests its next completion."""
         trajectory, group = conversation.trajectory, conversation.group
-        if not self._ends(trajectory, result):
+        if not self._apply_turn_result(trajectory, result):
             seed = combine_seeds(group.sampling.seed, conversation.index, len(trajectory.completions))
             self._request([conversation], replace(group.sampling, seed=seed))
             return
         self.environment.release(conversation.episode)
-        with self._changed:
+        with self._condition:
             trajectory.done = True
             if group.done:
                 self._finished.append(group)
-                self._changed.notify_all()
+                self._condition.notify_all()
 
-    def _ends(self, trajectory: Trajectory, result: TurnResult) -> bool:
+    def _apply_turn_result(self, trajectory: Trajectory, result: TurnResult) -> bool:
         """Adds a turn's score and observation to a trajectory. Returns whether it is over."""
         trajectory.score = result.score
         if result.observation is None:
@@ -252,8 +265,8 @@ class Conversations:
                 chat=is_chat(trajectory.task.prompt),
                 keep_reasoning=self.environment.keep_reasoning,
             )
-        except ValueError as error:  # the environment's mistake fails this trajectory alone
-            failed, message = self.environment.failed_reward, f"the environment's answer cannot be read: {error}"
+        except ValueError as error:  # an invalid observation fails only this trajectory
+            failed, message = self.environment.failed_reward, f"the environment's observation cannot be read: {error}"
             trajectory.score = score.plus(Score(failed or 0.0, {}, message, excluded=failed is None))
             return True
         if len(trajectory.transcript.tokens) + len(observed) + self.max_new_tokens > self.budget:

@@ -14,11 +14,11 @@ from postlude.world.agreement import Rank0Controller, on_rank0
 
 
 class ServerEngine:
-    """A `DistributedEngine` of servers, which generate while the ranks do other work.
+    """Rollout engine backed by inference servers, which generate while the ranks train. A `DistributedEngine`.
 
-    `connect` makes the client, on rank 0. With an `engine` and `sync`, servers get its weights before they generate;
-    else they keep theirs. A version of the weights is named START.STEP. START is new with each start of the run, since
-    a step that is repeated may give other weights.
+    `connect` makes the client, on rank 0. With a training `engine` and `sync`, servers get its weights before they
+    generate; else they keep theirs. A version of the weights is named START.STEP. START is a random id of each start of
+    the run (`start_id`), because a step that is repeated after a restart may give other weights.
     """
 
     batched_polls = False
@@ -36,10 +36,10 @@ class ServerEngine:
         self._client: GenerationClient | None = None
         try:
             self._client = connect() if self.controller.is_rank0 else None
-            self.start: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
+            self.start_id: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
             if engine is not None and sync is not None:
-                kind = NetworkSync if sync.method == "network" else DiskSync
-                self.sync = kind(engine, self._client, sync, self.controller.group)
+                sync_class = NetworkSync if sync.method == "network" else DiskSync
+                self.sync = sync_class(engine, self._client, sync, self.controller.group)
         except BaseException:
             self.close()
             raise
@@ -51,12 +51,12 @@ class ServerEngine:
         return self._client
 
     def refresh(self) -> None:
-        """Have servers use the engine's weights, if they are new or a server lacks them. Every rank calls it."""
+        """Syncs the engine's weights to servers, if they are new or a server lacks them. Every rank calls it."""
         if self.engine is not None and self.sync is not None:
-            self.sync.sync(f"{self.start}.{self.engine.step}")
+            self.sync.sync(f"{self.start_id}.{self.engine.step}")
 
     def check_health(self) -> None:
-        """Have all ranks send weights if no server can generate without them. Rank 0 calls it while all wait."""
+        """Makes all ranks send weights if no server can generate without them. Rank 0 calls it while all wait."""
         if self.sync is not None and self.sync.is_blocked():
             self.controller.call_all(None)
 
@@ -68,19 +68,19 @@ class ServerEngine:
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """Returns the servers' completions. Rank 0 calls it."""
+        """Returns the servers' completions. Call it on rank 0 only."""
         return self.client.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
-        """Send a request without waiting. Rank 0 calls it."""
+        """Sends a request without waiting. Call it on rank 0 only."""
         return self.client.submit(request)
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Returns the completions since the last call. Rank 0 calls it."""
+        """Returns the completions finished since the last call. Call it on rank 0 only."""
         return self.client.poll(timeout)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of servers since the last call. Rank 0 calls it."""
+        """Returns the metrics of servers since the last call. Call it on rank 0 only."""
         pool, counts = self.client.pool, self.client.take_counts()
         metrics: dict[str, float] = {
             "servers/up": pool.count_up(),
@@ -93,7 +93,7 @@ class ServerEngine:
         return {name: float(value) for name, value in metrics.items()}
 
     def close(self) -> None:
-        """Close the client, and remove weights that servers have read."""
+        """Closes the client, and removes the weight files."""
         if self._client is not None:
             self._client.close()
         if self.sync is not None:

@@ -1,4 +1,4 @@
-"""ServerAPI: the HTTP API of one kind of server: generation and new weights."""
+"""ServerAPI: the HTTP API of one kind of server: generation and weight updates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SendRequest(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpecs:
-    """The tensors of one broadcast, stored one after the other as bytes."""
+    """The tensors of one broadcast, concatenated as bytes."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -34,24 +34,24 @@ class TensorSpecs:
 
 
 class ServerAPI(ABC):
-    """The API of one server. An instance belongs to one server and may hold what that server supports."""
+    """The API of one server. An instance belongs to one server and may store its detected features."""
 
     name: str
     can_reload: bool = False
-    """Whether it takes new weights while it runs."""
+    """Whether it can read new weights from a directory while it runs."""
     reports_checksum: bool = False
     """Whether it reports the checksum of the weights that it read."""
     reports_hashes: bool = False
     """Whether it reports a hash of each parameter in its memory."""
     can_receive: bool = False
-    """Whether weights can be sent into its memory over the network."""
+    """Whether it can receive new weights over the network while it runs."""
     exact_tokens: bool = True
-    """Whether tokens are those that were sampled. Text that is encoded again may have more."""
+    """Whether tokens are those that were sampled. If not, they are encoded from text, which may give more."""
     omits_stop_tokens: bool = False
     """Whether the tokens that ended a completion are left out, so that a completion may be empty."""
 
     async def probe(self, send: SendRequest) -> None:
-        """Check that the server replies, and learn what it supports."""
+        """Checks that the server replies, and detects what it supports."""
         await send("GET", "/v1/models")
 
     async def model_names(self, send: SendRequest) -> list[str]:
@@ -63,7 +63,7 @@ class ServerAPI(ABC):
             raise InvalidResponse("gives no list of models at /v1/models") from error
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:
-        """Returns the most tokens of prompt and completion together; None where the server does not report it."""
+        """Returns the most tokens of prompt and completion together; None if the server does not report it."""
         models = await send("GET", "/v1/models")
         try:
             length = next(entry for entry in models["data"] if entry["id"] == model).get("max_model_len")
@@ -76,23 +76,26 @@ class ServerAPI(ABC):
         """Returns one completion, with token ids and the log-prob of each."""
 
     async def weights_version(self, send: SendRequest) -> str | None:
-        """Returns the server's name for its weights; None where it reports none."""
+        """Returns the server's name for its weights; None if it reports none."""
         return None
 
     async def is_paused(self, send: SendRequest) -> bool:
-        """Whether it holds back completions until it is told to resume."""
+        """Whether generation is paused."""
         return False
 
     async def weights_checksum(self, send: SendRequest) -> str | None:
-        """Returns the checksum of its weights, as `hf.checksum` computes it; None where it reports none."""
+        """Returns the checksum of its weights, as `hf.checksum` computes it; None if it reports none."""
         return None
 
     async def parameter_hashes(self, send: SendRequest) -> Mapping[str, str] | None:
-        """Returns a hash of each parameter, by the server's own names; None where it reports none."""
+        """Returns a hash of each parameter, by the server's own names; None if it reports none."""
         return None
 
     async def update_problem(self, send: SendRequest, *, tied_head: bool, over_network: bool) -> str:
-        """Returns why it would not use all new weights of such a model, as a clause; empty if it would."""
+        """Returns why weight updates would not work, as text that follows its URL; "" if they work.
+
+        `tied_head` says that the model's output head is its embedding.
+        """
         return ""
 
     async def reload(self, send: SendRequest, directory: str, version: str) -> None:
@@ -100,11 +103,11 @@ class ServerAPI(ABC):
         raise NotImplementedError(f"{self.name} takes no new weights")
 
     async def worker_count(self, send: SendRequest) -> int:
-        """Returns how many processes hold its model. Each joins the channel."""
+        """Returns how many processes hold its model. Each joins the channel, a process group for weights."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
     async def join_channel(self, send: SendRequest, info: Mapping[str, Any], workers: int) -> None:
-        """Have all workers join a channel at the address in `info`."""
+        """Makes all workers join the trainer's channel at the address in `info`."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
     async def begin_update(self, send: SendRequest) -> None:
@@ -123,8 +126,8 @@ class ServerAPI(ABC):
 def make_completion(
     tokens: Any, logprobs: Any, reason: Any, text: Any = None, reasons: Mapping[str, FinishReason] = FINISH_REASONS
 ) -> Completion:
-    """Returns a completion from the fields of a reply. Raises `InvalidResponse` if they make none."""
-    if reason in ABORTED:  # by a pause or a shutdown: a part of a completion is no sample
+    """Returns a completion from the fields of a reply. Raises `InvalidResponse` if they are invalid."""
+    if reason in ABORTED:  # by a pause or a shutdown: a partial completion cannot be used, so the request is retried
         raise ServerBusy(f"ended a completion for the reason {reason!r}")
     if reason not in reasons:
         raise InvalidResponse(f"ended a completion for the reason {reason!r}, not stop or length")
@@ -133,7 +136,7 @@ def make_completion(
         if ids != tokens:  # text or fractions
             raise ValueError(str(tokens)[:80])
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidResponse(f"gave token ids or log-probs that are no numbers: {error}") from error
+        raise InvalidResponse(f"gave token ids or log-probs that are not numbers: {error}") from error
     if not all(map(math.isfinite, values)):
         raise InvalidResponse("gave log-probs that are not finite")
     if len(ids) != len(values):

@@ -36,19 +36,19 @@ Result = TypeVar("Result")
 
 
 class GenerationClient:
-    """Completions from servers of one model at `urls`, which may end with /v1.
+    """Client of one or more servers of the same model at `urls`, which may end with /v1.
 
-    Prompts are sent as token ids, and ids must come back: text that is encoded again can give other tokens than those
-    that were sampled. `api="text"` accepts text, see `TextAPI`. `api="auto"` finds out the API of each server.
-    `model` is the servers' name for the model; None takes the only one.
+    Prompts are sent as token ids, and servers must return token ids: text that is encoded again can give other tokens
+    than those that were sampled. `api="text"` accepts text, see `TextAPI`. `api="auto"` detects the API of each server.
+    `model` is the servers' name for the model; None if each serves exactly one.
 
     A server has at most `concurrency` outstanding requests. A request waits `timeout` seconds for its reply.
     `ServerPool` explains `retries`, `backoff` and `outage_timeout`. When no server is left and `outage_timeout` seconds
     have passed, requests raise a `ServerError` that names each server and its reason. Completions with tokens outside
     of a vocabulary of `vocab_size` are refused.
 
-    `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, since the protocols carry one number a
-    token. vLLM and llama.cpp report log-probs at temperature 1. For those at the sampling temperature, which the native
+    `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, since servers return one per token.
+    vLLM and llama.cpp report log-probs at temperature 1. For those at the sampling temperature, which the native
     generator reports, start vLLM with `--logprobs-mode processed_logprobs` and use no top-k, top-p or min-p.
     """
 
@@ -81,15 +81,15 @@ class GenerationClient:
         if api == "text" and (tokenizer is None or model is None):
             raise ValueError('api="text" needs the tokenizer of the served model, and the model\'s name.')
         if not urls or len(set(urls)) < len(urls):
-            raise ValueError(f"urls are {urls}: give each server once, and at least one.")
+            raise ValueError(f"urls are {urls}: give at least one, and each server once.")
         user_api: Callable[[], ServerAPI] | None = load_callable(api, kind="ServerAPI") if ".py:" in api else None
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.tokenizer = tokenizer
 
         def make_server(url: str) -> RemoteServer:
-            known = user_api() if user_api else None if api == "auto" else make_api(api, tokenizer, extra)
-            choice = known or partial(detect_api, extra)
-            return RemoteServer(url, choice, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
+            server_api = user_api() if user_api else None if api == "auto" else make_api(api, tokenizer, extra)
+            api_or_detector = server_api or partial(detect_api, extra)
+            return RemoteServer(url, api_or_detector, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
 
         self._make_server = make_server
         self.pool = ServerPool(
@@ -115,7 +115,7 @@ class GenerationClient:
     ) -> list[list[Completion]]:
         """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
 
-        `sampling` is one for all prompts, or one a prompt. One for all gets a seed of its own for each prompt.
+        `sampling` is one for all prompts, which then get different seeds, or one per prompt.
         """
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -130,22 +130,22 @@ class GenerationClient:
         return self.run(_gather(self._generate_all(request) for request in requests))
 
     def submit(self, request: Request) -> int:
-        """Send a request without waiting. Returns the ticket of its completions."""
+        """Sends a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
         ticket = next(self._tickets)
 
-        async def generate(number: int, single: Request) -> None:
+        async def generate(number: int, single_request: Request) -> None:
             try:
-                completion = self._with_text(await self.pool.generate(single))
+                completion = self._with_text(await self.pool.generate(single_request))
                 self._finished.put(FinishedCompletion(ticket, number, completion))
             except Exception as error:
                 self._finished.put(FinishedCompletion(ticket, number, None, error))
 
-        for number, single in enumerate(_split(request)):
-            self.start(generate(number, single))
+        for number, single_request in enumerate(_split(request)):
+            self.start(generate(number, single_request))
         return ticket
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Returns the completions since the last call. Waits up to `timeout` seconds for the first."""
+        """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
         finished = []
         try:
             finished.append(self._finished.get(timeout is None or timeout > 0, timeout))
@@ -155,7 +155,7 @@ class GenerationClient:
             return finished
 
     def reload(self, directory: str, version: str, *, wait: bool = True) -> None:
-        """Have every server read new weights from a directory. Running completions continue with them.
+        """Makes every server read new weights from a directory. Running completions continue with the new weights.
 
         Without `wait`, servers read in the background; new requests go to servers that have the weights.
         """
@@ -184,14 +184,14 @@ class GenerationClient:
         self.run(self.pool.add(self._make_server(url)))
 
     def remove_server(self, url: str, problem: str, *, replaced: bool = False) -> None:
-        """Remove a server for the reason in the clause `problem`; its requests go to others.
+        """Removes a server; its requests go to others. `problem` is the reason, which follows the URL in messages.
 
         If it is to be `replaced`, requests also wait for the next `add_server`, until `cancel_expected`.
         """
         self.run(self.pool.remove(url, problem, replaced=replaced))
 
     def cancel_expected(self, problem: str) -> None:
-        """Stop waiting for a server that was to be added. `problem` begins with its address."""
+        """Stops waiting for the replacement of a removed server. `problem` is the reason; it begins with a URL."""
         self.run(self.pool.cancel_expected(problem))
 
     def generate_on(self, server: RemoteServer, request: Request) -> Completion:
@@ -245,7 +245,7 @@ class GenerationClient:
 
 
 def _split(request: Request) -> list[Request]:
-    """Returns one request a completion, so that a failed server costs no more than it had begun."""
+    """Returns one request per completion, so that a failed server loses only the completions that it was sampling."""
     return [replace(request, n=1, first=request.first + number) for number in range(request.n)]
 
 

@@ -1,6 +1,6 @@
 """ServerConnection: asynchronous HTTP/1.1 to one server, with connections that are kept open for the next request.
 
-httpx and aiohttp need more CPU time a request; docs/architecture.md has the figures.
+httpx and aiohttp need more CPU time per request; docs/architecture.md has the measurements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from postlude.serving.errors import InvalidResponse, RequestCancelled, ServerUna
 
 MAX_REPLY = 1 << 28  # bytes
 MAX_HEADERS = 256
-BROKEN = (OSError, asyncio.IncompleteReadError, EOFError)
+CONNECTION_ERRORS = (OSError, asyncio.IncompleteReadError, EOFError)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class ServerConnection:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url {url!r} is no address of a server; give one such as http://localhost:8000.")
+            raise ValueError(f"url {url!r} is not a server's address; give one such as http://localhost:8000.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._root = urlsplit(self.url).path
         self._host, self._secure = parts.hostname, parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
         self._headers = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
         self._idle: list[_Connection] = []
-        self._timeouts: dict[asyncio.Timeout, bool] = {}  # of running requests, and whether each was cancelled
+        self._timeouts: dict[asyncio.Timeout, bool] = {}  # running requests; True if `cancel_requests` ended it
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float) -> Reply:
         """Returns the reply, whatever its status. Raises `ServerUnavailable` if none comes within `timeout` seconds."""
@@ -67,27 +67,27 @@ class ServerConnection:
         head = f"{method} {self._root}{path} HTTP/1.1\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
         message = f"{head}Content-Length: {len(data)}\r\n\r\n".encode("latin-1") + data
-        limit = asyncio.timeout(timeout)
-        self._timeouts[limit] = False
+        timeout_scope = asyncio.timeout(timeout)
+        self._timeouts[timeout_scope] = False
         try:
-            async with limit:
-                return await self._exchange(message)
+            async with timeout_scope:
+                return await self._send_and_receive(message)
         except TimeoutError:
-            if self._timeouts[limit]:
-                raise RequestCancelled("was given up") from None
+            if self._timeouts[timeout_scope]:
+                raise RequestCancelled("had its requests cancelled by the client") from None
             raise ServerUnavailable(f"gave no reply within {timeout:g} s") from None
         finally:
-            del self._timeouts[limit]
+            del self._timeouts[timeout_scope]
 
-    async def _exchange(self, message: bytes) -> Reply:
+    async def _send_and_receive(self, message: bytes) -> Reply:
         while True:
             connection = await self._connect()
             reusable = False
             try:
-                reply, reusable = await _exchange_on(connection, message)
+                reply, reusable = await _send_and_receive_on(connection, message)
                 return reply
-            except BROKEN as error:
-                if connection.used:  # the server closed it while it was idle: a new one shows whether it replies
+            except CONNECTION_ERRORS as error:
+                if connection.used:  # the server closed it while it was idle: retry on another
                     continue
                 raise ServerUnavailable(_reason(error)) from error
             finally:
@@ -111,10 +111,10 @@ class ServerConnection:
 
     def cancel_requests(self) -> None:
         """End all running requests: they raise `RequestCancelled`."""
-        for limit in self._timeouts:
-            if not limit.expired():
-                self._timeouts[limit] = True
-                limit.reschedule(asyncio.get_running_loop().time())
+        for timeout_scope in self._timeouts:
+            if not timeout_scope.expired():
+                self._timeouts[timeout_scope] = True
+                timeout_scope.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -123,7 +123,7 @@ class ServerConnection:
         self._idle.clear()
 
 
-async def _exchange_on(connection: _Connection, message: bytes) -> tuple[Reply, bool]:
+async def _send_and_receive_on(connection: _Connection, message: bytes) -> tuple[Reply, bool]:
     """Returns the reply, and whether the connection can be used again."""
     connection.writer.write(message)
     await connection.writer.drain()

@@ -94,5 +94,5 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
         try:
             tokens = [int(token.removeprefix(TOKEN_PREFIX)) for token in written]
         except ValueError as error:
-            raise InvalidResponse(f"gave token ids that are no numbers: {error}") from error
+            raise InvalidResponse(f"gave token ids that are not numbers: {error}") from error
     return make_completion(tokens, logprobs, choice.get("finish_reason"), choice.get("text"))

@@ -32,6 +32,7 @@ class Weights:
     directory: str | None
     version: str
     _checksums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
+    """Empty until `checksum` is called, then one task."""
 
     def checksum(self) -> asyncio.Task[str]:
         """Returns the task that computes the checksum of the files. It runs once for all servers."""
@@ -42,11 +43,11 @@ class Weights:
 
 
 class RemoteServer:
-    """One server. Only the event loop of its pool may touch it. Its `state` is
+    """One server. Not thread-safe: use it in the event loop of its pool. Its `state` is
 
     - "connecting": it has not replied yet;
     - "up": it takes requests;
-    - "needs_weights": it replies, but lacks the newest weights, which the ranks have to send;
+    - "needs_weights": it replies, but lacks the newest weights, which the trainer has to send;
     - "unavailable": it failed too often, and is tried again when there are new weights;
     - "excluded": it gave an invalid response.
     """
@@ -71,19 +72,19 @@ class RemoteServer:
         self._send, self._send_status = self._sender(timeout), self._sender(min(timeout, STATUS_TIMEOUT))
         self.state: State = "connecting"
         self.problem = ""
-        """Why it is not up, as a clause that follows its address."""
+        """Why it is not up: text that follows its URL in messages, see `serving.errors`."""
         self.failures = 0
         """Failures in a row."""
         self.may_retry = False
-        """Whether it was excluded for a completion, and may be tried again when no other server is left."""
+        """Whether it was excluded because of an invalid completion. It is tried again when no other server is left."""
         self.busy_replies = 0
         """Busy replies in a row."""
         self.busy_since: float | None = None
         """Time of the first of them."""
         self.backing_off = False
-        """Whether it gets no requests for a moment after a busy reply."""
+        """Whether it gets no requests for some seconds after a busy reply."""
         self.capacity = math.inf
-        """How many requests it takes at once, as its busy replies show."""
+        """How many requests it takes at once, estimated from its busy replies."""
         self.outstanding = 0
         """Requests that it has not answered yet."""
         self.version: str | None = None
@@ -96,7 +97,7 @@ class RemoteServer:
         self.pending_reloads = 0
         """Reloads to finish before it gets requests."""
         self.connect_count = 0
-        """Times that it was connected. A channel of an earlier connect is useless."""
+        """Times that it was connected. Process groups for weights of earlier connections are invalid."""
 
     @property
     def api(self) -> ServerAPI:
@@ -105,7 +106,7 @@ class RemoteServer:
         return self._api
 
     async def connect(self, weights: Weights | None) -> None:
-        """Find out its API and model, and give it the newest weights."""
+        """Detects its API and model, and makes it read the newest weights if they are in a directory."""
         if self._api is None:
             assert self._choose_api is not None
             self._api = self._choose_api(await self._send_status("GET", "/v1/models"))
@@ -119,22 +120,22 @@ class RemoteServer:
                 await self.reload(weights)
         elif await self.api.is_paused(self._send_status):
             raise InvalidResponse(
-                "is paused, as one is that was left in the middle of new weights. Start it again, or resume it (POST "
+                "is paused, probably by a weight update that was interrupted. Start it again, or resume it (POST "
                 "/resume) if you know which weights it has"
             )
 
     def has_weights(self, weights: Weights) -> bool:
-        """Whether it has all of these weights, as far as is known."""
+        """Whether it has all of these weights, by its last report."""
         return self.version == weights.version and not self.update_unconfirmed
 
     async def call(
         self, work: Callable[[ServerAPI, SendRequest], Awaitable[Result]], *, timeout: float | None = None
     ) -> Result:
-        """Returns what `work` returns, given the API and a function that sends requests with this timeout."""
+        """Returns the result of `work(api, send)`, whose requests have this timeout. Weight sync uses it."""
         return await work(self.api, self._sender(timeout or self.timeout))
 
     async def reload(self, weights: Weights) -> None:
-        """Have it read new weights, and check its version and checksum after that."""
+        """Makes it read new weights, then checks its version and checksum."""
         assert weights.directory is not None
         start = time.perf_counter()
         expected = weights.checksum() if self.api.reports_checksum else None
@@ -151,37 +152,39 @@ class RemoteServer:
         except RequestRefused as error:
             raise InvalidResponse(f"could not read new weights from {weights.directory}: {error}") from error
         except OSError as error:  # from reading the files here
-            raise ServerUnavailable(f"could not be compared with {weights.directory}: {error}") from error
+            raise ServerUnavailable(
+                f"could not be checked: the checksum of {weights.directory} cannot be computed here: {error}"
+            ) from error
         finally:
             self.reading = None
         self.update_unconfirmed = False
         self.reload_seconds = time.perf_counter() - start
 
     async def confirm_version(self, weights: Weights) -> None:
-        """Check that it reports the version it was given."""
+        """Checks that it reports the version it was given."""
         self.version = await self.fetch_version()
         if self.version != weights.version:
             raise InvalidResponse(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
 
     async def generate(self, request: Request) -> Completion:
-        """Returns one completion, with the version of the weights that sampled it where that is known."""
+        """Returns one completion, with the version of the weights that sampled it if that is known."""
         assert self.model is not None
         version = self.version
         try:
             completion = await self.api.generate(self._send, self.model, request)
-        except (AttributeError, LookupError, TypeError, OverflowError) as error:  # JSON of another shape
+        except (AttributeError, LookupError, TypeError, OverflowError) as error:  # unexpected JSON
             raise InvalidResponse(f"gave a reply that cannot be read: {error!r}") from error
         except RequestRefused as error:
             if error.status == NOT_FOUND:  # it may be starting, or has another model
                 raise ServerUnavailable(f"replies with {error}") from error
             raise
         self._check(completion, request)
-        if completion.versions or version is None or version != self.version:  # unknown if they changed meanwhile
-            return completion
+        if completion.versions or version is None or version != self.version:
+            return completion  # with the versions it reports, or none if weights changed during the request
         return replace(completion, versions=(VersionSpan(version, 0, len(completion.tokens)),))
 
     def _check(self, completion: Completion, request: Request) -> None:
-        """Refuse a completion that cannot belong to this request."""
+        """Raises for a completion that is not valid for this request."""
         limit = request.sampling.max_new_tokens
         if self.api.exact_tokens and len(completion.tokens) > limit:
             raise InvalidResponse(f"gave {len(completion.tokens)} tokens where at most {limit} were requested")
@@ -190,7 +193,7 @@ class RemoteServer:
         lowest, highest = min(completion.tokens, default=0), max(completion.tokens, default=0)
         if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
             wrong, size = lowest if lowest < 0 else highest, self.vocab_size
-            bounds = "" if size is None else f": that goes from 0 to {size - 1}"
+            bounds = "" if size is None else f" (0 to {size - 1})"
             raise InvalidResponse(f"gave token {wrong}, which is not in the vocabulary{bounds}")
         if (logprob := max((*completion.logprobs, *completion.sampled_logprobs), default=0.0)) > LOGPROB_ROUNDING:
             raise InvalidResponse(f"gave a log-prob of {logprob:g}, but none is above 0")
@@ -200,12 +203,12 @@ class RemoteServer:
         return await self.api.weights_version(self._send_status)
 
     async def max_length(self) -> int | None:
-        """Returns the most tokens of prompt and completion together; None where it does not report it."""
+        """Returns the most tokens of prompt and completion together; None if it does not report it."""
         assert self.model is not None
         return await self.api.max_length(self._send_status, self.model)
 
     async def update_problem(self, *, tied_head: bool, over_network: bool) -> str:
-        """Returns why it would not use all new weights of such a model, as a clause; empty if it would."""
+        """Returns why weight updates would not work, as text that follows its URL; "" if they work."""
         if over_network and not self.api.can_receive:
             return f"is {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
         return await self.api.update_problem(self._send, tied_head=tied_head, over_network=over_network)
@@ -218,13 +221,13 @@ class RemoteServer:
 
     def _sender(self, timeout: float) -> SendRequest:
         async def send(method: str, path: str, body: Any = None) -> Any:
-            return _read(await self.connection.request(method, path, body, timeout=timeout))
+            return _json_or_raise(await self.connection.request(method, path, body, timeout=timeout))
 
         return send
 
 
-def _read(reply: Reply) -> Any:
-    """Returns the JSON of a successful reply. Raises the error that belongs to another status."""
+def _json_or_raise(reply: Reply) -> Any:
+    """Returns the JSON of a successful reply. Raises the error for any other status."""
     if 200 <= reply.status < 300:
         return reply.json()
     problem = f"status {reply.status}: {_message(reply)}"

@@ -1,4 +1,4 @@
-"""RequestQueue: requests that wait for a server, in the order in which they came."""
+"""RequestQueue: requests that wait for a server, first in, first out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ALIVE = ("connecting", "up", "needs_weights")  # states of servers that may take
 
 @dataclass(frozen=True)
 class _Waiting:
-    server: asyncio.Future[RemoteServer]
+    server_future: asyncio.Future[RemoteServer]
     avoided: AbstractSet[RemoteServer]
 
 
 class RequestQueue:
     """Assigns requests to the servers of a pool.
 
-    `has_capacity` tells whether a server takes another request. `outage` returns a sentence when no server is left.
+    `has_capacity` tells whether a server takes another request. `outage` returns an error message when no
+    server is left, else "".
     """
 
     def __init__(
@@ -31,36 +32,40 @@ class RequestQueue:
     ) -> None:
         self.servers, self.has_capacity, self.outage = servers, has_capacity, outage
         self._queue: deque[_Waiting] = deque()
-        self._turn = 0
+        self._assigned = 0
 
     async def assign(self, avoided: AbstractSet[RemoteServer]) -> RemoteServer:
         """Returns the server for the next request and counts the request as outstanding there.
 
-        It is the one with the fewest outstanding requests; equal ones take turns. Servers in `avoided` are used only
-        where there are no others.
+        It is the one with the fewest outstanding requests; ties are broken round-robin. Servers in `avoided` are used
+        only if there are no others.
         """
         waiting = _Waiting(asyncio.get_running_loop().create_future(), avoided)
         self._queue.append(waiting)
         self.dispatch()
         try:
-            return await waiting.server
+            return await waiting.server_future
         except asyncio.CancelledError:
-            if waiting.server.done() and not waiting.server.cancelled() and not waiting.server.exception():
-                waiting.server.result().outstanding -= 1
+            if (
+                waiting.server_future.done()
+                and not waiting.server_future.cancelled()
+                and not waiting.server_future.exception()
+            ):
+                waiting.server_future.result().outstanding -= 1
                 self.dispatch()
             raise
 
     def dispatch(self) -> None:
         """Assign waiting requests while servers have capacity. In an outage, they fail."""
-        while self._queue and self._queue[0].server.done():
+        while self._queue and self._queue[0].server_future.done():
             self._queue.popleft()  # cancelled
         if not self._queue:
             return
         if outage := self.outage():
             while self._queue:
                 waiting = self._queue.popleft()
-                if not waiting.server.done():
-                    waiting.server.set_exception(ServerError(outage))
+                if not waiting.server_future.done():
+                    waiting.server_future.set_exception(ServerError(outage))
             return
         skipped = []
         while self._queue:
@@ -68,15 +73,15 @@ class RequestQueue:
             if not available:
                 break
             waiting = self._queue.popleft()
-            if waiting.server.done():
+            if waiting.server_future.done():
                 continue
-            others = [server for server in self.servers if server.state in ALIVE and server not in waiting.avoided]
-            if waiting.avoided and others and not (available := [other for other in others if other in available]):
+            preferred = [server for server in self.servers if server.state in ALIVE and server not in waiting.avoided]
+            if waiting.avoided and preferred and not (available := [one for one in preferred if one in available]):
                 skipped.append(waiting)
                 continue
-            self._turn += 1
-            turns = {server: (index - self._turn) % len(available) for index, server in enumerate(available)}
-            server = min(available, key=lambda server: (server.outstanding, turns[server]))
+            self._assigned += 1
+            round_robin = {server: (index - self._assigned) % len(available) for index, server in enumerate(available)}
+            server = min(available, key=lambda server: (server.outstanding, round_robin[server]))
             server.outstanding += 1
-            waiting.server.set_result(server)
+            waiting.server_future.set_result(server)
         self._queue.extendleft(reversed(skipped))

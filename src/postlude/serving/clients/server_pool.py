@@ -1,4 +1,4 @@
-"""ServerPool: several servers of one model. Which server gets a request, and what follows when a server fails."""
+"""ServerPool: several servers of one model. Assigns requests to servers, and handles the failures of servers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from postlude.serving.errors import (
 MAX_BACKOFF = 30.0  # seconds between two attempts to reach a server
 MIN_BACKOFF = 0.05
 MAX_RETRY_AFTER = 60.0  # seconds; a server that asks for a longer wait (Retry-After) is tried again after this
-MIN_BUSY = 60.0  # seconds of busy replies before a server is given up
-REFUSALS = 2  # refusals a server before a request counts as refused
+BUSY_TIMEOUT = 60.0  # seconds of busy replies before a server becomes unavailable
+REFUSALS_PER_SERVER = 2  # times that each server may refuse a request before the request fails
 RELOAD_GRACE = 10.0  # seconds that `close` waits for servers that read weights
 LOG = logging.getLogger("postlude")
 
 
 @dataclass
 class Counts:
-    """Events since the last look."""
+    """Events since the last `take_counts`."""
 
     retried: int = 0
     """Requests sent again, to the same server or another."""
@@ -42,8 +42,9 @@ class _Attempts:
     """The history of one request."""
 
     completed_before: int
-    """Completions of the pool when the request came."""
+    """The pool's count of completions when the request was submitted."""
     count: int = 0
+    """All attempts."""
     failures: int = 0
     """Attempts in which the server failed."""
     refusals: int = 0
@@ -61,9 +62,10 @@ class ServerPool:
     `retries` failures in a row it is unavailable until there are new weights. One that gives an invalid response is
     excluded. Before a server gets requests again it is connected again and given the newest weights. A busy one
     (status 429) gets fewer requests at once. One that refuses a request does not get it again if there is another.
+    `RemoteServer` lists the states.
 
-    When no server is left, the unavailable ones and those excluded for a completion are retried for `outage_timeout`
-    seconds.
+    When no server is left, the unavailable ones and those excluded because of an invalid completion are retried for
+    `outage_timeout` seconds.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class ServerPool:
         self.outage_timeout = outage_timeout
         self.weights: Weights | None = None
         self.expected = 0
-        """Servers that are being started and will be added."""
+        """Servers that are being started elsewhere and will be added."""
         self.supervisor_delay = 0.0
-        """Seconds that a supervisor may take to announce a new server after all are lost; 0 without a supervisor."""
+        """Seconds that the process that starts servers has to announce a new one after all are lost; 0 without one."""
         self.removed: list[str] = []
-        """Servers that will not be replaced, each a clause that begins with its address."""
+        """Messages about servers that will not be replaced. Each begins with the server's URL."""
         self.counts = Counts()
-        self._queue = RequestQueue(servers, self._has_capacity, self._outage)
+        self._queue = RequestQueue(servers, self._has_capacity, self._check_outage)
         self._connecting: dict[RemoteServer, asyncio.Task[None]] = {}
         self._reloading: dict[RemoteServer, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
@@ -119,7 +121,7 @@ class ServerPool:
             except RequestRefused as error:
                 attempts.refused_by.add(server)
                 attempts.refusals += 1
-                if attempts.refusals >= REFUSALS * sum(server.state in ALIVE for server in self.servers):
+                if attempts.refusals >= REFUSALS_PER_SERVER * sum(server.state in ALIVE for server in self.servers):
                     raise ServerError(f"{server.url} refused the request with {error}") from error
             except ServerBusy as error:
                 attempts.last_problem = f"{server.url} {error}"
@@ -138,20 +140,20 @@ class ServerPool:
         now = asyncio.get_running_loop().time()
         attempts.first_failure = attempts.first_failure or now
         waited, limit = now - attempts.first_failure, self.retries + len(self.servers)
-        # If others completed meanwhile, the request is the cause; else the servers are, and they may come back.
+        # If other requests completed meanwhile, this request is at fault. Otherwise wait for the servers to recover.
         others_completed = self._completed > attempts.completed_before
         if attempts.failures > limit and (waited >= self.outage_timeout or others_completed):
             raise ServerError(
-                f"a request was not answered in {attempts.count} attempts, the last as {attempts.last_problem}."
+                f"a request was not completed in {attempts.count} attempts; the last error: {attempts.last_problem}."
             )
         if all(server in attempts.refused_by for server in self.servers if server.state in ALIVE):
-            attempts.refused_by.clear()
-            if attempts.refusals:  # no other server is left for it
+            attempts.refused_by.clear()  # each server may be tried again
+            if attempts.refusals:
                 await asyncio.sleep(self._backoff_seconds(attempts.refusals))
 
     def _succeeded(self, server: RemoteServer) -> None:
         server.failures, server.busy_replies, server.busy_since = 0, 0, None
-        server.capacity += 1.0 / server.capacity  # one more after as many completions as it takes at once
+        server.capacity += 1.0 / server.capacity  # additive increase: +1 per `capacity` completions
         self._completed += 1
         self._outage_start, self._outage_logged = None, False
 
@@ -161,7 +163,7 @@ class ServerPool:
         now = loop.time()
         server.problem = str(error)
         server.busy_since = server.busy_since or now
-        if server.state == "up" and now - server.busy_since >= max(self.outage_timeout, MIN_BUSY):
+        if server.state == "up" and now - server.busy_since >= max(self.outage_timeout, BUSY_TIMEOUT):
             LOG.warning("%s %s for %g s. It is given up for now.", server.url, error, now - server.busy_since)
             self.counts.failed += 1
             server.state, self._outage_start = "unavailable", self._outage_start or server.busy_since
@@ -180,7 +182,7 @@ class ServerPool:
         return min(MAX_BACKOFF, self.backoff * 2.0 ** min(times - 1, 30))
 
     def _pause(self, server: RemoteServer, error: Exception, times: int) -> float:
-        """Returns the seconds to leave a server alone: its Retry-After within bounds, or the backoff."""
+        """Returns the seconds until a server is used again: its Retry-After within bounds, or the backoff."""
         retry_after = error.retry_after if isinstance(error, ServerUnavailable) else 0.0
         if retry_after > MAX_RETRY_AFTER:
             LOG.warning(
@@ -190,25 +192,25 @@ class ServerPool:
         return max(min(retry_after, MAX_RETRY_AFTER), self._backoff_seconds(times))
 
     async def reload(self, weights: Weights) -> None:
-        """Have every server read new weights. None gets a request before it has them."""
+        """Makes every server read new weights. A server gets no requests until it has them."""
         self.weights, self._outage_start = weights, None
         for server in self.servers:
             if server.state == "unavailable":
                 self._start_connecting(server)
             elif server.state == "up":
                 server.pending_reloads += 1
-                before = self._reloading.get(server)
-                self._reloading[server] = asyncio.create_task(self._reload(server, weights, before))
+                previous_reload = self._reloading.get(server)
+                self._reloading[server] = asyncio.create_task(self._reload(server, weights, previous_reload))
 
     async def wait_for_reload(self) -> None:
         """Wait until servers have the newest weights. Raises `ServerError` when none is left."""
         await asyncio.gather(*self._reloading.values())
         await self.wait_until_up()
 
-    async def _reload(self, server: RemoteServer, weights: Weights, before: asyncio.Task[None] | None) -> None:
+    async def _reload(self, server: RemoteServer, weights: Weights, previous_reload: asyncio.Task[None] | None) -> None:
         try:
-            if before is not None:
-                await asyncio.wait({before})
+            if previous_reload is not None:
+                await asyncio.wait({previous_reload})
             if weights is self.weights and server.state == "up":  # else newer weights follow, or it connects again
                 await server.reload(weights)
         except (ServerUnavailable, InvalidResponse) as error:
@@ -218,14 +220,14 @@ class ServerPool:
             await self._notify()
 
     async def servers_without(self, weights: Weights) -> list[RemoteServer]:
-        """Returns the servers that reply and lack these weights, which are sent to them next.
+        """Returns the servers that reply and lack these weights, so that the caller sends them.
 
-        Unavailable ones are tried once for every version. One that comes later waits for the next sending.
+        Unavailable servers are tried once per version. A server that connects later gets the next update.
         """
-        retried = ("connecting", "unavailable") if weights != self.weights else ("connecting",)
+        states_to_connect = ("connecting", "unavailable") if weights != self.weights else ("connecting",)
         self.weights, self._outage_start = weights, None
         for server in self.servers:
-            if server.state in retried:
+            if server.state in states_to_connect:
                 self._start_connecting(server)
         first_connects = [task for server, task in self._connecting.items() if not server.failures]
         if first_connects:
@@ -238,7 +240,7 @@ class ServerPool:
         return [server for server in present if not server.has_weights(weights)]
 
     async def _check_version(self, server: RemoteServer) -> None:
-        """Notice a server that was restarted: it has other weights."""
+        """Detects a server that was restarted, and so has other weights."""
         try:
             version = await server.fetch_version()
             if version != server.version:
@@ -248,7 +250,7 @@ class ServerPool:
             self.fail(server, error)
 
     async def confirm(self, server: RemoteServer, weights: Weights) -> None:
-        """Check that a server has the weights that it was sent, and let it take requests."""
+        """Checks that a server has the weights that it was sent, and lets it take requests."""
         await server.confirm_version(weights)
         server.state, server.update_unconfirmed = "up", False
         await self._notify()
@@ -281,13 +283,13 @@ class ServerPool:
         await self._notify()
 
     async def cancel_expected(self, problem: str) -> None:
-        """Expect one server less."""
+        """Expects one server fewer, for the reason `problem`, which begins with the server's URL."""
         self.expected = max(0, self.expected - 1)
         self.removed.append(problem)
         await self._notify()
 
     async def close(self) -> None:
-        """Close everything. Servers that read weights get a moment first, since they would stay paused."""
+        """Closes all connections. Waits up to RELOAD_GRACE seconds for reloads first: vLLM would stay paused."""
         running = {server: task for server, task in self._reloading.items() if not task.done()}
         if running:
             await asyncio.wait(running.values(), timeout=RELOAD_GRACE)
@@ -314,11 +316,14 @@ class ServerPool:
                 self._start_connecting(server)
 
     def _raise_outage(self) -> None:
-        if outage := self._outage():
+        if outage := self._check_outage():
             raise ServerError(outage)
 
-    def _outage(self) -> str:
-        """Returns a sentence if no server takes requests and none will; else tries unavailable ones again."""
+    def _check_outage(self) -> str:
+        """Returns an error message if no server takes requests and none will, else "".
+
+        Until `outage_timeout` has passed it connects to unavailable servers again.
+        """
         if self.expected or any(server.state in ALIVE for server in self.servers):
             if self._supervisor_wait is not None:
                 self._supervisor_wait.cancel()
@@ -368,20 +373,21 @@ class ServerPool:
         return server.outstanding < limit
 
     def _check(self, server: RemoteServer, completion: Completion) -> None:
-        """Refuse a completion of an excluded server, or one sampled with weights that the server was never given."""
+        """Raises for a completion of an excluded server, or one sampled with weights that the server was not given."""
         if server.state == "excluded":
             raise RequestCancelled(f"was excluded while it generated, as it {server.problem}")
         if self.weights is None:
             return
-        run = self.weights.version.rpartition(".")[0]  # older versions of the same run may have sampled the first part
-        unknown = sorted({span.version for span in completion.versions if span.version.rpartition(".")[0] != run})
+        # Versions are START.STEP. Older steps of the same start may have sampled the first tokens.
+        start_id = self.weights.version.rpartition(".")[0]
+        unknown = sorted({span.version for span in completion.versions if span.version.rpartition(".")[0] != start_id})
         if unknown:
             raise ServerUnavailable(f"used weights {unknown[0]!r}, which it was not given; it may have been restarted")
 
     def fail(self, server: RemoteServer, error: Exception, *, may_retry: bool = False) -> None:
-        """Record a failure: leave the server alone for a while, or exclude it. Of many failed requests one counts.
+        """Records a failure: pauses the server, or excludes it. Several requests that fail together count once.
 
-        An excluded server with `may_retry` is tried again when no other is left.
+        A server that is excluded with `may_retry` is tried again when no other is left.
         """
         if isinstance(error, InvalidResponse):
             if server.state != "excluded":
@@ -397,7 +403,7 @@ class ServerPool:
                 self._start_connecting(server, pause)
 
     def _pause_after_failure(self, server: RemoteServer, error: Exception) -> float | None:
-        """Returns the seconds until the next attempt, or None if the server is given up."""
+        """Returns the seconds until the next attempt, or None if the server is unavailable now."""
         server.problem = str(error)
         server.failures += 1
         self.counts.failed += 1
@@ -413,7 +419,7 @@ class ServerPool:
 
     def _start_connecting(self, server: RemoteServer, pause: float = 0.0) -> None:
         if server.state in ("unavailable", "excluded"):
-            server.failures = self.retries  # one more attempt
+            server.failures = self.retries  # so that one more failure makes it unavailable
             server.may_retry = False
         server.state = "connecting"
         if server not in self._connecting:

@@ -1,6 +1,7 @@
-"""vLLM: /v1/completions, or /inference/v1/generate where it is open, which reports the weights of every token.
+"""vLLM: /v1/completions, or /inference/v1/generate if it is enabled, which reports the weights version of each token.
 
-New weights need `VLLM_SERVER_DEV_MODE=1` in the server's environment, the second path `--enable-scale-out`.
+Weight updates need `VLLM_SERVER_DEV_MODE=1` in the server's environment; /inference/v1/generate needs
+`--enable-scale-out`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class VLLMAPI(OpenAIAPI):
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:
         super().__init__(extra)
-        self.has_generate = False  # whether it has GENERATE
+        self.has_generate = False  # whether the path GENERATE is enabled
 
     async def probe(self, send: SendRequest) -> None:
-        """Learn from the reply to an empty request whether it has GENERATE."""
+        """Detects with an empty request whether the path GENERATE is enabled."""
         await send("GET", "/v1/models")
         try:
             await send("POST", GENERATE, {})
         except RequestRefused as refused:
-            self.has_generate = "status 404" not in str(refused)
+            self.has_generate = refused.status != 404
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         """Returns one completion. Only /v1/completions takes stop strings."""
@@ -49,7 +50,7 @@ class VLLMAPI(OpenAIAPI):
         return _completion(only_choice(await send("POST", GENERATE, body)))
 
     async def weights_version(self, send: SendRequest) -> str | None:
-        """Returns the name of its weights: "default" until an update names them."""
+        """Returns the name of its weights: "default" until the first update."""
         try:
             return str((await send("GET", "/weight_info"))["weight_version"])
         except (RequestRefused, KeyError, TypeError) as error:
@@ -59,7 +60,7 @@ class VLLMAPI(OpenAIAPI):
             ) from error
 
     async def is_paused(self, send: SendRequest) -> bool:
-        """Whether /is_paused says so."""
+        """Whether generation is paused, by /is_paused."""
         try:
             reply = await send("GET", "/is_paused")
         except RequestRefused:  # the server is not in development mode
@@ -73,7 +74,10 @@ class VLLMAPI(OpenAIAPI):
         return {str(name): str(value) for name, value in hashes.items()} if isinstance(hashes, dict) else None
 
     async def update_problem(self, send: SendRequest, *, tied_head: bool, over_network: bool) -> str:
-        """On a CPU, vLLM 0.32 packs the head's weights once and does not update a head tied to the embedding."""
+        """Checks the backend for weights over the network; else for tied heads on a CPU.
+
+        There vLLM 0.32 packs the head's weights once, and does not update a head tied to the embedding.
+        """
         if not (tied_head or over_network):
             return ""
         try:
@@ -85,13 +89,13 @@ class VLLMAPI(OpenAIAPI):
         if "device_config=cpu" not in str(info):
             return ""
         return (
-            "is vLLM on a CPU, which does not renew a head that is tied to the embedding when it reads new weights: "
+            "is vLLM on a CPU, which does not update a head that is tied to the embedding when it reads new weights: "
             "its completions would use the old head. Serve on a GPU, train a model with an untied head, or use "
             "rollout: native"
         )
 
     async def reload(self, send: SendRequest, directory: str, version: str) -> None:
-        """Load weights. Running completions continue, and their caches are computed again.
+        """Loads weights. Running completions continue, and their KV caches are recomputed.
 
         The server stays paused if this fails, since it may hold some of the new weights.
         """
@@ -109,9 +113,10 @@ class VLLMAPI(OpenAIAPI):
             raise InvalidResponse("does not report at /get_world_size how many workers it has") from error
 
     async def join_channel(self, send: SendRequest, info: Mapping[str, Any], workers: int) -> None:
-        """Join as ranks 1 and up. First close an earlier channel, and finish an update that was left open.
+        """Joins the channel: the trainer is rank 0, vLLM's workers are ranks 1 and up.
 
-        Weights that such an update left half new are never used: the server is paused, and all weights follow.
+        Closes an earlier channel first, and finishes an unfinished update. Partially updated weights are never used:
+        the server is paused, and all weights follow.
         """
         try:
             await send("POST", "/shutdown_weight_transfer_engine")
@@ -133,7 +138,7 @@ class VLLMAPI(OpenAIAPI):
         await send("POST", "/update_weights", {"update_info": update})
 
     async def finish_update(self, send: SendRequest, version: str) -> None:
-        """Compute the caches of running completions again and resume."""
+        """Recomputes the KV caches of running completions and resumes."""
         await send("POST", "/finish_weight_update", {"weight_version": version})
         await self._clear_caches(send)
         await send("POST", "/resume")
@@ -144,11 +149,11 @@ class VLLMAPI(OpenAIAPI):
     async def _clear_caches(self, send: SendRequest) -> None:
         reply = await send("POST", "/reset_prefix_cache?reset_running_requests=true")
         if isinstance(reply, dict) and reply.get("success") is False:
-            raise InvalidResponse("kept caches of older weights")
+            raise InvalidResponse("did not reset its prefix cache, which older weights computed")
 
 
 def _transfer_problem(info: Any) -> str:
-    """Returns why the server cannot receive weights over the network, by its reported config."""
+    """Returns why the server cannot receive weights over the network by its reported config, or ""."""
     try:
         backend = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     except (KeyError, TypeError, AttributeError):

@@ -265,10 +265,10 @@ class GenerationServer:
             pending = self._pending.get(result.ticket)
             if pending is None:
                 continue  # another completion of the request has failed
-            if result.answer is None:
+            if result.completion is None:
                 self._drop([pending])
                 _resolve(pending.future, error=HTTPError(500, f"this completion failed: {result.error}"))
-            elif pending.finish(result.number, result.answer):
+            elif pending.finish(result.number, result.completion):
                 del self._pending[result.ticket]
                 _resolve(pending.future, [pending.completions[number] for number in range(pending.request.n)])
         for pending in self._pending.values():

@@ -282,7 +282,7 @@ class OpenAIRoutes:
                 yield self._chunk(call, [self._choice(call, index, delta, [], [], None)])
         async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
-                index = progress.place * n + progress.number
+                index = progress.request_index * n + progress.number
                 total += len(progress.tokens)
                 unsent[index][0].extend(progress.tokens)
                 unsent[index][1].extend(progress.logprobs)
