@@ -147,7 +147,7 @@ class SlowMoE(MoE):
         def between() -> Iterator[Step]:
             for step in super(SlowMoE, self).steps():
                 if step.name == "plan":
-                    yield replace(step, waits=True)
+                    yield replace(step, syncs_host=True)
                 elif step.name == "experts" and self.mesh.ep.group is None:
                     yield exchange("dispatch", "rows", along="to_experts")
                     yield step

@@ -89,7 +89,7 @@ def test_a_stage_refuses_the_wrong_hidden_states() -> None:
 
 def test_a_token_past_the_vocabulary_is_refused() -> None:
     (microbatch,) = pack([[1, 37]], budget=4)
-    with pytest.raises(ValueError, match="token 37 is past the vocabulary, which ends at 36"):
+    with pytest.raises(ValueError, match="token 37 is out of range: the vocabulary ends at 36"):
         small_model()(microbatch)
 
 

@@ -86,7 +86,7 @@ def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     results = [plan.forward() for plan in plans]
     told: list[list[Any]] = [[], []]
     for plan, result in zip(plans, results, strict=True):
-        interleave(plan.backward_steps(result["loss"], complete=told[0].append, weights=False))
+        interleave(plan.backward_steps(result["loss"], complete=told[0].append, compute_wgrads=False))
     products = [name for name, each in model.named_parameters() if "attention" in name and each.ndim == 2]
     assert products
     assert all(gradients(model)[name] is None for name in products)
@@ -265,7 +265,7 @@ class FarMoE(MoE):
         def between() -> Iterator[Step]:
             for step in super(FarMoE, self).steps():
                 yield from [exchange("dispatch", "rows", along="to_experts")] if step.name == "experts" else []
-                yield replace(step, waits=True) if step.name == "plan" else step
+                yield replace(step, syncs_host=True) if step.name == "plan" else step
                 yield from [exchange("combine", "rows", along="to_tokens")] if step.name == "experts" else []
 
         return tuple(between())

@@ -96,7 +96,7 @@ def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
     config = small_config(symbol, hidden_size=64)
     (microbatch,) = pack(sequences(40, 24, 64), budget=128)
     plan = LanguageModel(config).build_schedule_plan(microbatch, targets=True)
-    interleave(plan.backward_steps(plan.forward().sum(), weights=False))
+    interleave(plan.backward_steps(plan.forward().sum(), compute_wgrads=False))
     held = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for _, made in plan.wgrad_queue or ()

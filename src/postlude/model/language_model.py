@@ -56,15 +56,14 @@ DEFAULT_HEAD = HeadConfig()
 class LanguageModel(FSDPUnit):
     """A decoder on packed sequences. It builds the layers of its `stage` only, under their global names.
 
-    `mesh` says which part of every layer this rank holds; by default it is alone and holds all. `recompute` says what
-    each logical layer makes again in its backward instead of keeping it: nothing, all but the expensive results
-    ("selective"), or everything ("full"). `scans` says whose kernels recurrent blocks take: the `backend`
-    of `postlude.ops.ssd.ssd`; `head` says the same of the output head, and how much memory its logits may take. With
-    `value_head` the last stage has a second head beside the first, of one number a token, which starts from zero;
-    Hugging Face's model has no place for it, so an export leaves it out.
+    `mesh` says which part of every layer this rank holds; by default there is a single rank. `recompute` is the
+    activation recompute of each logical layer (one bracket group of the pattern): "none", all but expensive results
+    ("selective"), or everything ("full"). `scans` is the kernel backend of recurrent blocks (`postlude.ops.ssd.ssd`),
+    `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
+    scalar per token, initially zero; an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own.
 
-    Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` it holds none until they are loaded.
+    Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` they have no storage until loaded.
     """
 
     def __init__(
@@ -91,13 +90,13 @@ class LanguageModel(FSDPUnit):
         check_recompute(recompute)
         self.stage = stage or Stage()
         with default_dtype(dtype):
-            self._make(blocks, value_head)
+            self._build_modules(blocks, value_head)
         self._check_storage()
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
 
-    def _make(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
+    def _build_modules(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
         config, tp = self.config, self.mesh.tp
         # A tied head and MTP need the embedding on the last stage; then both stages hold it.
         if self.stage.first or (self.stage.last and config.shared):
@@ -124,8 +123,8 @@ class LanguageModel(FSDPUnit):
     @property
     def logical_layers(self) -> tuple[LogicalLayer, ...]:
         """The layers of this stage in order, MTP layers included."""
-        ahead = self.mtp.layers if self.has_mtp else ()
-        return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *ahead)
+        mtp_layers = self.mtp.layers if self.has_mtp else ()
+        return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *mtp_layers)
 
     @property
     def has_mtp(self) -> bool:
@@ -143,21 +142,21 @@ class LanguageModel(FSDPUnit):
         decode_state: DecodeState | None = None,
         recorder: Recorder = NO_RECORDER,
     ) -> Any:
-        """Run this stage. The last one returns what the output processor returns, as it is.
+        """Runs this stage. The last one returns the output processor's result unchanged.
 
-        `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; stages but the last
-        return the same. Without a processor the last stage returns logits [T, vocab], or per-token losses [T] when
-        `targets` are asked for: True for the microbatch's own next tokens, or a tensor [T] with -100 where there is
-        none. `running` is what blocks kept of the sequences' earlier tokens, where they are generated. `recorder` is
-        told of exchanges and waits, there and on the way back.
+        `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; other stages than
+        the last return hidden states of that shape. Without a processor the last stage returns logits [T, vocab], or
+        per-token losses [T] if `targets` are given: True for the microbatch's own next tokens, or a tensor [T] with
+        -100 where there is none. `decode_state` has the sequences' earlier tokens in generation. `recorder` records
+        communication and waits, in forward and backward.
         """
-        processor, context = self._processor(targets, output_processor, output_processor_context)
-        forward = self._context(microbatch, decode_state, recorder)
+        processor, processor_context = self._processor(targets, output_processor, output_processor_context)
+        context = self._context(microbatch, decode_state, recorder)
         embedding = self._embedding()
-        hidden = self.layers(self._enter(hidden, embedding, forward), forward)
+        hidden = self.layers(self._embed_or_receive(hidden, embedding, context), context)
         if not self.stage.last:
             return hidden
-        return self._leave(self.norm(hidden), embedding, processor, context, forward)
+        return self._run_processor(self.norm(hidden), embedding, processor, processor_context, context)
 
     def build_schedule_plan(
         self,
@@ -171,51 +170,65 @@ class LanguageModel(FSDPUnit):
     ) -> SchedulePlan:
         """Returns the same forward as a plan, in segments that can be interleaved with another microbatch's.
 
-        With data parallelism, whole weights must be there while it runs: its steps are not run by calling a layer.
-        Multi-token-prediction depths are among them if the processor says in its `mtp_options` that it asks for them.
+        Weights must already be all-gathered: its steps do not call layers, so FSDP's hooks do not run. It has the steps
+        of the multi-token-prediction depths if the processor has `mtp_options`.
         """
-        processor, given = self._processor(targets, output_processor, output_processor_context)
+        processor, processor_context = self._processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
 
         def enter(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding()
-            return {"embedding": embedding, "hidden": self._enter(hidden, embedding, context)}
+            return {"embedding": embedding, "hidden": self._embed_or_receive(hidden, embedding, context)}
 
         def leave(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
             return {OUTPUT: hidden}
 
-        # What first and last step both use is read by both, so that its gradient is one sum, as in a plain forward.
-        inside = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
+        # The tied embedding is a value that the first step writes and the last one reads, so that its gradients are
+        # summed as in a plain forward.
+        layer_steps = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
         last = (
-            self._planned_end(processor, given, context)
+            self._planned_end(processor, processor_context, context)
             if self.stage.last
-            else [PlannedStep(compute("leave", leave, once=True), context, name="leave")]
+            else [PlannedStep(compute("leave", leave, never_recompute=True), context, name="leave")]
         )
         return SchedulePlan(
-            [PlannedStep(compute("enter", enter, once=True), context, name="enter", completes=(self,)), *inside, *last],
+            [
+                PlannedStep(compute("enter", enter, never_recompute=True), context, name="enter", completes=(self,)),
+                *layer_steps,
+                *last,
+            ],
             context,
-            deferred_wgrad=not (self.has_mtp and self.mtp.repeated),  # weights that are used twice get one gradient
+            deferred_wgrad=not (
+                self.has_mtp and self.mtp.repeated
+            ),  # not if weights are used twice: their gradients are summed
         )
 
-    def _planned_end(self, processor: OutputProcessor, given: Any, context: ForwardContext) -> list[PlannedStep]:
+    def _planned_end(
+        self, processor: OutputProcessor, processor_context: Any, context: ForwardContext
+    ) -> list[PlannedStep]:
         """Returns a plan's steps from the last layer to the processor's result, with the MTP depths it declares."""
         mtp_options: MTPOptions | None = getattr(processor, "mtp_options", None)
         depths: list[PlannedStep] = []
         reads: tuple[str, ...] = output_names(0)
-        others = self.mtp.layers if self.has_mtp else ()
-        if mtp_options is not None and others:
-            depths, others = list(self.mtp.planned(context, self._embed, mtp_options)), ()
+        mtp_layers = self.mtp.layers if self.has_mtp else ()
+        if mtp_options is not None and mtp_layers:
+            depths, mtp_layers = list(self.mtp.planned(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
         def leave(*read: Any) -> Mapping[str, Any]:
-            (hidden, embedding, context), *ahead = (read[start : start + 3] for start in range(0, len(reads), 3))
-            made = PlannedDepths(mtp_options, ahead) if mtp_options is not None and ahead else None
-            return {OUTPUT: self._leave(hidden, embedding, processor, given, context, made)}
+            (hidden, embedding, context), *mtp_outputs = (read[start : start + 3] for start in range(0, len(reads), 3))
+            computed = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
+            return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, computed)}
 
         return [
             final_norm_step(0, self.norm, context),
             *depths,
-            PlannedStep(Step("leave", "compute", reads, leave, once=True), context, name="leave", completes=others),
+            PlannedStep(
+                Step("leave", "compute", reads, leave, never_recompute=True),
+                context,
+                name="leave",
+                completes=mtp_layers,
+            ),
         ]
 
     def _context(
@@ -233,33 +246,33 @@ class LanguageModel(FSDPUnit):
             recorder=recorder,
         )
 
-    def _leave(
+    def _run_processor(
         self,
         hidden: Tensor,
         embedding: Tensor | None,
         processor: OutputProcessor,
-        given: Any,
+        processor_context: Any,
         context: ForwardContext,
-        made: MTPDepths | None = None,
+        computed: MTPDepths | None = None,
     ) -> Any:
-        """Calls the processor with the final states. `made` are MTP depths that a plan has computed."""
-        inputs = self._outputs(hidden, context, embedding)
+        """Calls the processor with the final states. `computed` are MTP depths that a plan has computed."""
+        inputs = self._output_inputs(hidden, context, embedding)
         if self.has_mtp:
-            ahead = made or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
-            inputs = replace(inputs, hidden=view_for_processor(hidden), ahead=ahead)
-        return processor(inputs, given)
+            depths = computed or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
+            inputs = replace(inputs, hidden=view_for_processor(hidden), ahead=depths)
+        return processor(inputs, processor_context)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:
-        """Returns the outputs of the first MTP depth for final states of running sequences, [T / tp, H].
+        """Returns the outputs of the first MTP depth for final states [T / tp, H], for speculative decoding.
 
         The microbatch has the token after each state. A generator calls this once that token is sampled; training uses
         `OutputInputs.depths`.
         """
         context = self._context(microbatch, decode_state)
-        return self._outputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
+        return self._output_inputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
     def output_head(self, embedding: Tensor | None = None) -> OutputHead:
-        """Returns the head with tying resolved. `embedding` is the tied weight, if the caller has it."""
+        """Returns the head, with the embedding's weight if they are tied. `embedding` is it, if the caller has it."""
         if not self.stage.last:
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
@@ -316,18 +329,20 @@ class LanguageModel(FSDPUnit):
             buffer.zero_()
 
     def _check_storage(self) -> None:
-        """Refuses plain parameters, which tensor-parallel ranks would train independently."""
+        """Raises for plain parameters, which tensor-parallel ranks would train independently."""
         if self.mesh.tp.size == 1:
             return
-        apart = {id(each) for part in self.sharded_separately() if part.experts for each in part.module.parameters()}
+        expert_parameters = {
+            id(each) for part in self.sharded_separately() if part.experts for each in part.module.parameters()
+        }
         for name, parameter in self.named_parameters():
-            if not is_dtensor(parameter) and id(parameter) not in apart:
+            if not is_dtensor(parameter) and id(parameter) not in expert_parameters:
                 raise TypeError(
-                    f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would each change on their own; "
+                    f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would update independently; "
                     "make it with postlude.model.parallel.sharded_parameter."
                 )
 
-    def _enter(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
+    def _embed_or_receive(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
         microbatch = context.microbatch
         if self.stage.first:
             if hidden is not None:
@@ -335,7 +350,7 @@ class LanguageModel(FSDPUnit):
             tokens, size = microbatch.tokens, self.config.vocab_size
             # On a GPU the check would make the host wait; there the embedding kernel fails.
             if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
-                raise ValueError(f"token {int(tokens.max())} is past the vocabulary, which ends at {size - 1}.")
+                raise ValueError(f"token {int(tokens.max())} is out of range: the vocabulary ends at {size - 1}.")
             return self._embed(tokens, embedding)
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
@@ -346,11 +361,11 @@ class LanguageModel(FSDPUnit):
             )
         return hidden
 
-    def _outputs(self, hidden: Tensor, context: ForwardContext, embedding: Tensor | None = None) -> OutputInputs:
+    def _output_inputs(self, hidden: Tensor, context: ForwardContext, embedding: Tensor | None = None) -> OutputInputs:
         microbatch = context.microbatch
         return OutputInputs(
             hidden=hidden,
-            head=replace(self.output_head(embedding), counted=(microbatch.targets, microbatch.target_count)),
+            head=replace(self.output_head(embedding), known_target_count=(microbatch.targets, microbatch.target_count)),
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,
@@ -370,8 +385,8 @@ class LanguageModel(FSDPUnit):
     ) -> tuple[OutputProcessor, Any]:
         if not isinstance(targets, Tensor | bool | None):
             raise TypeError(f"targets is True, a tensor [T] or None, but is a {type(targets).__name__}.")
-        asked_for_loss = targets is not None and targets is not False
-        if not self.stage.last and (processor is not None or asked_for_loss):
+        wants_loss = targets is not None and targets is not False
+        if not self.stage.last and (processor is not None or wants_loss):
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head, so an output processor or targets "
                 "would be ignored here; give them to the last stage."
@@ -379,13 +394,15 @@ class LanguageModel(FSDPUnit):
         if processor is None:
             if context is not None:
                 raise ValueError("output_processor_context was given without an output_processor to receive it.")
-            if not asked_for_loss:
+            if not wants_loss:
                 return logits_processor, None
             return token_loss_processor, None if targets is True else targets
         if not callable(processor):
             raise TypeError(
                 f"output_processor must be callable as (inputs, context), but is a {type(processor).__name__}."
             )
-        if asked_for_loss:
-            raise ValueError("give either targets or an output_processor; a processor finds inputs.microbatch.targets.")
+        if wants_loss:
+            raise ValueError(
+                "give either targets or an output_processor; a processor can read inputs.microbatch.targets."
+            )
         return processor, context

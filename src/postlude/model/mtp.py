@@ -108,7 +108,9 @@ def _join_step(
         return {"hidden": depth.join(*_depth_inputs(hidden, embedded, number, stop_trunk=mtp_options.stop_trunk))}
 
     again = (depth,) if used_again else ()
-    return PlannedStep(compute("join", join, once=True), context, name=f"mtp.{number} join", used_again=again)
+    return PlannedStep(
+        compute("join", join, never_recompute=True), context, name=f"mtp.{number} join", used_again=again
+    )
 
 
 def _depth_inputs(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ def final_norm_step(depth: int, norm: RMSNorm, context: ForwardContext) -> Plann
         normed = norm(hidden)
         return {"hidden": normed, **dict(zip(output_names(depth), (normed, embedding, context), strict=True))}
 
-    return PlannedStep(compute("norm", close, once=True), context, StepOwner("norm"), "norm")
+    return PlannedStep(compute("norm", close, never_recompute=True), context, StepOwner("norm"), "norm")
 
 
 def view_for_processor(hidden: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ def _output(
     return replace(
         inputs,
         hidden=hidden,
-        head=replace(inputs.head, weight=weight.detach() if stop_head else weight, counted=counted),
+        head=replace(inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=counted),
         microbatch=microbatch,
         reports=context.reports,
         ahead=None,

@@ -1,7 +1,7 @@
-"""The output seam: what a processor receives after the final norm, before anything is projected.
+"""The output interface: what a processor receives after the final norm, before anything is projected.
 
 A processor is any callable `(inputs: OutputInputs, context) -> anything`. The model's own logits and token losses are
-processors too, so the default path and yours are the same.
+processors too, so custom processors use the same interface.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=T
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output projection of this rank, tying resolved.
+    """The output projection of this rank.
 
-    `weight` [rows, H] holds vocabulary entries from `logit_config.vocab_start` on. `logit_config` says how logits are
-    computed and which ranks hold the other rows. `value_head` is set if the model was built with one.
+    `weight` [vocab / tp, H], the embedding's if they are tied, holds the vocabulary entries from
+    `logit_config.vocab_start` on. `logit_config` says how logits are computed and which ranks hold the other entries.
+    `value_head` is set if the model was built with one.
     """
 
     weight: Tensor
     logit_config: LogitConfig
     tp: Axis = SINGLE_RANK
     value_head: ValueHead | None = None
-    counted: tuple[Tensor, int] | None = None
+    known_target_count: tuple[Tensor, int] | None = None
     """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """This rank's hidden states [T / tp, H] -> all [T, H], for a projection to this rank's rows."""
+        """This rank's hidden states [T / tp, H] -> all [T, H], for a projection to this rank's vocabulary entries."""
         return gather_from_sequence(hidden, self.tp.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.
 
-        Holds all logits: prefer `logprobs` if that is what you need.
+        Materialises all logits: prefer `logprobs` if that is what you need.
         """
         logits = self.logit_config.shape(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
@@ -70,7 +71,7 @@ class OutputHead:
         lse: bool = False,
         hit: bool = False,
     ) -> TokenStats:
-        """Returns the fp32 log-prob of `targets` [T] and, on request, entropy and more, without holding logits.
+        """Returns the fp32 log-prob of `targets` [T] and, on request, entropy and more, without materialising logits.
 
         Positions whose target is -100 are not projected: their value and gradient are 0. The number of others is known
         for the microbatch's own targets. For other targets pass `target_count`, as in `postlude.linear_logprobs`;
@@ -102,7 +103,7 @@ class OutputHead:
         lse: bool = False,
         hit: bool = False,
     ) -> LinearObjective:
-        """Returns a loss that treats each token by itself, in one sweep: cheaper than `logprobs` and a separate loss.
+        """Returns a per-token loss, fused with the head: cheaper than `logprobs` and a separate loss.
 
         `token_objective(logprob, entropy, columns)` returns a loss per token; the result's `loss` is their sum. See
         `postlude.linear_objective`, and `logprobs` for `target_count`.
@@ -148,8 +149,8 @@ class OutputHead:
         return gather_alike(self.value_head(hidden), self.tp.group)
 
     def _count(self, targets: Tensor, given: int | None) -> int | None:
-        if given is None and self.counted is not None and targets is self.counted[0]:
-            return self.counted[1]
+        if given is None and self.known_target_count is not None and targets is self.known_target_count[0]:
+            return self.known_target_count[1]
         return given
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -164,11 +165,11 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class OutputInputs:
-    """What an output processor receives, once a microbatch, on the last stage.
+    """What an output processor receives, once per microbatch, on the last stage.
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
-    take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for your own
-    values. `reports` are values of this stage's blocks for the log, such as router balance. `ahead` runs the MTP
+    take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for other
+    values. `reports` are metrics of this stage's blocks, such as router balance. `ahead` runs the MTP
     depths, if the model has any.
     """
 
@@ -207,7 +208,7 @@ class MTPDepths(Protocol):
 
 @dataclass(frozen=True)
 class MTPOptions:
-    """How a processor uses MTP depths. One with an attribute `mtp_options` gets them from the schedule plan.
+    """How a processor uses MTP depths. A processor with an attribute `mtp_options` gets them from the schedule plan.
 
     The depths' steps are then steps of the plan, which overlaps their exchanges, before the processor is called.
     Without the attribute, depths run when the processor asks for them, each without overlap.
@@ -223,7 +224,7 @@ class OutputProcessor(Protocol):
     """
 
     def __call__(self, inputs: OutputInputs, context: Any) -> Any:
-        """Its result is the model's result."""
+        """Returns what `LanguageModel.forward` returns on the last stage."""
         ...
 
 
@@ -233,6 +234,6 @@ def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
 
 
 def token_loss_processor(inputs: OutputInputs, context: Any) -> Tensor:
-    """Returns the negative log-prob of `context` (targets [T]; None: the microbatch's), fp32 [T], 0 if ignored."""
+    """Returns the negative log-prob of `context` (targets [T]; None: the microbatch's), fp32 [T], 0 where ignored."""
     targets = inputs.microbatch.targets if context is None else context
     return -inputs.head.logprobs(inputs.hidden, targets).logprob

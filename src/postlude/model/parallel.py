@@ -244,10 +244,13 @@ class ColumnLinear(nn.Module):
         return linear(hidden, local(self.weight), _local_or_none(self.bias))
 
 
-def apply_linears(hidden: Tensor, *layers: Linear | ColumnLinear, one: bool = False) -> tuple[Tensor, ...]:
-    """Returns each layer's output for the same tokens, [T, in] -> [T, out] each. `one`: see `linear_group`."""
+def apply_linears(hidden: Tensor, *layers: Linear | ColumnLinear, single_gemm: bool = False) -> tuple[Tensor, ...]:
+    """Returns each layer's output for the same tokens, [T, in] -> [T, out] each.
+
+    `single_gemm` is `one` of `linear_group`.
+    """
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
-    return linear_group(hidden, weights, biases, one=one)
+    return linear_group(hidden, weights, biases, one=single_gemm)
 
 
 def fused_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:

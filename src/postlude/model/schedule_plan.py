@@ -160,7 +160,7 @@ class SchedulePlan:
                 part.left.tensor = None  # not needed after it was sent
                 part.arrived = values[moved] = Value(arrived)
                 continue
-            if part.steps[0].step.waits:
+            if part.steps[0].step.syncs_host:
                 yield
             with recorder.span("forward", part.name):
                 found = self._run(part, {name: value.tensor for name, value in values.items()})
@@ -177,14 +177,14 @@ class SchedulePlan:
         gradient: Tensor | None = None,
         complete: OnGradsReady | None = None,
         *,
-        weights: bool = True,
+        compute_wgrads: bool = True,
     ) -> StepGenerator:
         """Differentiates `output`, computed from the forward's result, and adds to every parameter's gradient.
 
-        `gradient` is that of `output` unless it is a scalar. Without `weights`, deferred weight gradients are left to
-        `flush_wgrads`. `complete` is called for each module here, and then again there.
+        `gradient` is that of `output` unless it is a scalar. Without `compute_wgrads`, deferred weight gradients are
+        left to `flush_wgrads`. `complete` is called for each module here, and then again there.
         """
-        flush = self._flush if weights else _skip
+        flush = self._flush if compute_wgrads else _skip
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
@@ -223,7 +223,7 @@ class SchedulePlan:
                 summed.add(part.used_again)
                 fresh += len(queue)
                 completed = [module for each in reversed(part.steps) for module in each.completes]
-                if completed and not weights:
+                if completed and not compute_wgrads:
                     self.left.append((len(queue), completed))
                 done += completed
                 if not any(isinstance(each, AsyncExchange) for each in self.parts[-3:]):
@@ -244,15 +244,15 @@ class SchedulePlan:
     def _run(self, piece: PlanSegment, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a segment and returns what it wrote, by name.
 
-        With full recompute, steps marked `once` are not repeated.
+        With full recompute, steps marked `never_recompute` are not repeated.
         """
         before = values
         with defer_wgrad(self.wgrad_queue):
             if self.context.recompute != "full":
                 values = _run_steps(piece.steps, values)
             else:
-                for once, together in groupby(piece.steps, key=lambda each: each.step.once):
-                    values = recomputed(_run_steps, "none" if once else "full", tuple(together), values)
+                for never_recompute, together in groupby(piece.steps, key=lambda each: each.step.never_recompute):
+                    values = recomputed(_run_steps, "none" if never_recompute else "full", tuple(together), values)
         return {name: each for name, each in values.items() if name not in before or each is not before[name]}
 
     def _flush(self, count: int) -> None:
@@ -351,7 +351,7 @@ def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]
         if each.step.kind == "exchange":
             groups += [[each], []]
             continue
-        if each.step.waits or each.completes or each.owner is None:
+        if each.step.syncs_host or each.completes or each.owner is None:
             groups.append([])
         groups[-1].append(each)
     groups = [group for group in groups if group]
@@ -369,7 +369,7 @@ def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]
             if name in SHARED or each.owner is None or each.owner is owner
         }
         begun = group[0].owner
-        waited = any(each.step.waits for earlier in groups[:index] for each in earlier if each.owner is begun)
+        waited = any(each.step.syncs_host for earlier in groups[:index] for each in earlier if each.owner is begun)
         last = all(each.owner is not begun for later in groups[index + 1 :] for each in later)
         name = _join_names([each.name for each in group])
         parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=waited and last))

@@ -21,7 +21,7 @@ from postlude.world.mesh import Mesh
 
 
 class LogicalLayer(FSDPUnit):
-    """The blocks of one logical layer in order, under distinct names."""
+    """The blocks of one logical layer in order, under distinct names such as "attention" and "mlp"."""
 
     def __init__(
         self,
@@ -48,18 +48,19 @@ class LogicalLayer(FSDPUnit):
         return tuple(step for block in self.blocks for step in block.steps())
 
     def planned(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
-        """Returns the steps for a schedule plan. A second call is another use of the same weights."""
-        found = [
+        """Returns the steps for a schedule plan. Call it once per use of the layer."""
+        steps = [
             PlannedStep(step, context, owner, f"{self.name} {name}.{step.name}")
             for name, block, owner in zip(self.block_names, self.blocks, map(StepOwner, self.block_names), strict=True)
             for step in block.steps()
         ]
-        return (replace(found[0], completes=(self,)), *found[1:])
+        # The backward runs in reverse, so the first step is the one after which the layer's gradients are complete.
+        return (replace(steps[0], completes=(self,)), *steps[1:])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
-        whole: Recompute = "full" if context.recompute == "full" else "none"
-        return recomputed(run_steps, whole, self.steps, hidden, context)
+        layer_recompute: Recompute = "full" if context.recompute == "full" else "none"
+        return recomputed(run_steps, layer_recompute, self.steps, hidden, context)
 
 
 class HybridStack(nn.ModuleDict):

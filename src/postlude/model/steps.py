@@ -1,4 +1,4 @@
-"""Steps: a layer's computation, stated once. `forward` runs the list; a schedule plan interleaves the same list."""
+"""Steps: a layer's computation, defined once. `forward` runs the list; a schedule plan interleaves the same list."""
 
 from __future__ import annotations
 
@@ -22,29 +22,39 @@ Run = Callable[..., Mapping[str, Any]]
 class Step:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
-    A `compute` step runs on this rank, synchronous collectives included. An `exchange` moves the value that it reads
-    first by the `AllToAllPlan` that it reads second; it is started and awaited separately. The residual stream is
-    called `hidden`. `again`: the whole step may be run again under selective recompute; exchanges never are. `once`: it
-    is not run again either where a plan recomputes everything between exchanges. `waits`: the host waits here for the
-    result of an earlier step.
+    A `compute` step runs on this rank, synchronous collectives included. An `exchange` is an all-to-all, and
+    its `reads` are the names of a tensor and of an `AllToAllPlan`; it is started and awaited separately. The residual
+    stream is called `hidden`.
+
+    recompute_selective: the whole step is recomputed with selective recompute. Exchanges never are.
+    never_recompute: the step is not recomputed by a schedule plan with full recompute either.
+    syncs_host: the host waits here for the result of an earlier step.
     """
 
     name: str
     kind: Literal["compute", "exchange"]
     reads: tuple[str, ...]
     run: Run
-    again: bool = False
-    once: bool = False
-    waits: bool = False
+    recompute_selective: bool = False
+    never_recompute: bool = False
+    syncs_host: bool = False
 
 
-def compute(name: str, run: Run, *, again: bool = True, once: bool = False, waits: bool = False) -> Step:
-    """Builds a compute step. It reads the values named by `run`'s parameters before `context`."""
-    return Step(name, "compute", _reads(run), run, again and not once, once, waits)
+def compute(
+    name: str,
+    run: Run,
+    *,
+    recompute_selective: bool = True,
+    never_recompute: bool = False,
+    syncs_host: bool = False,
+) -> Step:
+    """Builds a compute step. Its inputs are matched by name: those of `run`'s parameters, the last being `context`."""
+    recompute_selective = recompute_selective and not never_recompute
+    return Step(name, "compute", _reads(run), run, recompute_selective, never_recompute, syncs_host)
 
 
 def exchange(name: str, moved: str, *, along: str) -> Step:
-    """Builds a step that moves the value named `moved` by the `AllToAllPlan` named `along`."""
+    """Builds a step that sends the tensor named `moved` by the `AllToAllPlan` named `along`."""
 
     def run(rows: Tensor, plan: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
         return {moved: plan(rows, name, context.recorder)}
@@ -63,15 +73,17 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
 
 def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
     """Runs one step and adds the values that it writes."""
-    mode: Recompute = context.recompute if step.again and context.recompute == "selective" else "none"
-    with context.recorder.span("wait", step.name) if step.waits else contextlib.nullcontext():
+    mode: Recompute = context.recompute if step.recompute_selective and context.recompute == "selective" else "none"
+    with context.recorder.span("wait", step.name) if step.syncs_host else contextlib.nullcontext():
         values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
 
 
 def _reads(run: Run) -> tuple[str, ...]:
     names = _parameters(getattr(run, "__func__", run))[1 if hasattr(run, "__self__") else 0 :]
     if not names or names[-1] != "context":
-        raise TypeError(f"a step's function ends in a `context` parameter, but {run.__qualname__} takes {names}.")
+        raise TypeError(
+            f"a step's function must have `context` as its last parameter, but {run.__qualname__} takes {names}."
+        )
     return names[:-1]
 
 

@@ -1,4 +1,4 @@
-"""Loss and Metric: what an objective returns. They name the weights of a mean; the engine computes the denominator."""
+"""Loss and Metric: what an objective returns. They name a column of weights; the engine divides by its global sum."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Loss:
     - `"sequences"`: one for every sequence; `values` [n].
     - the name of a column, such as a mask of the tokens to train on: its values; `values` [T].
 
-    A value whose weight is zero is ignored, even NaN. A scalar is a sum over this microbatch that includes the weights;
-    over "sequences", it is a sum over whole sequences, equal on every rank that shares them. Losses over different
-    weights add up: `policy + 0.1 * penalty`. With a `depth`, values and weights are those of the positions of
+    A value whose weight is zero is ignored, even NaN. A scalar is taken as the weighted sum of this microbatch; over
+    "sequences", as the sum over whole sequences, equal on all context-parallel ranks. Losses over different weights can
+    be added: `policy + 0.1 * penalty`. With a `depth`, values and weights are those of the positions of
     `microbatch.mtp_microbatches[depth - 1]`.
     """
 
@@ -68,7 +68,7 @@ class Loss:
     depth: int = 0
 
     def __add__(self, other: Loss) -> Loss:
-        """Returns the sum, with the metrics of both."""
+        """Returns the sum, with the metrics of both. Metrics of one name are reduced together."""
         return replace(self, more=(*self.more, replace(other, more=()), *other.more))
 
     def __mul__(self, factor: float) -> Loss:

@@ -3,12 +3,13 @@
 Columns, each one number per token:
 
 - "advantages": the advantage of the token or of its completion.
-- "old_logprobs": its log-prob under the policy that this step started from. Not read with ratio="on_policy".
-- "rollout_logprobs": its log-prob as the sampling engine reported it. Read with `correction`; without, if it is there,
-  the mismatch is logged.
+- "old_logprobs": its log-prob under the policy before this training step's first update. Not read with
+  ratio="on_policy".
+- "rollout_logprobs": its log-prob as the sampling engine reported it. Used by `correction`; otherwise, if
+  present, only the mismatch is logged.
 - "reference_logprobs": its log-prob under the reference policy. Read with `kl`.
 - "positive": 1 for the tokens of correct completions. Read with `positive_nll`.
-- the weights that `over` names.
+- the column that `over` names: the weights of the mean.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class PolicyColumns:
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None = None  # None: the policy itself
+    old: Tensor | None = None  # None: on-policy, the current log-probs
     reference: Tensor | None = None
     positive: Tensor | None = None
     correction: Tensor | None = None
-    log_ratio: Tensor | None = None  # of whole sequences, with its gradient; None: that of each token
+    log_ratio: Tensor | None = None  # sequence-level (GSPO), with gradient; None: per token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class PolicyGradient:
 
     of each token, averaged over the whole batch by the weights that `over` names.
 
-    **Surrogate**, of the advantage A and the ratio r:
+    **Surrogate**, of the advantage A and the ratio r (sg: stop-gradient):
 
         "clip"       max(-A · r, -A · clamp(r, 1 - clip_low, 1 + clip_high)), and at most -A · dual_clip where A < 0
         "cispo"      -A · sg(clamp(r, 1 - clip_low, 1 + clip_high)) · log p
@@ -66,14 +67,14 @@ class PolicyGradient:
 
         "token"      p / p_old of each token (PPO, GRPO, DAPO)
         "sequence"   exp of the mean of log(p / p_old) over the trained tokens of the sequence (GSPO)
-        "on_policy"  p / sg(p): 1, with the gradient of log p. The policy replaces the old one everywhere
+        "on_policy"  p / sg(p): 1, with the gradient of log p. sg(p) replaces p_old everywhere
 
     Differences of log-probs are clamped to ± 20 before they are exponentiated. `correction` computes w_rollout, which
-    has no gradient. The entropy bonus has its gradient. `temperature` is the sampler's.
+    has no gradient. The entropy bonus is differentiated. `temperature` is the sampler's.
 
     **Means.** `over="tokens"` or a mask: a mean over tokens, as in DAPO. A column of `weights(masks,
     mean="sequences")`: over each completion, then over completions, as in GRPO and GSPO. With `length`, the sum is
-    divided by length · number of sequences instead (Dr. GRPO), sequences of weight zero included.
+    divided by length · number of sequences instead (Dr. GRPO), counting sequences of weight zero.
     """
 
     surrogate: Surrogate = "clip"
@@ -114,7 +115,7 @@ class PolicyGradient:
             raise ValueError('surrogate="reinforce" uses no ratio. Use ratio="token" or "on_policy" with it.')
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns the weights it is a mean over: their name, and the MTP depth of their tokens."""
+        """Returns (column name, MTP depth) of the weights of each mean."""
         return ((self.over, 0),) if self.length is None else (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
@@ -124,20 +125,20 @@ class PolicyGradient:
         microbatch, head = inputs.microbatch, inputs.head
         targets, weights, count = weighted_targets(microbatch, self.over)
         options: dict[str, Any] = {"target_count": count, "temperature": self.temperature, "entropy": True}
-        kept = targets != IGNORE
-        columns = self.columns(microbatch, weights, kept)
+        has_weight = targets != IGNORE
+        columns = self.columns(microbatch, weights, has_weight)
         if self.token_separable:
-            columns, corrected = self._corrected(microbatch, columns, columns.old, kept)
+            columns, correction_weights = self._corrected(microbatch, columns, columns.old, has_weight)
             result = head.objective(inputs.hidden, targets, self.token_losses, columns, **options)
-            return Loss(result.loss, self.over, self.metrics(microbatch, result.stats, columns, corrected))
+            return Loss(result.loss, self.over, self.metrics(microbatch, result.stats, columns, correction_weights))
         stats = head.logprobs(inputs.hidden, targets, **options)
         old = stats.logprob.detach() if columns.old is None else columns.old
-        columns, corrected = self._corrected(microbatch, columns, old, kept)
+        columns, correction_weights = self._corrected(microbatch, columns, old, has_weight)
         if self.ratio == "sequence":
-            log_ratios = sequence_mean(microbatch, stats.logprob - old, kept)
+            log_ratios = sequence_mean(microbatch, stats.logprob - old, has_weight)
             columns = replace(columns, log_ratio=broadcast_to_tokens(microbatch, log_ratios))
         losses = self.token_losses(stats.logprob, stats.entropy, columns)
-        metrics = self.metrics(microbatch, stats, columns, corrected)
+        metrics = self.metrics(microbatch, stats, columns, correction_weights)
         if self.length is None:
             return Loss(losses.sum(), self.over, metrics)
         return Loss(microbatch.sequence_sum(losses) / self.length, "sequences", metrics)
@@ -148,11 +149,11 @@ class PolicyGradient:
         by_token = self.ratio == "token" or (self.ratio == "on_policy" and self.correction is None)
         return by_token and self.length is None
 
-    def columns(self, microbatch: Microbatch, weights: Tensor, kept: Tensor) -> PolicyColumns:
-        """Returns the columns that these settings need. They are 0 at tokens that are not `kept`."""
+    def columns(self, microbatch: Microbatch, weights: Tensor, has_weight: Tensor) -> PolicyColumns:
+        """Returns the columns that these settings need. They are 0 where `has_weight` is false."""
 
         def read(name: str) -> Tensor:
-            return microbatch.column(name).float().where(kept, 0.0)
+            return microbatch.column(name).float().where(has_weight, 0.0)
 
         return PolicyColumns(
             weights,
@@ -163,7 +164,7 @@ class PolicyGradient:
         )
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
-        """Returns the weighted loss of each token, [n]."""
+        """Returns the weighted loss of each token that the head projects, [tokens]."""
         losses = self.surrogates(logprob, self.log_ratios(logprob, columns).exp(), columns.advantages)
         if columns.correction is not None:
             losses = losses * columns.correction
@@ -177,13 +178,13 @@ class PolicyGradient:
         return losses * columns.weights
 
     def log_ratios(self, logprob: Tensor, columns: PolicyColumns) -> Tensor:
-        """Returns log r, [n]."""
+        """Returns log r, [tokens]."""
         if columns.log_ratio is not None:
             return clamp_log_ratio(columns.log_ratio)
         return clamp_log_ratio(logprob - (logprob.detach() if columns.old is None else columns.old))
 
     def surrogates(self, logprob: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Returns the surrogate of each token, [n]."""
+        """Returns the surrogate of each token, [tokens]."""
         if self.surrogate == "reinforce":
             return -advantages * logprob
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
@@ -195,7 +196,11 @@ class PolicyGradient:
         return losses
 
     def metrics(
-        self, microbatch: Microbatch, stats: TokenStats, columns: PolicyColumns, corrected: CorrectionWeights | None
+        self,
+        microbatch: Microbatch,
+        stats: TokenStats,
+        columns: PolicyColumns,
+        correction_weights: CorrectionWeights | None,
     ) -> dict[str, Metric]:
         """Returns metrics: ratios, clipped shares, divergences, entropy, and the mismatch of sampler and trainer."""
         assert stats.entropy is not None
@@ -204,7 +209,7 @@ class PolicyGradient:
         old = logprob if columns.old is None else columns.old
         ratio = self.log_ratios(logprob, columns).detach().exp()
         low, high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
-        if self.surrogate == "clip":  # where the sign differs, the unclipped term is the larger one
+        if self.surrogate == "clip":  # clipping is active only below 1 for A < 0, and above 1 for A > 0
             low, high = low & (advantages < 0), high & (advantages > 0)
         metrics = {
             "ratio": mean(ratio, over),
@@ -224,14 +229,17 @@ class PolicyGradient:
             rollout = microbatch.column(ROLLOUT).float()
             metrics["rollout_kl"] = mean(estimate_kl(rollout, old), over)
             metrics["rollout_logprob_diff_max"] = largest((old - rollout).abs(), over)
-        if corrected is not None:
-            metrics |= {"correction": mean(corrected.weights, over), "corrected": mean(corrected.changed, over)}
+        if correction_weights is not None:
+            metrics |= {
+                "correction": mean(correction_weights.weights, over),
+                "corrected": mean(correction_weights.changed, over),
+            }
         return metrics
 
     def _corrected(
-        self, microbatch: Microbatch, columns: PolicyColumns, old: Tensor | None, kept: Tensor
+        self, microbatch: Microbatch, columns: PolicyColumns, old: Tensor | None, has_weight: Tensor
     ) -> tuple[PolicyColumns, CorrectionWeights | None]:
         if self.correction is None or old is None:
             return columns, None
-        corrected = self.correction(microbatch, old, microbatch.column(ROLLOUT).float(), kept)
-        return replace(columns, correction=corrected.weights), corrected
+        correction_weights = self.correction(microbatch, old, microbatch.column(ROLLOUT).float(), has_weight)
+        return replace(columns, correction=correction_weights.weights), correction_weights

@@ -72,7 +72,7 @@ class Preference:
             raise ValueError('loss_type="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing and margin at 0.')
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns the weights it is a mean over: their name, and the MTP depth of their tokens."""
+        """Returns (column name, MTP depth) of the weights of each mean."""
         return (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:

@@ -41,7 +41,7 @@ class ValueLoss:
         check_bounds(self)
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns the weights it is a mean over: their name, and the MTP depth of their tokens."""
+        """Returns (column name, MTP depth) of the weights of each mean."""
         return ((self.over, 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:

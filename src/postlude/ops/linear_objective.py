@@ -81,13 +81,13 @@ def linear_objective(
     wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
     problem = resolve(hidden, weight, targets, logit_config)
     mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
-    asked = RequestedStats(entropy=entropy, lse=lse, hit=hit)
+    requested = RequestedStats(entropy=entropy, lse=lse, hit=hit)
     if problem.group is None and wants_gradient:
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, asked
+            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, requested
         )
     else:
-        logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, asked)
+        logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, requested)
         assert logprobs is not None
         kept = problem.take(logprobs), None if entropies is None else problem.take(entropies)
         with without_autocast(hidden.device):
@@ -109,18 +109,18 @@ class _OneSweep(torch.autograd.Function):
         problem: Problem,
         objective: TokenObjective,
         columns: Any,
-        asked: RequestedStats,
+        requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
         wanted = GradientsNeeded(*ctx.needs_input_grad[:3])
         head = Head(problem.take(hidden), weight, bias)
         with without_autocast(hidden.device):
             sweep = _planned(head, problem, wanted)
             gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
-            losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=asked.entropy)
+            losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=requested.entropy)
             results = problem.epilogue.results(sweep.state)
         ctx.gradients = gradients
         ctx.problem = problem
-        outputs = problem.put(losses), *at_positions(results, problem, asked)
+        outputs = problem.put(losses), *at_positions(results, problem, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 

@@ -215,7 +215,7 @@ class _StagePass:
             return self.plan.flush_wgrads(on_grads_ready)
         assert self.output is not None
         if self.plan is not None:
-            yield from self.plan.backward_steps(self.output, gradient, on_grads_ready, weights=is_last)
+            yield from self.plan.backward_steps(self.output, gradient, on_grads_ready, compute_wgrads=is_last)
         else:
             with self.recorder.span("backward", f"stage {self.stage.stage.index}"):
                 self.output.backward(gradient)

@@ -41,8 +41,8 @@ class AttentionConfig(BlockConfig):
 
     `qk_norm` normalises queries and keys: each `head` by itself, or the `full` projection before it is split into
     heads. `scale` multiplies the scores and defaults to head_dim^-½; `softcap` bounds them. `sinks` gives each head a
-    learned score that joins only the softmax's denominator. `rotary_dim` is how many of a head's first features are
-    rotated; by default all. `output_gate` multiplies the heads' outputs by the sigmoid of one more projection.
+    learned score that is added only to the softmax's denominator. `rotary_dim` is how many of a head's first features
+    are rotated; by default all. `output_gate` multiplies the heads' outputs by the sigmoid of one more projection.
     """
 
     heads: int
@@ -71,17 +71,17 @@ class AttentionConfig(BlockConfig):
             )
         if self.rotary and self.rotary_dim is None and self.head_dim % 2:
             raise ValueError(
-                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; use an even head_dim."
+                f"head_dim={self.head_dim} is odd, but rotary embedding rotates pairs; use an even head_dim."
             )
         if self.rotary_dim is not None and not (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
             raise ValueError(
-                f"rotary_dim={self.rotary_dim} of head_dim={self.head_dim}: rotary embedding turns pairs of a head's "
+                f"rotary_dim={self.rotary_dim} of head_dim={self.head_dim}: rotary embedding rotates pairs of a head's "
                 f"features; use an even number from 2 to {self.head_dim}."
             )
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """Sizes of the model's other attention, full or sliding; else heads of 64."""
+        """Copies the fields of the model's other attention, full or sliding; else head_dim is 64."""
         for other in others:
             if isinstance(other, AttentionConfig):
                 same = {each.name: getattr(other, each.name) for each in fields(AttentionConfig)}
@@ -95,7 +95,7 @@ class AttentionConfig(BlockConfig):
         return {}
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, and scores over half of a nominal sequence."""
+        """Projections, and causal scores over a sequence of NOMINAL_LENGTH."""
         gate = self.heads if self.output_gate else 0
         projections = 2 * hidden_size * self.head_dim * (2 * (self.heads + self.kv_heads) + gate)
         return projections + self.attention_flops(NOMINAL_LENGTH)
@@ -109,19 +109,19 @@ class AttentionConfig(BlockConfig):
         return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output, queries, keys and values before and after rotation, and the heads.
+        """The norm's input and output, queries, keys and values before and after rotation, and the attention output.
 
-        A gate adds itself, its sigmoid and the gated heads.
+        An output gate adds the gate, its sigmoid and the gated output.
         """
         heads = 6 * self.heads if self.output_gate else 3 * self.heads
         return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the heads; gradients of queries, keys, values, a gate and the output."""
+        """The norm's output and the attention output; gradients of queries, keys, values, a gate and the output."""
         return 2 * hidden_size + self.head_dim * ((3 if self.output_gate else 2) * self.heads + 2 * self.kv_heads)
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor-parallel rank has its own query heads, and whole key heads or an even part of one."""
+        """Each tensor-parallel rank has its own query heads, and whole key heads or an equal slice of one."""
         if not self._divided_by(layout.tp):
             others = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
@@ -191,10 +191,17 @@ class Attention(Block):
         return self.config.head_dim <= MAX_HEAD_DIM
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For rotary heads where the Triton kernel is the fastest for all sequences, which are whole."""
+        """See `Block`. For rotary heads, if the Triton kernel is preferred and there is no context parallelism."""
         config, packing, scores = self.config, context.packing, self._scores()
-        extras = config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
-        if extras or not config.rotary or context.decode_state is not None or context.microbatch.context is not None:
+        unsupported = (
+            config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
+        )
+        if (
+            unsupported
+            or not config.rotary
+            or context.decode_state is not None
+            or context.microbatch.context is not None
+        ):
             return None
         if not 0 < packing.max_length < LONG or not prefers_triton(hidden, (config.head_dim, config.head_dim), scores):
             return None
@@ -220,31 +227,34 @@ class Attention(Block):
         if joined is None or self.o_proj.bias is not None:
             return None
         projected = norm_linear(hidden, norm, joined).split([len(local(layer.weight)) for layer in layers], -1)
-        return linear_add(hidden, self._heads(projected, context), local(self.o_proj.weight), context.counters)
+        return linear_add(
+            hidden, self._attention_output(projected, context), local(self.o_proj.weight), context.counters
+        )
 
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        # A norm keeps the projected queries and keys. Without one they are freed, so they need separate memory.
-        projected = apply_linears(hidden, *self.fused_projections()[0], one=self.config.qk_norm is not None)
-        output: Tensor = self.o_proj(self._heads(projected, context))
+        # A norm saves projected queries and keys for its backward, so they may be slices of one GEMM's output. Without
+        # a norm, separate tensors let them be freed.
+        projected = apply_linears(hidden, *self.fused_projections()[0], single_gemm=self.config.qk_norm is not None)
+        output: Tensor = self.o_proj(self._attention_output(projected, context))
         return output
 
-    def _heads(self, projected: Sequence[Tensor], context: ForwardContext) -> Tensor:
-        """Returns this rank's heads, [T, heads · d], from queries, keys, values and perhaps a gate."""
+    def _attention_output(self, projected: Sequence[Tensor], context: ForwardContext) -> Tensor:
+        """Returns the output of this rank's heads, [T, heads · d], from queries, keys, values and perhaps a gate."""
         config = self.config
         query, key, value, *gates = projected
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._local_kv(key), self._local_kv(value)
-        query, key, value = (self._by_heads(part) for part in (query, key, value))
-        query, key = self._prepared(query, key, context)
+        query, key, value = (self._split_heads(part) for part in (query, key, value))
+        query, key = self._normalize_and_rotate(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
         for gate in gates:
             heads = gated_activation(gate, heads, "sigmoid")
         return heads
 
-    def _prepared(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def _normalize_and_rotate(self, query: Tensor, key: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Returns queries and keys [T, heads, d], with head norms and rotation where configured."""
         config, normed = self.config, self.config.qk_norm == "head"
         if not config.rotary:
@@ -258,7 +268,7 @@ class Attention(Block):
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.offset)
 
-    def _by_heads(self, features: Tensor) -> Tensor:
+    def _split_heads(self, features: Tensor) -> Tensor:
         """[T, heads · d] -> [T, heads, d]."""
         tokens, width = features.shape
         return features.view(tokens, width // self.config.head_dim, self.config.head_dim)
@@ -271,6 +281,7 @@ class Attention(Block):
         tp, kv_heads = self.mesh.tp, self.config.kv_heads
         if kv_heads % tp.size == 0:
             return features
+        # The collective gathers dim 0, which is features here.
         whole = gather_from_sequence(features.T.contiguous(), tp.group).unflatten(0, (kv_heads, -1))  # [kv_heads, d, T]
         own: Tensor = whole[tp.rank * kv_heads // tp.size].T
         return own
@@ -282,16 +293,16 @@ class Attention(Block):
         return Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
-        """Attends over whole sequences: packed, context-parallel, or in a cache."""
+        """Attends over whole sequences: packed, context-parallel, or with a KV cache."""
         scores = self._scores()
         if context.decode_state is not None:
             return context.decode_state.attend(self.name, query, key, value, scores)
-        cut = context.microbatch.context
-        if cut is None:
+        cp_shard = context.microbatch.context
+        if cp_shard is None:
             return attend(query, key, value, context.packing, context.packing, scores)
-        both = gather_from_sequence(torch.cat((key, value), dim=-1), cut.axis.group)[cut.key_rows]
-        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return attend(query, key, value, cut.queries, cut.keys, scores)
+        key_value = gather_from_sequence(torch.cat((key, value), dim=-1), cp_shard.axis.group)[cp_shard.key_rows]
+        key, value = key_value.split((key.shape[-1], value.shape[-1]), dim=-1)
+        return attend(query, key, value, cp_shard.queries, cp_shard.keys, scores)
 
 
 class SlidingAttention(Attention):

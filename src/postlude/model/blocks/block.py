@@ -1,4 +1,4 @@
-"""Block: the base of every block. Open this before writing a new block, and `block_config.py` for its config."""
+"""Block: the base class of blocks. Open this before writing a new block, and `block_config.py` for its config."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Block(nn.Module):
     """hidden + scale · post_norm(work(norm(hidden))). A block defines `work`, or its own `steps` that end with `join`.
 
     `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and scatter them.
-    `fused_forward` and `fused_decode` are faster implementations of the same block, which operations choose by device,
-    number of rows and whether gradients are needed.
+    `fused_forward` and `fused_decode` are faster implementations of the same block, chosen by device, number
+    of rows and whether gradients are needed.
     """
 
     Config: ClassVar[type[BlockConfig]]
     roles: ClassVar[Mapping[str, Role]] = {}
-    """The roles of the block's own parameters, and of those of layers that declare none."""
+    """The roles of the block's own parameters, and of those of submodules without roles."""
     supports_decoding: ClassVar[bool] = False
-    """Whether it can continue from an earlier forward's tokens, one by one or through `context.decode_state`."""
+    """Whether it can decode with a cache (`context.decode_state`)."""
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
         self.residual_scale = config.residual_scale
-        self.norm_start = 1.0 - model.norm_offset
+        self.norm_init = 1.0 - model.norm_offset
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
         self.can_fuse = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
@@ -63,8 +63,8 @@ class Block(nn.Module):
     def cuda_graphable(self) -> bool:
         """Whether decoding one token of each sequence launches the same kernels at every step.
 
-        A step can then be recorded as a CUDA graph: the block asks the host for nothing that depends on values, and
-        calls only `attend` and `recur` of `context.decode_state`.
+        A step can then be recorded as a CUDA graph: the block does not synchronise with the host, and calls
+        only `attend` and `recur` of `context.decode_state`.
         """
         return False
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
 
     def fused_projections(self) -> tuple[tuple[Linear | ColumnLinear, ...], ...]:
-        """Returns groups of layers with the same input: `fuse_weights` makes one product of each group."""
+        """Returns groups of layers with the same input: `fuse_weights` makes one GEMM of each group."""
         return ()
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
@@ -85,7 +85,7 @@ class Block(nn.Module):
         return ()
 
     def count_buffers(self) -> tuple[Tensor, ...]:
-        """Returns fp32 buffers to which training forwards add: this rank's part of a count over the step's tokens.
+        """Returns fp32 counters that training forwards accumulate over this rank's tokens.
 
         They are zeroed with the gradients, and summed over all ranks before `after_optimizer_step`.
         """
@@ -102,24 +102,24 @@ class Block(nn.Module):
         """Runs after an optimizer step, with what was counted since the last one."""
 
     def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Initialises one parameter of this block; `name` is local."""
-        reset_parameter(role_of(self, name), parameter, std, generator, norm=self.norm_start)
+        """Initialises one parameter of this block; `name` is relative to the block."""
+        reset_parameter(role_of(self, name), parameter, std, generator, norm=self.norm_init)
 
     def join(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
-        """Adds the block's output to the residual stream. Returns it by name."""
+        """Adds the block's output to the residual stream. Returns {"hidden": sum}."""
         added: Tensor = self.post_norm(output)
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Computes the whole block as one autograd function, [T, H] -> [T, H], or None. See `ops.fused_block`.
+        """Computes the whole block as one autograd function, [T, H] -> [T, H]; None if not supported.
 
-        It is called without tensor parallelism, on a GPU with Triton's kernels, for a block with a pre-norm and a plain
-        residual sum.
+        See `ops.fused_block`. It is called without tensor parallelism, on a GPU with Triton's kernels, for a block with
+        a pre-norm and a plain residual sum.
         """
         return None
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Computes the whole block while decoding, without gradients: see `ops.decode_linear`. None if it cannot.
+        """Computes the whole block while decoding, without gradients: see `ops.decode_linear`. None if not supported.
 
         It may overwrite `hidden`.
         """
@@ -139,10 +139,10 @@ class Block(nn.Module):
         weight = local(norm.weight)
         arguments = Norm(weight, norm.eps, norm.offset)
         if not torch.is_grad_enabled():
-            decodes = context.decode_state is not None and hidden.dtype == torch.bfloat16
-            return self.fused_decode(hidden, arguments, context) if decodes else None
-        trains = hidden.requires_grad and uses_kernel(hidden, weight)
-        return self.fused_forward(hidden, arguments, context) if trains else None
+            is_decoding = context.decode_state is not None and hidden.dtype == torch.bfloat16
+            return self.fused_decode(hidden, arguments, context) if is_decoding else None
+        is_training = hidden.requires_grad and uses_kernel(hidden, weight)
+        return self.fused_forward(hidden, arguments, context) if is_training else None
 
 
 def reset_parameter(

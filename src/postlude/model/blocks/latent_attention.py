@@ -53,7 +53,7 @@ class LatentAttentionConfig(BlockConfig):
             raise ValueError(f"latent attention with {small[0]}={getattr(self, small[0])}: every size is at least 1.")
         if self.rope_dim % 2:
             raise ValueError(
-                f"rope_dim={self.rope_dim} is odd, but rotary embedding turns pairs; use an even rope_dim."
+                f"rope_dim={self.rope_dim} is odd, but rotary embedding rotates pairs; use an even rope_dim."
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""MLP: SwiGLU, GeGLU or ungated ReLU², by gate and activation."""
+"""MLP: SwiGLU, GeGLU or ungated ReLU², chosen by `gated` and `activation`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(BlockConfig):
-    """Features are activation(gate) · (up + up_offset), or activation(up) if not `gated`.
+    """The intermediate features are activation(gate) · (up + up_offset), or activation(up) if not `gated`.
 
-    `gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU². `limit` bounds the gate from above and `up` on
-    both sides before that. `alpha` makes silu steeper: x · sigmoid(alpha · x).
+    `gated` with silu is SwiGLU, with gelu GeGLU; ungated relu2 is ReLU². `limit` clamps the gate from above and `up` on
+    both sides, before the activation. `alpha` makes silu steeper: x · sigmoid(alpha · x).
     """
 
     intermediate_size: int
@@ -41,7 +41,8 @@ class GatedConfig(BlockConfig):
             raise ValueError(f"alpha={self.alpha} makes silu steeper, but the activation is {self.activation}.")
         if not self.gated and (self.limit is not None or self.up_offset):
             raise ValueError(
-                f"limit={self.limit} and up_offset={self.up_offset} belong to a gated MLP; leave them out, or gate it."
+                f"limit={self.limit} and up_offset={self.up_offset} belong to a gated MLP; leave them out, "
+                "or set gated=True."
             )
 
     @classmethod
@@ -59,11 +60,11 @@ class GatedConfig(BlockConfig):
         if self.alpha == 1.0:
             return gated_activation(*self._bounded(gate, up), self.activation)
         gate, up = self._bounded(gate, up)
-        opened = up if gate is None else gate
-        opened = opened * (self.alpha * opened).sigmoid()
-        return opened if gate is None else opened * up
+        activated = up if gate is None else gate
+        activated = activated * (self.alpha * activated).sigmoid()
+        return activated if gate is None else activated * up
 
-    def through(self, down: Linear | RowLinear, gate: Tensor | None, up: Tensor) -> Tensor:
+    def apply_down(self, down: Linear | RowLinear, gate: Tensor | None, up: Tensor) -> Tensor:
         """Returns `down` of the features, without keeping them for the backward where possible."""
         if self.alpha == 1.0:
             return down.of_gated(*self._bounded(gate, up), self.activation)
@@ -87,11 +88,11 @@ class MLPConfig(GatedConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """SwiGLU, or as the model's experts, with 8/3 of the width in multiples of 64."""
+        """SwiGLU, or the experts' fields; intermediate_size is 8/3 · hidden_size, rounded up to 64."""
         return cls(**cls.gated_fields(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
 
     def flops(self, hidden_size: int) -> float:
-        """Two or three products."""
+        """Two or three GEMMs."""
         return 2 * hidden_size * self.intermediate_size * (3 if self.gated else 2)
 
     def saved_activations(self, hidden_size: int) -> float:
@@ -104,7 +105,7 @@ class MLPConfig(GatedConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is only products and the activation."""
+        """Whether it is only GEMMs and the activation: no bias, alpha, limit or offset."""
         return not self.bias and self.alpha == 1.0 and self.limit is None and not self.up_offset
 
 
@@ -118,17 +119,17 @@ class MLP(Block):
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
         self.config = config
-        outer, inner = model.hidden_size, config.intermediate_size
-        self.gate_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp) if config.gated else None
-        self.up_proj = ColumnLinear(outer, inner, bias=config.bias, tp=mesh.tp)
-        self.down_proj = RowLinear(inner, outer, bias=config.bias, tp=mesh.tp)
+        hidden, intermediate = model.hidden_size, config.intermediate_size
+        self.gate_proj = ColumnLinear(hidden, intermediate, bias=config.bias, tp=mesh.tp) if config.gated else None
+        self.up_proj = ColumnLinear(hidden, intermediate, bias=config.bias, tp=mesh.tp)
+        self.down_proj = RowLinear(intermediate, hidden, bias=config.bias, tp=mesh.tp)
 
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """Gate and up, in memory order."""
+        """Gate and up, in the order of their fused weight."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For products and an activation only."""
+        """See `Block`. For GEMMs and an activation only."""
         config = self.config
         if not config.is_plain:
             return None
@@ -138,7 +139,7 @@ class MLP(Block):
         return fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For a gated MLP of products and an activation only."""
+        """See `Block`. For a gated MLP of GEMMs and an activation only."""
         config, joined = self.config, fused_weight(self.fused_projections()[0])
         if joined is None or not config.gated or not config.is_plain:
             return None
@@ -148,5 +149,5 @@ class MLP(Block):
     def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
-        *gates, up = apply_linears(hidden, *self.fused_projections()[0], one=True)
-        return self.config.through(self.down_proj, gates[0] if gates else None, up)
+        *gates, up = apply_linears(hidden, *self.fused_projections()[0], single_gemm=True)
+        return self.config.apply_down(self.down_proj, gates[0] if gates else None, up)

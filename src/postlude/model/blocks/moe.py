@@ -206,11 +206,11 @@ class MoE(Block):
         """
         between = self.mesh.ep.group is not None
         return (
-            compute("route", self.route, again=not self.config.router_fp32),
-            compute("exchange_sizes", self.exchange_sizes, once=True),
-            compute("plan", self.plan, once=True, waits=between),
+            compute("route", self.route, recompute_selective=not self.config.router_fp32),
+            compute("exchange_sizes", self.exchange_sizes, never_recompute=True),
+            compute("plan", self.plan, never_recompute=True, syncs_host=between),
             *([exchange("dispatch", "rows", along="to_experts")] if between else []),
-            compute("experts", self.run_experts, again=False),
+            compute("experts", self.run_experts, recompute_selective=False),
             *([exchange("combine", "rows", along="to_tokens")] if between else []),
             compute("merge", self.merge),
         )

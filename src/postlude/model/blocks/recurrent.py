@@ -49,7 +49,7 @@ class Recurrent(Block):
 
     def steps(self) -> tuple[Step, ...]:
         """The vectors are gathered in their own step, so that everything else can be recomputed."""
-        return (compute("vectors", self.read_vectors, again=False), compute("work", self.run))
+        return (compute("vectors", self.read_vectors, recompute_selective=False), compute("work", self.run))
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """The vectors, in fp32."""

@@ -1,4 +1,4 @@
-"""`linear_logprobs`: log-probs, entropy and top-k of a linear head without ever holding its logits."""
+"""`linear_logprobs`: log-probs, entropy and top-k of a linear head without materialising its logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenStats:
     @staticmethod
     def of(results: Iterable[Tensor | None], shape: torch.Size) -> TokenStats:
         """Builds it from results [positions, ...] in the order above, in the `shape` of the targets."""
-        if len(shape) != 1:  # a view would be one more autograd step
+        if len(shape) != 1:  # a view would be one more autograd node
             results = [None if row is None else row.view(*shape, *row.shape[1:]) for row in results]
         return TokenStats(*results)  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def linear_logprobs(
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> TokenStats:
-    """Returns the log-prob of each target under softmax(logits), and on request entropy, lse, top-k and argmax hit.
+    """Returns the log-prob of each target under softmax(logits), and on request entropy, lse, top-k and `hit`.
 
     Args:
         hidden: [..., H].
@@ -59,21 +59,21 @@ def linear_logprobs(
         entropy: also -Σ p·log p, with its gradient.
         topk: also the k likeliest ids and their log-probs, without gradient.
         lse: also log Σ e^logit, with its gradient (z-loss).
-        hit: also whether the target is a likeliest id.
+        hit: also whether no logit is larger than the target's.
         logit_config: how logits are computed. Its fields are also keywords of the call, which take precedence: bias,
             temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
             memory_budget, as `LogitConfig` explains them.
 
-    It is differentiable once; a second derivative is refused. Forward keeps references and a few numbers per token.
+    It is differentiable once; create_graph=True raises. Forward keeps references and a few numbers per token.
     """
     logit_config = logit_config.replace(**changes)
     problem = resolve(hidden, weight, targets, logit_config)
-    known = problem.columns if problem.group is None else logit_config.vocab_size
-    assert known is not None
-    if not 0 <= topk <= known:
-        raise ValueError(f"topk must be between 0 and the vocabulary's {known} entries, but is {topk}.")
-    asked = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(hidden, weight, logit_config.bias, problem, asked)
+    vocab_size = problem.columns if problem.group is None else logit_config.vocab_size
+    assert vocab_size is not None
+    if not 0 <= topk <= vocab_size:
+        raise ValueError(f"topk must be between 0 and the vocabulary's {vocab_size} entries, but is {topk}.")
+    requested = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
+    results = token_results(hidden, weight, logit_config.bias, problem, requested)
     return TokenStats.of(results, targets.shape)
 
 
@@ -88,10 +88,10 @@ class RequestedStats:
 
 
 def token_results(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, asked: RequestedStats
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, requested: RequestedStats
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, of a resolved call."""
-    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, asked)  # type: ignore[no-any-return]
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, requested)  # type: ignore[no-any-return]
 
 
 def flat_hidden(hidden: Tensor) -> Tensor:
@@ -100,28 +100,28 @@ def flat_hidden(hidden: Tensor) -> Tensor:
 
 
 def at_positions(
-    results: Results, problem: Problem, asked: RequestedStats, top: TopK | None = None
+    results: Results, problem: Problem, requested: RequestedStats, top: TopK | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
     rows = (
         results.logprob,
-        results.entropy if asked.entropy else None,
-        results.lse if asked.lse else None,
+        results.entropy if requested.entropy else None,
+        results.lse if requested.lse else None,
         None if top is None else top.logits - results.lse[:, None],
         None if top is None else top.ids,
-        results.hit if asked.hit else None,
+        results.hit if requested.hit else None,
     )
     return tuple(None if row is None else problem.put(row) for row in rows)
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raises where a backward is itself recorded: its result would silently be a constant."""
+    """Raises in a backward with create_graph=True, whose result would silently be a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative; differentiate it without create_graph=True.")
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Forward keeps references to its inputs and [n] numbers. Backward projects again."""
+    """Forward keeps references to its inputs and [n] statistics. Backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -130,31 +130,31 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         problem: Problem,
-        asked: RequestedStats,
+        requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
             head = Head(problem.take(hidden), weight, bias)
-            state, top = sweep_statistics(head, problem, entropy=asked.entropy, topk=asked.topk)
+            state, top = sweep_statistics(head, problem, entropy=requested.entropy, topk=requested.topk)
             if problem.group is not None and state.shape[1]:
                 state, top = join_ranks(state, top, problem.group)
         results = problem.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        outputs = at_positions(results, problem, asked, top)
+        outputs = at_positions(results, problem, requested, top)
         ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
         return outputs
 
     @staticmethod
     def backward(
-        ctx: Any, logprob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *_: Tensor | None
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprobs")
-        if logprob is None and entropy is None and lse is None:
+        if grad_logprob is None and grad_entropy is None and grad_lse is None:
             return (None,) * 5
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
         problem: Problem = ctx.problem
-        upstream = Upstream(logprob, entropy, lse)
+        upstream = Upstream(grad_logprob, grad_entropy, grad_lse)
         coefficients = problem.epilogue.coefficients(problem.rows, normalizer, row_entropy, upstream, problem.kept)
         with without_autocast(hidden.device):
             head = Head(problem.take(hidden), weight, bias)
