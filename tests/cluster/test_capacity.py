@@ -186,7 +186,7 @@ def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
             until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
             time.sleep(1.0)
             assert (another.exit_reason(), another.url) == (None, ""), "no room for a third share"
-            ranks.end()
+            ranks.stop()
             until(lambda: another.exit_reason() is None and another.url, 60.0)
             beside.stop()
             another.stop()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from postlude.serving.weights.channel import send
+from postlude.serving.weights.channel import send_all
 from postlude.serving.weights.nccl import FLOAT32, SUM, UINT8, Config, NCCLRendezvous, UniqueId, check, library
 from tests.conftest import SERVER
 
@@ -51,7 +51,7 @@ def test_bytes_arrive_in_another_process(monkeypatch) -> None:
     try:
         for size in SIZES:
             data = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-            assert send({"http://a": channel}, data, 120.0) == {}
+            assert send_all({"http://a": channel}, data, 120.0) == {}
             assert ours.poll(120)
             assert ours.recv() == digest(data)
     finally:

@@ -45,7 +45,8 @@ def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 def unshared(self: Scale, microbatches: Any, counts: Any = None, *, cp_size: int = 1) -> None:
-    self.microbatches, self.cp_size, self.given, self.counts = microbatches, 1, counts is not None, dict(counts or {})
+    self.microbatches, self.cp_size, self.counts_are_global = microbatches, 1, counts is not None
+    self.counts = dict(counts or {})
 
 
 SUMS_REPLICAS = FSDPModule.set_requires_all_reduce
