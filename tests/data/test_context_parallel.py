@@ -281,8 +281,7 @@ def one_cut() -> Microbatch:
         ),
         (
             lambda: scatter(one_cut(), torch.zeros(4, 2), torch.zeros(4, 2)),
-            "the values are to go into shape (4, 2), but the batch has 5 tokens of shape (2,). "
-            "Give zeros of shape (5, 2).",
+            "`into` has shape (4, 2), but the batch has 5 tokens of shape (2,). Give zeros of shape (5, 2).",
         ),
     ],
 )

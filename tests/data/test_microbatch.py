@@ -121,7 +121,7 @@ def test_a_missing_column_is_named_beside_those_there_are(microbatch, columns, a
         replace(microbatch, columns=columns).column("advantage")
     assert str(error.value) == (
         f'the microbatch has no column "advantage" (it has: {available}). Name one of these, or give it to '
-        "pack(columns=...)."
+        "pack(columns=...) or Batch(columns=...)."
     )
 
 

@@ -230,13 +230,13 @@ PAIR = [[1, 2, 3], [4, 5]]
         (
             [[1], "text"],
             {},
-            "sequence 1 is a str that does not read as numbers of one shape. "
+            "sequence 1 is a str that cannot be converted to a tensor of numbers. "
             "Give a tensor, a numpy array, or Python numbers.",
         ),
         (
             [[[1, 2], [3]]],
             {},
-            "sequence 0 is a list that does not read as numbers of one shape. "
+            "sequence 0 is a list that cannot be converted to a tensor of numbers. "
             "Give a tensor, a numpy array, or Python numbers.",
         ),
         (
@@ -292,7 +292,7 @@ PAIR = [[1, 2, 3], [4, 5]]
         (
             PAIR,
             {"columns": {"mask": [1, None]}},
-            'column "mask" of sequence 1 is a NoneType that does not read as numbers of one shape. '
+            'column "mask" of sequence 1 is a NoneType that cannot be converted to a tensor of numbers. '
             "Give a tensor, a numpy array, or Python numbers.",
         ),
         (
@@ -347,7 +347,7 @@ def test_unpack_refuses_a_part_of_the_batch():
 @pytest.mark.parametrize(
     ("chosen", "fault"),
     [
-        ([0, 0, 2], "sequence 0 is there twice"),
+        ([0, 0, 2], "sequence 0 appears twice"),
         ([1, 2, 2], "sequence 0 is missing"),
         ([0, 2, 2], "sequence 1 is missing"),
     ],

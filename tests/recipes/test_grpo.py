@@ -97,10 +97,10 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome |
     config = config_of(Path(directory))
 
     class Failing(GRPOTrainer):
-        def train(self, batch: RolloutBatch) -> dict[str, Any]:
+        def train_minibatches(self, batch: RolloutBatch) -> dict[str, Any]:
             if self.step == 3:
                 raise ValueError("nothing can be learned.")
-            return super().train(batch)
+            return super().train_minibatches(batch)
 
     with suppress(RunFailed):
         run_training(Failing(config, "cpu"))
@@ -185,7 +185,7 @@ def differing(group: Any, directory: str) -> str:
 
 def test_ranks_with_different_configs_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2, differing, str(tmp_path)):
-        assert told.startswith("rank 1 was given another config than rank 0: seed is 7 and 0. ")
+        assert told.startswith("rank 1 was given another config than rank 0: seed is 7, and 0 on rank 0. ")
     assert not (tmp_path / "run").exists()
 
 

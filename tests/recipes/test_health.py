@@ -29,8 +29,8 @@ def judge(prompt, completion, example):
 """
 
 
-def health(*, speaks: bool = True) -> Health:
-    return Health(LIMITS, max_skipped_steps=1, speaks=speaks)
+def health(*, verbose: bool = True) -> Health:
+    return Health(LIMITS, max_skipped_steps=1, verbose=verbose)
 
 
 def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
@@ -100,7 +100,7 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "postlude")
-    watched, silent = health(), health(speaks=False)
+    watched, silent = health(), health(verbose=False)
     for step, entropy in enumerate([0.05, 0.2, 0.05, 0.05, 0.05], start=1):
         for each in (watched, silent):
             each.check_step({"entropy": entropy}, step)

@@ -44,8 +44,8 @@ KILLS = {  # the functions a run is in, the steps it has metrics of, those it ha
     "reference": (("_start_grpo", "rename"), [1], [2], []),
     "rollout": (("select_trajectories", "generate"), [1, 2, 3], [2, 3], ["step-000002"]),
     "backward": (("forward_backward", "on_gradient"), [1, 2, 3], [2, 3, 4], ["step-000002"]),
-    "save": (("advance", "save", "finish"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),
-    "prune": (("advance", "prune"), [1, 2, 3, 4], [2, 3, 4], [".step-000002.deleting", "step-000004"]),
+    "save": (("run_training_step", "save", "finish"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),
+    "prune": (("run_training_step", "prune"), [1, 2, 3, 4], [2, 3, 4], [".step-000002.deleting", "step-000004"]),
 }
 
 

@@ -92,7 +92,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
         found = RolloutSampler(
             engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timer=PhaseTimer()
         )
-        return found.on_rank0(lambda: found.sample(tasks, SAMPLES, step=0))
+        return found.sync_and_run_on_rank0(lambda: found.sample(tasks, SAMPLES, step=0))
     finally:
         environment.close()
 

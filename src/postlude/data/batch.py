@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """Which rank holds which sequences of a batch."""
+    """How the sequences of a batch are divided over data-parallel ranks."""
 
     lengths: Sequence[int]
     """The number of tokens of every sequence of the batch."""
@@ -27,11 +27,14 @@ class BatchSharding:
 class Batch:
     """Sequences of tokens, and columns of values per token or per sequence.
 
-    It is the *global* batch, equal on every rank. `Batch.sharded` makes one of which each rank has only its own
-    sequences. A column has one entry per sequence: a value for every token, [length, ...], or one scalar for all. The
-    value of token i is aligned to the position that predicts it. Only "routing", the experts of each token ([length,
-    routers, top_k]), is aligned to the token itself. `groups`, one per sequence of the global batch, keep sequences in
-    one microbatch, such as the two of a pair.
+    All ranks pass the same *global* batch. With `Batch.sharded` each rank passes only its own sequences.
+
+    A column has one entry per sequence: a tensor [length, ...] with one value per token, or one scalar for all tokens.
+    Packing shifts a column by one: the value of token i goes to position i - 1, which predicts token i. The column
+    "routing", [length, routers, top_k], is not shifted: entry i has the experts of token i as an input.
+
+    `groups` has one entry per sequence of the global batch. Sequences of the same group stay in one microbatch, such as
+    chosen and rejected of a preference pair.
     """
 
     sequences: Sequence[Sequence[int] | Tensor]
@@ -49,14 +52,17 @@ class Batch:
         owners: Sequence[int],
         groups: Sequence[Hashable] | None = None,
     ) -> Batch:
-        """Returns a batch of which this rank holds a part, such as its own rollouts.
+        """Returns a batch of which this rank holds a part, such as the rollouts that it sampled.
 
-        Every rank passes the same `lengths` of all sequences of the batch; the same `owners`, the data-parallel rank
-        (`engine.mesh.dp.rank`) that holds and runs each; the same `groups`, each with one owner; and the same names of
-        columns. `sequences` are this rank's own, in the order of `lengths`, and columns have one entry for each. Ranks
-        that differ only in pp, cp or tp hold the same sequences. A rank may hold none.
+        Every rank passes the same `lengths`, `owners`, `groups` and names of columns. Ranks with the same data-parallel
+        rank pass the same sequences. Engine methods return results for this rank's sequences, in the order given.
 
-        Results of an engine are for the sequences held here, in their order.
+        Args:
+            sequences: this rank's sequences, in the order of `lengths`. There may be none.
+            columns: by name, one entry for each of `sequences`.
+            lengths: the number of tokens of every sequence of the batch.
+            owners: for every sequence, the data-parallel rank (`engine.mesh.dp.rank`) that holds and runs it.
+            groups: one per sequence of the batch; all sequences of a group have the same owner.
         """
         return cls(sequences, columns or {}, groups, BatchSharding(list(lengths), list(owners)))
 

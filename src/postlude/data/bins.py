@@ -9,8 +9,9 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-# A decoder layer of width h spends 24·h² FLOPs on a token's matrices and 2·h·length on its causal attention: they are
-# equal at length 12·h, here with h = 4096. Only the balance of the bins depends on it, never their number.
+# The length at which causal attention costs as much as the linear layers. Per token, a decoder layer of width h spends
+# 24·h² FLOPs in its linear layers and 2·h·length in attention: they are equal at length 12·h, here with h = 4096.
+# Only the balance of the bins depends on it, never their number.
 ATTENTION_PARITY_LENGTH = 12 * 4096
 
 
@@ -19,7 +20,7 @@ class BinPlan:
     """The microbatches of a batch. It depends on lengths only, so it is equal on every rank."""
 
     lengths: Sequence[int]
-    """The number of tokens that are kept of each sequence."""
+    """The length of each sequence after truncation."""
     bins: Sequence[Sequence[int]]
     """The sequences of each microbatch, ascending. Of r data-parallel ranks, rank k runs bins k, k + r, k + 2r, …"""
 
@@ -34,7 +35,7 @@ class BinPlan:
         return self.starts[-1]
 
     def members(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the sequences of these microbatches, in order."""
+        """Returns the indices of the sequences of the bins `numbers`, in order."""
         return [member for number in numbers for member in self.bins[number]]
 
 
@@ -46,7 +47,7 @@ def plan_sharded_bins(
     *,
     groups: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Plans bins where each sequence runs on the data-parallel rank that holds it, `owners` of `ranks`.
+    """Plans bins where each sequence i runs on the data-parallel rank that holds it, `owners[i]`.
 
     Every rank gets as many bins as the rank that needs most. Bin k belongs to rank k % ranks.
     """
@@ -84,9 +85,9 @@ def plan_bins(
     """Divides sequences of these `lengths` into bins of at most `budget` tokens. Returns lists of ascending indices.
 
     The number of bins is the better of best-fit and first-fit decreasing, rounded up to `multiple_of`. The cost
-    (matrices plus quadratic attention) is then balanced over that many bins, as far as the budget allows. Bins come in
-    descending cost, so that neighbours, which data-parallel ranks run at the same time, cost about the same. Sequences
-    of one of `groups`, one per sequence, stay in one bin.
+    (linear layers plus attention) is then balanced over that many bins, as far as the budget allows. Bins come in
+    descending cost, so that neighbours, which data-parallel ranks run at the same time, cost about the same. `groups`
+    has one entry per sequence: sequences of the same group stay in one bin.
     """
     if groups is not None:
         members = _members(groups, lengths, budget)
@@ -133,7 +134,7 @@ def bin_cost(members: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Returns the fewer of the best-fit and first-fit decreasing bins: neither is always better."""
+    """Returns the best-fit or the first-fit decreasing bins, whichever are fewer: neither is always better."""
     longest_first = _longest_first(lengths)
     bins = _best_fit(longest_first, lengths, budget)
     if len(bins) * budget - sum(lengths) < budget:  # no fewer bins could hold the tokens
@@ -142,7 +143,7 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Returns as many bins of more equal cost, or `bins` if the budget allows none.
+    """Returns as many bins of more equal cost, or `bins` if none fit the budget.
 
     The better division has the lower cost of the costliest bin; at a tie the second costliest decides, and so on.
     """
@@ -188,7 +189,7 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Puts each sequence in the first bin that can take it, found by descent in a tree of the most room."""
+    """Puts each sequence in the first bin that can take it, found with a segment tree of the most free space."""
     bins: list[list[int]] = []
     leaves = 1 << (len(order) - 1).bit_length()
     most_room = [budget] * (2 * leaves)  # node k is over nodes 2k and 2k + 1; the last `leaves` nodes are the bins
@@ -210,7 +211,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> lis
 def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
     """Puts each sequence in the cheapest of `count` bins that can take it. Returns None if one fits in none.
 
-    `order` is longest first: a bin that is too full is set aside until the lengths have come down to its room.
+    `order` is longest first: a bin that is too full is set aside until sequences are short enough to fit.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count

@@ -1,4 +1,4 @@
-"""Microbatch: packed tokens, their targets, and the caller's columns, aligned to the predicting position."""
+"""Microbatch: packed tokens, their targets, and the caller's columns, shifted by one to the predicting position."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ContextShard:
     keys: Packing
     """For each chunk, its sequence from the start to the end of the chunk."""
     key_rows: Tensor
-    """[keys.total] int64, the row of each key in the gathered ones."""
+    """[keys.total] int64, the row of each key in the gathered keys."""
     whole: Packing
     """The whole sequences in order, over all ranks' tokens."""
     whole_rows: Tensor
-    """[whole.total] int64, the row of each of those tokens among all ranks' tokens in rank order."""
+    """[whole.total] int64, the row of each token of `whole` in the concatenation of all ranks' tokens."""
 
     def to(self, device: torch.device | str) -> ContextShard:
         """Returns the same shard with every tensor on `device`."""
@@ -55,7 +55,7 @@ class ContextShard:
 class HeadExchange:
     """All-to-all between chunks of sequences with all heads and whole sequences with some heads (Ulysses).
 
-    For operations along a sequence, such as a scan. Without context parallelism nothing moves.
+    For operations along a sequence, such as a scan. Without context parallelism it does nothing.
     """
 
     def __init__(self, packing: Packing, context: ContextShard | None) -> None:
@@ -83,7 +83,7 @@ class HeadExchange:
 
 @dataclass(frozen=True)
 class ColumnStats:
-    """What the host knows of a column's values at positions with a target, before it goes to a device."""
+    """Statistics of a column's values at positions with a target, computed on the CPU."""
 
     nonzero: int
     """The number of values that are not zero."""
@@ -94,7 +94,7 @@ class ColumnStats:
     def of(cls, column: Tensor, targets: Tensor) -> ColumnStats:
         """Returns the stats of a column [T, ...], given targets [T], both on the host.
 
-        It uses numpy: the device waits for this, and torch would wake its threads even for so little.
+        It uses numpy, since a step waits for this: torch's thread pool is slow for small tensors on a busy machine.
         """
         array = (column.float() if column.is_floating_point() else column).detach().numpy()
         values = array[targets.numpy() != IGNORE]
@@ -106,11 +106,11 @@ class ColumnStats:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """`n` sequences packed end to end over `T` tokens, everything aligned to the predicting position.
+    """`n` sequences packed end to end over `T` tokens. Targets and columns are shifted to the predicting position.
 
-    A microbatch may be empty (T = n = 0): it fills up the count and has weight zero. Under context parallelism
-    `shard_context` leaves each rank its chunks of every sequence, and the end of a sequence may then be padding, whose
-    token and columns are zero.
+    A microbatch may be empty (T = n = 0), so that all ranks have the same number of microbatches.
+    Under context parallelism `shard_context` leaves each rank its chunks of every sequence, and the end of a sequence
+    may then be padding, whose token and columns are zero.
     """
 
     tokens: Tensor
@@ -143,12 +143,12 @@ class Microbatch:
     """This rank's chunks under context parallelism; None where sequences are whole."""
     mtp_microbatches: tuple[Microbatch, ...] = ()
     """For each multi-token-prediction depth d = 1, 2, …, the same positions shifted by d: `tokens` are those d ahead,
-    `targets` and `columns` those of the token after that. Past the end of a sequence there is padding."""
+    `targets` and `columns` those of the token after that. Positions past the end of a sequence are padding."""
     routing: Tensor | None = None
-    """[T, routers, top_k] integers, the experts of each input token. Where a router's row has a -1, the router chooses.
-    Unlike a column it is aligned to the token itself."""
+    """[T, routers, top_k] integers, the experts of each input token. -1: the router chooses. Unlike a column it is
+    not shifted."""
     column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
-    """By column, what the host knows of it; computed when the microbatch leaves the host."""
+    """By column, its statistics; computed in `to`, when the microbatch leaves the CPU."""
 
     def __post_init__(self) -> None:
         total = self.packing.total
@@ -205,15 +205,15 @@ class Microbatch:
             available = ", ".join(f'"{other}"' for other in self.columns) or "none"
             raise LookupError(
                 f'the microbatch has no column "{name}" (it has: {available}). Name one of these, or give it to '
-                "pack(columns=...)."
+                "pack(columns=...) or Batch(columns=...)."
             )
         return self.columns[name]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable.
 
-        Padding is ignored. Under context parallelism every rank gets the sums over whole sequences, and the gradient of
-        a value is that of the sum of all ranks' losses.
+        Padding is ignored. Under context parallelism every rank gets the sums over whole sequences, and the backward
+        sums the gradients of all ranks.
         """
         real = self.real
         if real is not None and values.shape[:1] == real.shape:

@@ -18,7 +18,7 @@ from postlude.ops.packing import Packing, to_device
 
 RESERVED_COLUMNS = ("tokens", "positions", "targets", "batch_indices")
 COUNTS = ("sequences", "all_tokens")
-"""The counts of every batch beside those of its columns. The count of "mask" at MTP depth 1 is named "mask +1"."""
+"""Names of counts that are not columns. The sum of the column "mask" at MTP depth 1 is counted as "mask +1"."""
 Sequences = Sequence[Sequence[int] | Tensor | NDArray[Any]] | Tensor
 Columns = Mapping[str, Sequence[Any] | Tensor | NDArray[Any]]
 
@@ -40,15 +40,15 @@ def pack(
         budget: the most tokens in one microbatch.
         columns: by name, one entry per sequence: its value for each token, [length, ...], or one scalar that holds
             for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32. The one
-            named "routing", [length, routers, top_k], goes to `Microbatch.routing` as it is.
-        truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of refusing it.
+            named "routing", [length, routers, top_k], goes to `Microbatch.routing` unshifted.
+        truncate: cut a sequence longer than the budget at its end, and its columns with it, instead of raising.
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if needed.
-        groups: one per sequence; sequences of the same group stay in one microbatch, such as the two of a pair.
+        groups: one per sequence; sequences of the same group stay in one microbatch, such as a preference pair.
         depths: the model's number of multi-token-prediction depths (`Microbatch.mtp_microbatches`).
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
-        keep the caller's order. Columns are aligned to the predicting position: entry t is the value of token t + 1.
+        keep the caller's order. Columns are shifted to the predicting position: entry t is the value of token t + 1.
     """
     if len(sequences) == 0:
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
@@ -62,7 +62,7 @@ def pack(
 
 @dataclass(frozen=True)
 class BatchContent:
-    """The tokens and columns of some sequences, end to end: `tokens` [T] int64 and `columns`, each [T, ...]."""
+    """The tokens and columns of some sequences, concatenated: `tokens` [T] int64 and `columns`, each [T, ...]."""
 
     tokens: Tensor
     columns: Mapping[str, Tensor]
@@ -84,11 +84,12 @@ def sequence_lengths(sequences: Sequences) -> list[int]:
 
 
 def read_content(
-    sequences: Sequences, columns: Columns, members: Sequence[int], given: Sequence[int], kept: Sequence[int]
+    sequences: Sequences, columns: Columns, members: Sequence[int], indices: Sequence[int], kept_lengths: Sequence[int]
 ) -> BatchContent:
     """Returns the content of the sequences `members` of a batch, in that order, on the device of the first.
 
-    `given` are their indices in `sequences` and in every column; `kept` is the number of tokens kept of each sequence.
+    `indices` are their indices in `sequences` and in every column. `kept_lengths` are the lengths of all sequences of
+    the batch after truncation.
     """
     for name, entries in columns.items():
         if name in RESERVED_COLUMNS:
@@ -103,13 +104,13 @@ def read_content(
                 f'column "{name}" has {len(entries)} entries for {len(sequences)} sequences. '
                 "Give one entry per sequence."
             )
-    lengths = [kept[member] for member in members]
-    tokens = _read_sequences([sequences[index] for index in given], members, lengths)
-    full = [len(sequences[index]) for index in given]
+    lengths = [kept_lengths[member] for member in members]
+    tokens = _read_sequences([sequences[index] for index in indices], members, lengths)
+    full = [len(sequences[index]) for index in indices]
     return BatchContent(
         tokens,
         {
-            name: _read_column(name, [entries[index] for index in given], members, full, lengths).to(tokens.device)
+            name: _read_column(name, [entries[index] for index in indices], members, full, lengths).to(tokens.device)
             for name, entries in columns.items()
         },
     )
@@ -126,15 +127,15 @@ def build_microbatches(
 
 
 def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
-    """Returns the microbatches of positions that predict the token `depth` further ahead than the next."""
+    """Returns the microbatches whose targets are the tokens `depth + 1` positions later (depth 0: the next token)."""
     members = plan.members(numbers)
     device = content.tokens.device
     lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
     stops = np.cumsum(lengths)
-    rows, firsts = np.arange(int(lengths.sum())), stops - lengths
-    starts = np.array([plan.starts[member] for member in members], dtype=np.int64)
-    indices = rows + np.repeat(starts - firsts, lengths)
-    positions = rows - np.repeat(firsts, lengths)
+    rows, sequence_starts = np.arange(int(lengths.sum())), stops - lengths
+    batch_starts = np.array([plan.starts[member] for member in members], dtype=np.int64)
+    indices = rows + np.repeat(batch_starts - sequence_starts, lengths)
+    positions = rows - np.repeat(sequence_starts, lengths)
     if depth:
         indices[positions + depth >= np.repeat(lengths, lengths)] = -1
     sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in numbers]
@@ -148,7 +149,7 @@ def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, d
         return values
 
     def count(by: int, number: int) -> int:
-        """Returns the number of positions of a microbatch that have a token `by` further on."""
+        """Returns the number of positions of a microbatch that have a token `by` positions later."""
         return sum(max(0, plan.lengths[member] - by) for member in plan.bins[number])
 
     tokens, targets = split(shift(content.tokens, depth, 0)), split(shift(content.tokens, depth + 1, IGNORE))
@@ -157,22 +158,22 @@ def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, d
     routing = split(content.columns[ROUTING]) if ROUTING in content.columns and not depth else None
     return [
         Microbatch(
-            tokens=tokens[at],
+            tokens=tokens[i],
             packing=Packing.from_lengths([plan.lengths[member] for member in plan.bins[number]], device),
-            positions=positions_of[at],
-            targets=targets[at],
-            columns={name: column[at] for name, column in columns.items()},
-            batch_indices=indices_of[at],
+            positions=positions_of[i],
+            targets=targets[i],
+            columns={name: column[i] for name, column in columns.items()},
+            batch_indices=indices_of[i],
             sequences=tuple(plan.bins[number]),
             index=number,
             count=len(plan.bins),
             batch_tokens=plan.tokens,
             batch_targets=sum(max(0, length - depth - 1) for length in plan.lengths),
             target_count=count(depth + 1, number),
-            padding=sizes[at] - count(depth, number),
-            routing=None if routing is None else routing[at],
+            padding=sizes[i] - count(depth, number),
+            routing=None if routing is None else routing[i],
         )
-        for at, number in enumerate(numbers)
+        for i, number in enumerate(numbers)
     ]
 
 
@@ -207,7 +208,7 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     Args:
         microbatch: one of a batch.
         values: [T, ...], of the dtype of `into`.
-        into: [tokens of the batch, ...]. Tokens the microbatch says nothing about stay as they are.
+        into: [tokens of the batch, ...]. Entries of other tokens are unchanged.
         shifted: the values are aligned to the predicting position, so the value at token i's position is added at token
             i + 1, and positions without a target are left out. With False, it is added at token i.
     """
@@ -219,18 +220,18 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     if into.shape != (microbatch.batch_tokens, *values.shape[1:]):
         wanted = (microbatch.batch_tokens, *values.shape[1:])
         raise ValueError(
-            f"the values are to go into shape {tuple(into.shape)}, but the batch has {microbatch.batch_tokens} tokens "
+            f"`into` has shape {tuple(into.shape)}, but the batch has {microbatch.batch_tokens} tokens "
             f"of shape {tuple(values.shape[1:])}. Give zeros of shape {wanted}."
         )
     kept = microbatch.targets != IGNORE if shifted else microbatch.batch_indices >= 0
-    # Ignored values add zero to the first token: selecting the others would wait for the device.
+    # Ignored values add zero to the first token: boolean indexing would wait for the device.
     indices = (microbatch.batch_indices + int(shifted)).where(kept, 0)
     into.index_add_(0, indices, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
 def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
     """Moves each token's value, [T, ...], to the position that predicts it; `last` positions get `fill`."""
-    if not _is_plain_memory(values):
+    if not _numpy_compatible(values):
         return values.roll(-1, 0).index_fill(0, to_device(torch.from_numpy(last), values.device), fill)
     before = values.numpy()
     after = np.empty_like(before)
@@ -241,21 +242,21 @@ def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """Returns torch.cat along the first dimension, by numpy where possible."""
-    if not all(map(_is_plain_memory, pieces)):
+    if not all(map(_numpy_compatible, pieces)):
         return torch.cat(list(pieces))
     return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
 
 
-def _is_plain_memory(tensor: Tensor) -> bool:
-    """Whether numpy can process a tensor instead of torch.
+def _numpy_compatible(tensor: Tensor) -> bool:
+    """Whether numpy can process a tensor instead of torch: it is on the CPU, has a numpy dtype and needs no gradient.
 
-    A step waits for this work, and torch would wake its threads for so little: on a busy machine that took a hundred
-    times as long.
+    A step waits for this work. numpy avoids torch's thread pool, which took a hundred times as long for such small
+    tensors on a busy machine.
     """
-    return tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype not in _UNKNOWN_TO_NUMPY
+    return tensor.device.type == "cpu" and not tensor.requires_grad and tensor.dtype not in _NOT_IN_NUMPY
 
 
-_UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _align_back(values: Tensor, packing: Packing) -> Tensor:
@@ -284,8 +285,8 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequ
             )
         tokens.append(_cut(read, keep).to(tokens[0].device if tokens else None, torch.int64))
     joined = _joined(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    if len(joined) and (joined.numpy() if _is_plain_memory(joined) else joined).min() < 0:
-        member, lowest = next((m, int(each.min())) for m, each in zip(members, tokens, strict=True) if each.min() < 0)
+    if len(joined) and (joined.numpy() if _numpy_compatible(joined) else joined).min() < 0:
+        member, lowest = next((m, int(ids.min())) for m, ids in zip(members, tokens, strict=True) if ids.min() < 0)
         raise ValueError(
             f"sequence {member} holds token {lowest}, but the least is 0. "
             f"Mark tokens that are not trained on in a column, not in the tokens."
@@ -299,7 +300,7 @@ def _read_column(
     """Returns a column's values for the kept tokens of the sequences `members`, end to end: [T, ...]."""
     if not entries:
         return torch.zeros(0)
-    if {type(entry) for entry in entries} in ({bool}, {int}, {float}):  # one number a sequence
+    if {type(entry) for entry in entries} in ({bool}, {int}, {float}):  # one number per sequence
         numbers = _read_tensor(f'column "{name}"', entries).numpy()
         return torch.from_numpy(np.repeat(numbers, kept))
     pieces = [
@@ -346,13 +347,13 @@ def _read_tensor(what: str, value: Any) -> Tensor:
         return torch.from_numpy(array.astype(dtypes[array.dtype.kind]))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{what} is a {type(value).__name__} that does not read as numbers of one shape. "
+            f"{what} is a {type(value).__name__} that cannot be converted to a tensor of numbers. "
             f"Give a tensor, a numpy array, or Python numbers."
         ) from error
 
 
 def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tensor]) -> None:
-    """Refuses values that do not fit the microbatches, and microbatches that are not one whole batch."""
+    """Raises ValueError if values do not fit the microbatches, or the microbatches are not one whole batch."""
     if len(values) != len(microbatches):
         raise ValueError(
             f"there are {len(values)} tensors of values for {len(microbatches)} microbatches. Give one per microbatch."
@@ -376,5 +377,5 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
     indices = sorted(index for microbatch in microbatches for index in microbatch.sequences)
     for expected, index in enumerate(indices):
         if index != expected:
-            fault = f"sequence {index} is there twice" if index < expected else f"sequence {expected} is missing"
+            fault = f"sequence {index} appears twice" if index < expected else f"sequence {expected} is missing"
             raise ValueError(f"{fault} in these microbatches. Give each microbatch of one pack call once.")

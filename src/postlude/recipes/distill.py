@@ -29,8 +29,8 @@ from postlude.recipes.config.settings import ObjectiveFile, build_objective
 from postlude.recipes.dataset import IndexedRows
 from postlude.recipes.prompts import build_environment
 from postlude.recipes.rollouts import (
-    HELD_OUT,
-    TRAINED,
+    HELD_OUT_SEEDS,
+    TRAINING_SEEDS,
     RolloutBatch,
     RolloutSampler,
     completion_metrics,
@@ -97,11 +97,12 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         return _with_teacher(batch, logprobs, ids), metrics
 
     def sample_rollouts(self, tasks: Sequence[Task], *, held_out: bool) -> RolloutBatch:
-        """Samples the student's completions on rank 0, and returns all rows."""
+        """Runs on rank 0. Samples the student's completions, and returns those of all ranks in one batch."""
         assert self.rollouts is not None
         assert isinstance(self.config.data, OnPolicyData)
-        samples, kind = self.config.data.samples_per_prompt, HELD_OUT if held_out else TRAINED
-        trajectories = self.rollouts.sample(tasks, samples, step=self.step, kind=kind)
+        samples = self.config.data.samples_per_prompt
+        seed_stream = HELD_OUT_SEEDS if held_out else TRAINING_SEEDS
+        trajectories = self.rollouts.sample(tasks, samples, step=self.step, seed_stream=seed_stream)
         batch = _batch([trajectory.transcript for trajectory in trajectories])
         if held_out:
             return RolloutBatch({}, [batch])

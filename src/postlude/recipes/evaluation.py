@@ -80,10 +80,10 @@ def run(
 
         with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, PAGE):
-                live.update(min(first + PAGE, count), rollouts.on_rank0(partial(sample_page, first)))
+                live.update(min(first + PAGE, count), rollouts.sync_and_run_on_rank0(partial(sample_page, first)))
         if trajectories:
             directory.sample(0, sample_rows(trajectories, tokenizer))
-        metrics = rollouts.on_rank0(
+        metrics = rollouts.sync_and_run_on_rank0(
             lambda: (
                 evaluation_metrics(trajectories, samples) | completion_metrics(trajectories) | rollouts.take_metrics()
             )

@@ -1,4 +1,4 @@
-"""GRPO: sample a group of completions for each prompt, score them, and train on how each compares with its group."""
+"""GRPO: sample a group of completions for each prompt, score them, and train with group-relative advantages."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
 REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
-REFERENCE = "reference"  # in the run directory: the weights that a KL penalty refers to
+REFERENCE = "reference"  # subdirectory of the run with the weights of the reference model
 
 
 class GRPOTrainer(Trainer):
-    """A GRPO run: supervised warm-start steps if asked for, then steps of rollouts and training on them."""
+    """A GRPO run: SFT warm-start steps if configured, then steps that sample rollouts and train on them."""
 
     name = "grpo"
     config: GRPOConfig
 
     def __init__(self, config: GRPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.warm_start_optimizer, self.optimizer = config.optimizers
-        first = self.warm_start_optimizer if config.warm_start.steps else self.optimizer
-        super().__init__(config, device, first, runtime)
+        initial_optimizer = self.warm_start_optimizer if config.warm_start.steps else self.optimizer
+        super().__init__(config, device, initial_optimizer, runtime)
         self.warm_start_steps = config.warm_start.steps
         self.total_steps = self.warm_start_steps + config.steps
         self.evaluate_every = config.evaluation.every
@@ -104,11 +104,12 @@ class GRPOTrainer(Trainer):
         return "sft" if self.step < self.warm_start_steps else "grpo"
 
     def state(self) -> dict[str, Any]:
-        """Returns which tasks have been trained on, and which are pending."""
+        """Returns the state of the task sampler, and the tasks whose groups are started."""
         return self.queue.state()
 
     def restore(self, checkpoint: Path) -> None:
-        """Loads a checkpoint, with the optimizer and the reference of its phase."""
+        """Loads a checkpoint, with the optimizer of its phase, and the reference model if GRPO has started."""
+        # A checkpoint of the last warm-start step still has the warm start's optimizer: see `_start_grpo`.
         warm_start = checkpoint_step(checkpoint) <= self.warm_start_steps
         self.engine.set_optimizer(self.warm_start_optimizer if warm_start and self.warm_start_steps else self.optimizer)
         if not warm_start and self.config.has_reference:
@@ -118,25 +119,27 @@ class GRPOTrainer(Trainer):
         self.queue.restore(self.load_engine(checkpoint))
 
     def train_step(self) -> StepMetrics:
-        """Does one warm-start or GRPO step."""
+        """Runs one warm-start or GRPO step."""
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
         batch = self.collect()
-        if self.step == self.warm_start_steps:
+        if (
+            self.step == self.warm_start_steps
+        ):  # only now: a signal that stops the sampling saves the warm start's optimizer
             self._start_grpo()
-        return batch.metrics | self.train(batch)
+        return batch.metrics | self.train_minibatches(batch)
 
     def evaluate(self) -> dict[str, float]:
         """Returns the mean reward and pass@k on held-out tasks."""
         settings = self.config.evaluation
-        return self.rollouts.on_rank0(
+        return self.rollouts.sync_and_run_on_rank0(
             lambda: evaluation_metrics(
                 self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples_per_prompt
             )
         )
 
     def train_warm_start(self) -> StepMetrics:
-        """Does one supervised step on the answers that the tasks come with."""
+        """Runs one SFT step on the tasks' reference answers."""
         tasks = [self.tasks[index] for index in self.sampler.take(self.config.warm_start.batch_size)]
         options = self.environment.template_options
         examples = [warm_start_example(task, self.tokenizer, self.config.budget, options) for task in tasks]
@@ -146,16 +149,16 @@ class GRPOTrainer(Trainer):
         return self.train_batch(batch, SFT(over="response_mask"))
 
     def collect(self) -> RolloutBatch:
-        """Samples the completions of the step. Every rank gets its rows of each minibatch."""
+        """Samples trajectories on rank 0 and scatters them. Every rank calls it and gets its own sequences."""
         return self.rollouts.collect(self.sample_rollouts, self.engine.mesh)
 
     def sample_rollouts(self) -> RolloutBatch:
-        """Samples on rank 0 what the step trains on, and returns all rows."""
+        """Runs on rank 0. Returns the minibatches of the step, with the sequences of all ranks."""
         trained, sampled = self.select_trajectories()
         self.run.sample(self.step + 1, sample_rows(sampled, self.tokenizer))
         self.health.check_rewards(sampled, self.step + 1)
         metrics = completion_metrics(sampled)
-        metrics["groups_trained"] = len(self._differing_groups(trained)) / self.config.prompts_per_step
+        metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
         metrics |= self.queue.take_metrics() | self.rollouts.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
@@ -164,8 +167,9 @@ class GRPOTrainer(Trainer):
     def select_trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Returns the trajectories to train on, and all that were sampled.
 
-        Left out are trajectories whose reward call failed, truncated ones if `overlong` masks them, and those without
-        another one of their group to compare with. Dynamic sampling also leaves out groups whose rewards are equal.
+        Training excludes trajectories whose reward call failed, truncated ones if `overlong` masks them, and groups of
+        which only one trajectory is left. Dynamic sampling also excludes groups whose rewards are all equal, and
+        samples other groups in their place, at most `dynamic_sampling` times.
         """
         config = self.config
         trained: list[Trajectory] = []
@@ -182,12 +186,14 @@ class GRPOTrainer(Trainer):
                 if not trajectory.excluded and not (config.overlong == "mask" and trajectory.truncated)
             ]
             sizes = Counter(trajectory.group for trajectory in usable)
-            groups = self._differing_groups(usable) if config.dynamic_sampling else sizes.keys()
-            trained += [each for each in usable if sizes[each.group] > 1 and each.group in groups]
+            groups = self._groups_with_different_rewards(usable) if config.dynamic_sampling else sizes.keys()
+            trained += [
+                trajectory for trajectory in usable if sizes[trajectory.group] > 1 and trajectory.group in groups
+            ]
         return trained, sampled
 
-    def train(self, batch: RolloutBatch) -> StepMetrics:
-        """Does one optimizer step on each minibatch of a rollout."""
+    def train_minibatches(self, batch: RolloutBatch) -> StepMetrics:
+        """Runs one optimizer step on each minibatch of a rollout."""
         if not batch.minibatches:
             return {LOSS: 0.0}
         # All log-probs are computed before the first update, with the weights that all minibatches start from.
@@ -197,6 +203,7 @@ class GRPOTrainer(Trainer):
             name: REDUCE[self.reductions.get(name, "mean")]([result[name] for result in results]) for name in results[0]
         }
         if self.config.starts_from_rollout:  # the first minibatch is trained with the weights that sampled it
+            # The old log-probs are the rollout's own, so their difference is 0 and says nothing: None.
             metrics |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
@@ -205,12 +212,12 @@ class GRPOTrainer(Trainer):
         if self.warm_start_steps:
             self.engine.set_optimizer(self.optimizer)
         if self.config.has_reference:
-            self.run.discard(REFERENCE)  # of an earlier start, whose warm start may have differed
+            self.run.discard(REFERENCE)  # left by an earlier start of the run
             self.engine.save(self.run.path / REFERENCE)
             self.reference = self.engine.reference()
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
-        """Returns the columns that the objective reads. Groups are dealt round-robin to the minibatches."""
+        """Returns the minibatches, with the columns that the objective reads. Groups are assigned round-robin."""
         transcripts = [trajectory.transcript for trajectory in trajectories]
         logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
         masks = [transcript.mask for transcript in transcripts]
@@ -219,17 +226,18 @@ class GRPOTrainer(Trainer):
         columns = policy_columns(masks, groups, positive, self._advantages(trajectories), logprobs)
         if self.config.replay_routing:
             columns[ROUTING] = routing_column(trajectories)
-        count, order = self.config.minibatches, {group: place for place, group in enumerate(dict.fromkeys(groups))}
+        count = self.config.minibatches
+        group_indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
         minibatches = []
-        for part in range(count):
-            rows = [row for row, group in enumerate(groups) if order[group] % count == part]
+        for number in range(count):
+            rows = [row for row, group in enumerate(groups) if group_indices[group] % count == number]
             if rows:
-                chosen = {name: [values[row] for row in rows] for name, values in columns.items()}
-                minibatches.append(Batch([transcripts[row].tokens for row in rows], chosen))
+                minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
+                minibatches.append(Batch([transcripts[row].tokens for row in rows], minibatch_columns))
         return minibatches
 
     def _with_logprobs(self, batch: Batch) -> Batch:
-        """Adds log-probs of the trainer or the reference, if the config asks for them."""
+        """Adds log-probs of the trainer and of the reference, as configured."""
         temperature = self.config.sampling.temperature
         columns: dict[str, Any] = dict(batch.columns)
         with self.timer("logprobs"):
@@ -237,7 +245,7 @@ class GRPOTrainer(Trainer):
                 routing = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
                 scored = self.engine.logprobs(replace(batch, columns=routing), temperature=temperature)
                 columns["old_logprobs"] = scored.logprob
-            if self.reference is not None:
+            if self.reference is not None:  # it chooses its own experts
                 scored = self.reference.logprobs(replace(batch, columns={}), temperature=temperature)
                 columns["reference_logprobs"] = scored.logprob
         return replace(batch, columns=columns)
@@ -245,7 +253,7 @@ class GRPOTrainer(Trainer):
     def _reward(self, trajectory: Trajectory) -> float:
         return trajectory.reward - self.config.overlong_penalty * trajectory.truncated
 
-    def _differing_groups(self, trajectories: Sequence[Trajectory]) -> set[int]:
+    def _groups_with_different_rewards(self, trajectories: Sequence[Trajectory]) -> set[int]:
         """Returns the groups whose rewards are not all equal."""
         rewards: dict[int, set[float]] = {}
         for trajectory in trajectories:
@@ -260,7 +268,7 @@ class GRPOTrainer(Trainer):
                 return rloo(rewards, groups).tolist()
             case "dr_grpo":
                 return grpo(rewards, groups, scale_by_std=False).tolist()
-            case kind:
+            case "grpo" | "grpo_loo" as kind:
                 return grpo(rewards, groups, leave_one_out=kind == "grpo_loo").tolist()
 
 
@@ -271,7 +279,7 @@ def policy_columns(
     advantages: Sequence[float],
     logprobs: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Returns the columns that a policy objective reads, one entry a sequence."""
+    """Returns the columns that a policy objective reads, one entry per sequence."""
     return {
         "response_mask": weights(masks),
         "sequence_mean": weights(masks, "sequences"),
@@ -279,14 +287,14 @@ def policy_columns(
         "positive": positive,
         "advantages": advantages,
         "rollout_logprobs": logprobs,
-        "old_logprobs": logprobs,
+        "old_logprobs": logprobs,  # replaced by `_with_logprobs` if they are recomputed
     }
 
 
 def warm_start_example(
     task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None
 ) -> EncodedSequence:
-    """Returns a task with its answer as tokens. `options` are the environment's for the chat template."""
+    """Returns a task with its answer as tokens. `options` are the environment's chat-template options."""
     answer = task.example.get("answer")
     if answer is None:
         raise ValueError(
@@ -305,8 +313,9 @@ def warm_start_example(
 
 
 def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
-    """Returns the experts that the tokens of each trajectory were sent to when it was sampled."""
-    routing = [each.transcript.routing for each in trajectories if each.transcript.routing is not None]
+    """Returns the expert ids that routers chose for each trajectory when it was sampled, [length, routers, top_k]."""
+    transcripts = [trajectory.transcript for trajectory in trajectories]
+    routing = [transcript.routing for transcript in transcripts if transcript.routing is not None]
     if len(routing) < len(trajectories):
         raise ValueError(
             f"replay_routing needs the experts that sampled tokens were sent to, but "
@@ -317,7 +326,7 @@ def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
 
 
 def _trial_batch(config: GRPOConfig) -> Batch:
-    """Returns a batch for the objective's trial call: two prompts with two completions each, one of them better."""
+    """Returns a batch for the objective's trial call: two prompts, each with a good and a bad completion."""
     logprobs = [torch.full((len(sequence),), -1.0) for sequence in SEQUENCES]
     masks = [sequence.mask for sequence in SEQUENCES]
     columns = policy_columns(masks, [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0], logprobs)
@@ -355,7 +364,8 @@ def run(
 
 
 def _check_replay(inputs: PreflightInputs) -> str:
-    routers = inputs.model[1].routers
+    _, model_config = inputs.model
+    routers = model_config.routers
     if not routers:
         raise ValueError(
             f"replay_routing sends tokens to the experts that they were sampled with, but {inputs.config.model} has "

@@ -1,4 +1,4 @@
-"""Rollouts: completions of tasks, sampled by a rollout engine and scored by an environment, in one turn or several."""
+"""Rollouts: trajectories of one or more turns, sampled by a rollout engine and scored by an environment."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
 
-POLL_SECONDS = 0.5  # between checks of the engine's health and of signals
-SHOWN = 8  # completions of a step that are written to samples.jsonl
-TRAINED, HELD_OUT = 0, 1  # purposes of a completion: each gives the same task other seeds
+HEALTH_CHECK_SECONDS = 0.5  # between checks of the engine's health and of signals
+LOGGED_SAMPLES = 8  # trajectories per step that are written to samples.jsonl
+TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1  # seed streams: training and evaluation of a task use different seeds
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What the rollouts of a step give the trainer."""
+    """The minibatches and metrics of one rollout phase."""
 
     metrics: StepMetrics
     minibatches: list[Batch]
-    """After `RolloutSampler.collect` each holds the rows of this rank."""
+    """After `RolloutSampler.collect` each holds the sequences of this rank."""
 
 
 class RolloutSampler:
-    """Samples and scores completions. Rank 0 alone requests them; `on_rank0` and `collect` share the results."""
+    """Samples and scores trajectories. Only rank 0 sends requests.
+
+    `sync_and_run_on_rank0` and `collect` are called on every rank, and give every rank the results.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class RolloutSampler:
         self.background, self.signals = background, signals
         self._reported_lost_workers = 0
         self.encoder = prompt_encoder(environment, tokenizer, settings, budget)
+        # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
             engine,
             environment,
@@ -78,50 +82,55 @@ class RolloutSampler:
         )
 
     def close(self) -> None:
-        """Ends the conversations under way."""
+        """Ends the conversations in progress."""
         self.conversations.close()
 
-    def _while_waiting(self) -> None:
+    def _check_health_and_signals(self) -> None:
         self.engine.check_health()
-        # Completions that this rank samples itself come soon: a signal waits for them.
+        # With the native generator a poll returns when all completions are done, and signals wait for the step's end.
         if self.signals is not None and not self.engine.batched_polls:
             self.signals.check()
 
-    def on_rank0(self, work: Callable[[], Result]) -> Result:
-        """Gives the engine the newest weights, calls `work` on rank 0 and returns its result on every rank."""
+    def sync_and_run_on_rank0(self, work: Callable[[], Result]) -> Result:
+        """Syncs weights to the rollout engine, calls `work` on rank 0 and returns its result on every rank."""
         with self.timer("weight_sync"):
             self.engine.refresh()
         return self.engine.controller.on_rank0(work)
 
     def collect(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
-        """Calls `sample` on rank 0. Every rank gets the metrics and its own rows of each minibatch."""
+        """Calls `sample` on rank 0. Every rank gets the metrics and its own sequences of each minibatch."""
         sampled: list[Batch] = []  # on rank 0
 
-        def call() -> tuple[StepMetrics, int]:
+        def sample_on_rank0() -> tuple[StepMetrics, int]:
             batch = sample()
             sampled.extend(batch.minibatches)
             return batch.metrics, len(sampled)
 
-        metrics, count = self.on_rank0(call)
-        whole: Sequence[Batch | None] = sampled or [None] * count
+        metrics, count = self.sync_and_run_on_rank0(sample_on_rank0)
+        batches: Sequence[Batch | None] = sampled or [None] * count
         return RolloutBatch(
-            metrics, [scatter_batch(batch, mesh, self.engine.controller, self.budget) for batch in whole]
+            metrics, [scatter_batch(batch, mesh, self.engine.controller, self.budget) for batch in batches]
         )
 
     def sample(
-        self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0, kind: int = TRAINED
+        self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0, seed_stream: int = TRAINING_SEEDS
     ) -> list[Trajectory]:
-        """Returns `samples` completions of each task, group by group. Groups are numbered from `first`."""
+        """Returns `samples` trajectories of each task, group by group. Groups are numbered from `first`."""
         return self.sample_groups(
-            [self.make_group(task, first + index, samples, step=step, kind=kind) for index, task in enumerate(tasks)]
+            [
+                self.make_group(task, first + index, samples, step=step, seed_stream=seed_stream)
+                for index, task in enumerate(tasks)
+            ]
         )
 
     def evaluate(self, tasks: Sequence[Task], settings: EvaluationSettings, *, step: int) -> list[Trajectory]:
-        """Returns completions of held-out tasks."""
+        """Returns trajectories of held-out tasks."""
         params = replace(self.params, temperature=settings.temperature)
         return self.sample_groups(
             [
-                self.make_group(task, index, settings.samples_per_prompt, step=step, kind=HELD_OUT, params=params)
+                self.make_group(
+                    task, index, settings.samples_per_prompt, step=step, seed_stream=HELD_OUT_SEEDS, params=params
+                )
                 for index, task in enumerate(tasks)
             ]
         )
@@ -133,27 +142,27 @@ class RolloutSampler:
         samples: int,
         *,
         step: int,
-        kind: int = TRAINED,
+        seed_stream: int = TRAINING_SEEDS,
         params: SamplingParams | None = None,
     ) -> TrajectoryGroup:
-        """Returns a group that is not started. `step`, `kind` and `number` decide its seed."""
+        """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`."""
         prompt = encode_prompt(self.encoder, task, self.budget, self.settings)
-        seed = combine_seeds(self.seed, step, kind, number)
+        seed = combine_seeds(self.seed, step, seed_stream, number)
         return TrajectoryGroup.of(task, number, prompt, replace(params or self.params, seed=seed), samples)
 
     def start(self, group: TrajectoryGroup) -> None:
-        """Starts all completions of a group."""
+        """Starts all trajectories of a group."""
         self.conversations.start(group)
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Waits until `done` holds of groups that were started."""
+        """Waits until `done()` is true, while started groups are sampled."""
         with self.timer("rollout") if self.background else nullcontext():
             while not done():
-                self._while_waiting()
-                self.conversations.poll(POLL_SECONDS)
+                self._check_health_and_signals()
+                self.conversations.poll(HEALTH_CHECK_SECONDS)
 
     def sample_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """Starts groups, waits for them and returns their completions, group by group."""
+        """Starts groups, waits for them and returns their trajectories, group by group."""
         for group in groups:
             self.start(group)
         self.wait(lambda: all(group.done for group in groups))
@@ -208,9 +217,9 @@ def open_rollouts(
 
 
 def completion_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Returns rewards, their parts, lengths and draft acceptance.
+    """Returns rewards, their parts, lengths and the acceptance rate of speculative tokens.
 
-    Rewards and their parts are of scored completions. Failed reward calls are a share of all completions.
+    Rewards and their parts exclude trajectories whose reward call failed. Those are reported as a fraction of all.
     """
     scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
     rewards = [trajectory.reward for trajectory in scored]
@@ -237,7 +246,7 @@ def completion_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
 def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int) -> dict[str, float]:
     """Returns the mean reward on held-out tasks, and pass@k for powers of two k. A reward of at least 1 is a pass.
 
-    A completion whose reward call failed does not count in the mean, and is no pass.
+    A trajectory whose reward call failed is left out of the mean, and counts as not passed.
     """
     scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
     passes = Counter(trajectory.group for trajectory in scored if trajectory.reward >= 1.0)
@@ -254,9 +263,9 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int) -> dict
 
 
 def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
-    """Returns a few of the completions, for samples.jsonl."""
+    """Returns a few of the trajectories as rows of samples.jsonl, the completions of their turns joined by "…"."""
     rows = []
-    for trajectory in trajectories[:: max(1, len(trajectories) // SHOWN)][:SHOWN]:
+    for trajectory in trajectories[:: max(1, len(trajectories) // LOGGED_SAMPLES)][:LOGGED_SAMPLES]:
         prompt, completions = trajectory.task.prompt, trajectory.completions
         tokens = [token for completion in completions for token in completion.tokens]
         rows.append(

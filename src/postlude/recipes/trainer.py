@@ -57,7 +57,8 @@ from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
 NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 LOG = logging.getLogger("postlude")
-LATER, DAMAGED = "later", "damaged"  # suffixes of checkpoints that are set aside when a run resumes before them
+# Suffixes of checkpoints that a resumed run renames: those newer than the resumed step, and those it cannot read.
+LATER, DAMAGED = "later", "damaged"
 StepMetrics: TypeAlias = dict[str, Any]
 """Metrics of a step by name: numbers, or lists of numbers."""
 
@@ -74,7 +75,7 @@ Resource = TypeVar("Resource", bound=Closable)
 
 
 class Trainer(ABC):
-    """A run in progress: its directory, its engine and its step. Every rank has one.
+    """A run in progress: its directory, its engine and its current step. Every rank has one.
 
     The constructor reads and checks everything that the run needs. The run directory is not touched before `resume`.
     """
@@ -85,11 +86,11 @@ class Trainer(ABC):
     total_steps: int
     """The run ends after this step."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0 makes none. There is also one before the first step and one after the last."""
+    """Steps between evaluations; 0 disables them. There is also one before the first step and one after the last."""
     warm_start_steps: int = 0
-    """Supervised steps before those of the recipe itself."""
+    """SFT steps before the recipe's own steps."""
     loss_column: str = MASK
-    """The column of a batch that marks the tokens to train on."""
+    """The column of a batch that marks the tokens to train on; the MTP loss is averaged over it."""
 
     def __init__(
         self,
@@ -125,23 +126,23 @@ class Trainer(ABC):
         self.step = 0
         self.saved_step = 0
         self.resumed_step: int | None = None  # None until `resume` has finished
-        self.state_before_step: dict[str, Any] | None = None  # set while a step is under way
+        self.state_before_step: dict[str, Any] | None = None  # not None during a step
         self.initial_weight_norm = 0.0
         self.resume_hint = ""
         self.stop_signal = 0
-        self.signals = StopSignals(speaks=is_rank0())
-        self.reductions: dict[str, Reduction] = {}  # of the objective's metrics
-        self.health = Health(config.limits, config.max_skipped_steps, speaks=is_rank0())
+        self.signals = StopSignals(verbose=is_rank0())
+        self.reductions: dict[str, Reduction] = {}  # how each of the objective's metrics is combined over minibatches
+        self.health = Health(config.limits, config.max_skipped_steps, verbose=is_rank0())
         self.timer = PhaseTimer()
 
     @property
     def phase(self) -> str:
-        """Phase of the next step, as it is logged."""
+        """Part of the recipe that the next step belongs to, as it is logged: "sft" in a warm start, then `name`."""
         return self.name
 
     @abstractmethod
     def train_step(self) -> StepMetrics:
-        """Does the next step and returns its metrics."""
+        """Runs the next training step, of one or more optimizer steps, and returns its metrics."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
@@ -149,14 +150,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds besides the engine, as JSON."""
+        """Returns the JSON-serialisable state that a checkpoint holds besides the engine."""
 
     @abstractmethod
     def restore(self, checkpoint: Path) -> None:
         """Loads a checkpoint: the engine, and what `state` returned."""
 
     def load_engine(self, checkpoint: Path) -> dict[str, Any]:
-        """Loads the engine and the step of a checkpoint. Returns what was saved beside them."""
+        """Loads the engine and the step of a checkpoint. Returns the checkpoint's `extra` dict."""
         extra = self.engine.load(checkpoint)
         self.step, self.initial_weight_norm = extra["step"], extra.get("first_norm", 0.0)
         return extra
@@ -167,7 +168,7 @@ class Trainer(ABC):
 
     @contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Closes all resources if the body, part of a constructor, raises."""
+        """For use in a constructor: closes all resources if the body raises."""
         try:
             yield
         except BaseException:
@@ -181,13 +182,14 @@ class Trainer(ABC):
 
     def resume(self, start_mode: StartMode) -> None:
         """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
-        on_rank0(lambda: self._candidates(start_mode.resume_from))  # refuses a missing step before anything is written
+        # Raises if the requested checkpoint does not exist, before anything is written.
+        on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
         self.run = open_run(self.config.run, self.plain_config, may_change=MAY_CHANGE, loggers=self.config.loggers)
         self.resume_hint = (
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )
         checkpoint = self._restore_newest(start_mode.resume_from)
-        step = -1 if checkpoint is None else checkpoint_step(checkpoint)
+        step = -1 if checkpoint is None else checkpoint_step(checkpoint)  # -1 is before step 0, the first evaluation
         if step > self.total_steps:
             raise ValueError(
                 f"{self.run.path} is at step {step} already, but the run ends at step {self.total_steps}. Raise steps, "
@@ -208,14 +210,14 @@ class Trainer(ABC):
         if checkpoint is None:
             self.initial_weight_norm = self.engine.weight_norm()
             if metrics := self._evaluate_if_due():
-                self.run.log(0, metrics | self.timer.take(), phase="start")
+                self.run.log(0, metrics | self.timer.take(), phase="start")  # the evaluation before the first step
         self.saved_step, self.resumed_step = self.step, self.step
-        self._agree()
+        self._sync_stop_signal_and_memory()
 
     def _restore_newest(self, step: int | None) -> Path | None:
-        """Loads the checkpoint of `step`, or the newest. A damaged one is set aside, and the one before it loaded."""
+        """Loads the checkpoint of `step`, or the newest. A damaged one is renamed, and the previous one is loaded."""
         damaged: list[Path] = []
-        for checkpoint in on_rank0(lambda: self._candidates(step)):
+        for checkpoint in on_rank0(lambda: self._checkpoints_to_try(step)):
             try:
                 self.restore(checkpoint)
             except (OSError, ValueError):
@@ -235,24 +237,25 @@ class Trainer(ABC):
             )
         return None
 
-    def _candidates(self, step: int | None) -> list[Path]:
+    def _checkpoints_to_try(self, step: int | None) -> list[Path]:
+        """Returns the checkpoint of `step`, or all, newest first. Raises ValueError if `step` has none."""
         by_step = {checkpoint_step(path): path for path in self.run.checkpoints()}
         if step is None:
-            return [by_step[number] for number in sorted(by_step, reverse=True)]
+            return [by_step[saved] for saved in sorted(by_step, reverse=True)]
         if step not in by_step:
             names = ", ".join(path.name for path in by_step.values()) or "none"
             raise ValueError(f"{self.run.path} has no checkpoint of step {step}; it has {names}.")
         return [by_step[step]]
 
-    def advance(self) -> StepMetrics:
-        """Does one step and all that belongs to it: evaluation, logging, checkpoint. Returns its metrics."""
+    def run_training_step(self) -> StepMetrics:
+        """Runs one training step, then evaluates, logs and saves if due. Returns the metrics of the step."""
         phase, self.state_before_step = self.phase, self.state()
         metrics = self.train_step()
         self.step, self.state_before_step = self.step + 1, None
         if "tokens" in metrics:
             metrics[SPEED] = metrics["tokens"] / sum(self.timer.seconds.values())
         metrics |= self._evaluate_if_due()
-        metrics |= self._agree()
+        metrics |= self._sync_stop_signal_and_memory()
         metrics |= self.timer.take()
         self.run.log(self.step, metrics, phase=phase)
         self.health.check_step(metrics, self.step)
@@ -262,7 +265,7 @@ class Trainer(ABC):
         return metrics
 
     def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:
-        """Does one optimizer step on a batch."""
+        """Runs one optimizer step on a batch; a training step may have several. Returns its metrics."""
         with self.timer("train"):
             result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.config.mtp, self.loss_column))
             update = self.engine.optimizer_step()
@@ -272,7 +275,10 @@ class Trainer(ABC):
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
 
     def save(self) -> None:
-        """Writes a checkpoint of the last finished step, unless it has one. Refuses bad weights."""
+        """Writes a checkpoint of the last finished step, unless it is saved already.
+
+        Raises UnhealthyRun if the norm of the weights is not finite or has grown too much.
+        """
         if self.saved_step == self.step:
             return
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
@@ -282,13 +288,15 @@ class Trainer(ABC):
         self.run.prune(self.config.keep_checkpoints)
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        done = self.step - self.warm_start_steps
-        if not self.evaluate_every or done < 0 or (done % self.evaluate_every and self.step != self.total_steps):
+        recipe_steps = self.step - self.warm_start_steps
+        if not self.evaluate_every or recipe_steps < 0:
+            return {}
+        if recipe_steps % self.evaluate_every and self.step != self.total_steps:
             return {}
         with self.timer("evaluation"):
             return self.evaluate()
 
-    def _agree(self) -> dict[str, float]:
+    def _sync_stop_signal_and_memory(self) -> dict[str, float]:
         """Shares the stop signal with all ranks. Returns the largest GPU memory of any rank."""
         device = self.engine.device
         on_gpu = device.type == "cuda"
@@ -302,7 +310,7 @@ class Trainer(ABC):
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
-        """Exports the model, in Hugging Face's format if it has a family there, and writes the report."""
+        """Exports the model, in Hugging Face's format if a family describes it, and writes the report."""
         self.engine.finish_saving()
         if self.config.export:
             card = self._model_card() if is_rank0() else None
@@ -314,7 +322,7 @@ class Trainer(ABC):
         """Saves and ends the run after a signal. A step that `request` interrupted is repeated on resume."""
         if request is not None:
             self.stop_signal = request.number
-        if request is not None and self.state_before_step is None:  # the step's own evaluation is not finished
+        if request is not None and self.state_before_step is None:  # in the evaluation after a step
             self.engine.finish_saving()
             when = f"in the evaluation after step {self.step}; step {self.saved_step} is saved"
         else:
@@ -326,9 +334,9 @@ class Trainer(ABC):
     def fail(self, message: str) -> RunOutcome:
         """Ends a run that cannot go on. Nothing is exported; the message says which checkpoint can be resumed."""
         self.engine.finish_saving()
-        return self._fail(message)
+        return self._end_as_failed(message)
 
-    def _fail(self, message: str) -> RunOutcome:
+    def _end_as_failed(self, message: str) -> RunOutcome:
         message = f"{message} {on_rank0(self._checkpoint_status)}"
         return self._end(RunOutcome("failed", self.step, message, FAILED))
 
@@ -336,12 +344,12 @@ class Trainer(ABC):
         """Saves the finished steps and ends a run whose servers are all lost."""
         message = str(error)
         try:
-            if self.state_before_step is not None:  # otherwise the step's evaluation failed: the step is repeated
+            if self.state_before_step is not None:  # None: in the evaluation after a step, which is repeated
                 self.save()
             self.engine.finish_saving()
         except OSError as save_error:  # for example, a full disk
             message = f"{message} The steps since the last checkpoint could not be saved: {save_error}."
-        return self._fail(message)
+        return self._end_as_failed(message)
 
     def _checkpoint_status(self) -> str:
         checkpoints = self.run.checkpoints()
@@ -356,8 +364,8 @@ class Trainer(ABC):
         config = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_IN_MODEL_CARD}
         lines = summary_lines(read_summary(self.run.path))
         scores = {line.label: f"{line.text} {line.note}".strip() for line in lines}
-        how = f"Trained with `postlude {self.name}` for {self.step} steps."
-        return ModelCard(str(self.config.model), how, config, scores)
+        description = f"Trained with `postlude {self.name}` for {self.step} steps."
+        return ModelCard(str(self.config.model), description, config, scores)
 
     def _end(self, outcome: RunOutcome) -> RunOutcome:
         if self.step:
@@ -375,7 +383,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as live:
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
                     live.doing(trainer.phase)
-                    metrics = trainer.advance()
+                    metrics = trainer.run_training_step()
                     live.update(trainer.step, metrics)
             return trainer.stop() if trainer.stop_signal else trainer.finish()
         except UnhealthyRun as reason:
@@ -388,7 +396,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             if isinstance(error, ServerError):
                 return trainer.fail_without_servers(error)
             _write_failure(trainer, error)
-            # The first step would have shown a mistake in the config: this one appeared later.
+            # After the first step an error is no mistake in the config: report a failed run.
             if isinstance(error, USER_ERRORS) and trainer.step > trainer.resumed_step:
                 failure = f"{type(error).__name__}: {error}".removesuffix(".")
                 raise RunFailed(
@@ -398,14 +406,14 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
 
 
 def _check_same_config(config: Mapping[str, Any]) -> None:
-    """Refuses ranks with different configs, which would block each other in some collective."""
+    """Raises ValueError if ranks have different configs, which could deadlock."""
 
     def compare(configs: list[Mapping[str, Any]]) -> None:
         for rank, other in enumerate(configs):
             for path, first, value in differences(other, configs[0]):
                 raise ValueError(
-                    f"rank {rank} was given another config than rank 0: {path} is {format_value(value)} and "
-                    f"{format_value(first)}. Start all ranks with the same command and the same file."
+                    f"rank {rank} was given another config than rank 0: {path} is {format_value(value)}, and "
+                    f"{format_value(first)} on rank 0. Start all ranks with the same command and the same file."
                 )
 
     try:
@@ -427,5 +435,5 @@ def _write_failure(trainer: Trainer, error: BaseException) -> None:
     status: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
     try:
         finish_run(trainer.config.run, RunOutcome(status, trainer.step, str(error), FAILED))
-    except Exception as report_error:  # `error` is the one to raise
+    except Exception as report_error:  # the caller raises the original error
         error.add_note(f"The report could not be written either: {report_error}")

@@ -20,8 +20,8 @@ class UnhealthyRun(Exception):
 class Health:
     """Checks the results of steps. Its counts start at zero when a run resumes."""
 
-    def __init__(self, limits: Limits, max_skipped_steps: int, *, speaks: bool) -> None:
-        self.limits, self.max_skipped_steps, self._speaks = limits, max_skipped_steps, speaks
+    def __init__(self, limits: Limits, max_skipped_steps: int, *, verbose: bool) -> None:
+        self.limits, self.max_skipped_steps, self._verbose = limits, max_skipped_steps, verbose
         self.skipped = 0  # optimizer steps in a row
         self._any_scored = False
         self._failing = 0  # steps in a row
@@ -89,5 +89,5 @@ class Health:
     def _warn_if_persistent(self, name: str, present: bool, message: str) -> None:
         """Warns once when a condition has held for `patience` steps in a row."""
         self._persisting[name] = self._persisting.get(name, 0) + 1 if present else 0
-        if self._persisting[name] == self.limits.patience and self._speaks:
+        if self._persisting[name] == self.limits.patience and self._verbose:
             LOG.warning("%s", message)

@@ -39,9 +39,9 @@ class StopSignals:
     sends because this rank's launcher has died ends the process.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
+    def __init__(self, *, verbose: bool) -> None:
         self.received = 0
-        self._speaks, self._received_at = speaks, 0.0
+        self._verbose, self._received_at = verbose, 0.0
         self._handlers: dict[int, Any] = {}
         self._launcher = os.getppid() if "RANK" in os.environ else None
 
@@ -67,7 +67,7 @@ class StopSignals:
             signal.raise_signal(number)
         elif not self.received:
             self.received, self._received_at = number, now
-            if self._speaks:
+            if self._verbose:
                 with suppress(OSError):  # the terminal may be closed
                     os.write(2, stop_message(number))  # the signal may interrupt a print
         elif now - self._received_at > DUPLICATE_SECONDS:
