@@ -36,7 +36,7 @@ def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
-    with StopSignals(speaks=True) as heard:
+    with StopSignals(verbose=True) as heard:
         assert heard.received == 0
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -53,7 +53,7 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "write", hung_up)
-    with StopSignals(speaks=True) as heard:
+    with StopSignals(verbose=True) as heard:
         signal.raise_signal(signal.SIGHUP)
         assert heard.received == signal.SIGHUP
         console = Console(file=io.StringIO())
@@ -69,7 +69,7 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
 def test_what_nohup_had_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals(speaks=False) as heard:
+        with StopSignals(verbose=False) as heard:
             signal.raise_signal(signal.SIGHUP)
             assert heard.received == 0
         with SignalForwarding(0.0) as forwarding:
@@ -82,7 +82,7 @@ def test_what_nohup_had_ignored_stays_so() -> None:
 
 def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "DUPLICATE_SECONDS", -1.0)
-    with StopSignals(speaks=False) as heard:
+    with StopSignals(verbose=False) as heard:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -91,13 +91,13 @@ def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.M
 
 def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with StopSignals(speaks=False) as heard:
+    with StopSignals(verbose=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert heard.received == 0
     monkeypatch.delenv("RANK")
-    with StopSignals(speaks=False) as heard:
+    with StopSignals(verbose=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 2)
         signal.raise_signal(signal.SIGINT)  # of a shell that has ended since, a run knows nothing
         assert heard.received == signal.SIGINT
@@ -108,7 +108,7 @@ def test_in_another_thread_signals_stay_as_they_are() -> None:
     found = []
 
     def enter() -> None:
-        with StopSignals(speaks=False):
+        with StopSignals(verbose=False):
             found.extend(signal.getsignal(each) for each in STOP_SIGNALS)
 
     thread = threading.Thread(target=enter)

@@ -364,8 +364,7 @@ def run(
 
 
 def _check_replay(inputs: PreflightInputs) -> str:
-    _, model_config = inputs.model
-    routers = model_config.routers
+    routers = inputs.model[1].routers  # of the model's config
     if not routers:
         raise ValueError(
             f"replay_routing sends tokens to the experts that they were sampled with, but {inputs.config.model} has "

@@ -46,10 +46,7 @@ class RolloutBatch:
 
 
 class RolloutSampler:
-    """Samples and scores trajectories. Only rank 0 sends requests.
-
-    `sync_and_run_on_rank0` and `collect` are called on every rank, and give every rank the results.
-    """
+    """Samples and scores trajectories. Only rank 0 sends requests; `collect` gives every rank the results."""
 
     def __init__(
         self,

@@ -275,10 +275,7 @@ class Trainer(ABC):
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
 
     def save(self) -> None:
-        """Writes a checkpoint of the last finished step, unless it is saved already.
-
-        Raises UnhealthyRun if the norm of the weights is not finite or has grown too much.
-        """
+        """Writes a checkpoint of the last finished step, unless it is saved already. Raises `UnhealthyRun`."""
         if self.saved_step == self.step:
             return
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
