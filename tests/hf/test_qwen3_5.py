@@ -45,7 +45,7 @@ def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Pa
 
     tokens = torch.arange(3, 20)
     expected = theirs(tokens[None]).logits[0]
-    with pytest.warns(UserWarning, match=r"named model\.visual\.… \(what sees\), are left out"):
+    with pytest.warns(UserWarning, match=r"named model\.visual\.… \(vision\), are left out"):
         ours = load_model(source)
     (microbatch,) = pack([tokens], budget=32)
     assert_equal(ours(microbatch), expected, "logits")
@@ -67,7 +67,7 @@ def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Pa
     assert all(torch.equal(streamed[name], tensors[name]) for name in streamed)
 
 
-@pytest.mark.filterwarnings("ignore:.*what sees")
+@pytest.mark.filterwarnings("ignore:.*vision")
 @pytest.mark.parametrize(("kind", "stacked"), [("dense", True), ("moe", True), ("moe", False)])
 def test_what_predicts_further_beside_one_that_sees(kind: str, stacked: bool, tmp_path: Path) -> None:
     """Experts of multi-token prediction are published stacked and one by one; a server is given them stacked."""

@@ -21,7 +21,7 @@ from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollouts import SHOWN, RolloutBatch, evaluation_metrics
+from postlude.recipes.rollouts import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
@@ -82,7 +82,7 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp
     assert {"eval/reward_mean", "eval/pass@1", "eval/pass@2"} <= rows[-1].keys()
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
-    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * SHOWN
+    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 3 * LOGGED_SAMPLES
     unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
     assert not unexplained, "docs/metrics.md has every metric"
     summary = read_summary(tmp_path / "run")

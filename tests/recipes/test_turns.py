@@ -185,7 +185,7 @@ def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
     engine = Recorded(Alone(Parrot()))
     tasks = [asked(turns=2, length=1, sleep=1.2), *(asked(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversations, "LINGER", 0.1)
+        patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
         found = rolled(engine, tasks, workers=3)
     return [len(call) for call in engine.calls], [each.reward for each in found]
 

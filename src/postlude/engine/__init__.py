@@ -1,8 +1,8 @@
 """Engine: a model in any layout, and what a training loop asks of it. Start at `engine.py`."""
 
 from postlude.engine.engine import Engine
-from postlude.engine.reference import TokenScores
 from postlude.engine.result import Result, StepResult
+from postlude.engine.token_scores import TokenScores
 from postlude.optimizer import SGD, AdamW, LRSchedule
 
 __all__ = ["SGD", "AdamW", "Engine", "LRSchedule", "Result", "StepResult", "TokenScores"]

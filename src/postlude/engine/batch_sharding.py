@@ -241,18 +241,24 @@ def shard_batch(
     return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
 
 
-def with_step_tokens(microbatch: Microbatch, counts: Mapping[str, float], config: ModelConfig) -> Microbatch:
-    """Returns the microbatch with the token count of the whole step, for the means of routers' auxiliary losses."""
+def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: ModelConfig) -> list[Microbatch]:
+    """Returns the microbatches with the token count of the whole step, for the means of routers' auxiliary losses."""
     if "all_tokens" in counts:
         tokens = int(counts["all_tokens"])
-        mtp_microbatches = tuple(replace(each, batch_tokens=tokens) for each in microbatch.mtp_microbatches)
-        return replace(microbatch, batch_tokens=tokens, mtp_microbatches=mtp_microbatches)
+        return [
+            replace(
+                microbatch,
+                batch_tokens=tokens,
+                mtp_microbatches=tuple(replace(each, batch_tokens=tokens) for each in microbatch.mtp_microbatches),
+            )
+            for microbatch in local.microbatches
+        ]
     if any(block.has_aux_losses for block in config.blocks.values()):
         raise LookupError(
             'counts has no "all_tokens", the number of tokens of the step, which routers\' auxiliary losses need. '
             "Pass counts=engine.count(*batches) with all batches of the step."
         )
-    return microbatch
+    return local.microbatches
 
 
 def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,10 +19,11 @@ from postlude.data import Batch
 from postlude.engine import checkpoint, export, gradients, optimizers, streaming
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
-from postlude.engine.reference import Reference, TokenScores
+from postlude.engine.reference import Reference
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import MetricAccumulator, MetricIndex, ObjectiveProcessor, Scale, check_counts
 from postlude.engine.stages import StageBuilder
+from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
@@ -32,7 +33,7 @@ from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation, read_model, read_model_with_mtp, read_recast_plan, with_mtp
 from postlude.layout import Layout
-from postlude.model import LanguageModel, OutputInputs
+from postlude.model import LanguageModel
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
 from postlude.model.parallel import region
@@ -208,9 +209,7 @@ class Engine:
         """
         counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
-        microbatches = local.microbatches
-        if counts is not None:
-            microbatches = [with_step_tokens(microbatch, counts, self.config) for microbatch in microbatches]
+        microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
         metrics = self._metrics(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
             for name in self.shared & self.parameters.keys():
@@ -320,7 +319,7 @@ class Engine:
         return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
 
     def evaluate_tokens(
-        self, batch: Batch, processor: Callable[[OutputInputs], Mapping[str, Tensor]], *, shifted: bool = True
+        self, batch: Batch, processor: TokenProcessor, *, shifted: bool = True
     ) -> dict[str, list[Tensor]]:
         """Runs a processor that returns per-token values [T, ...] by name, without gradients.
 
@@ -335,14 +334,7 @@ class Engine:
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
         """Returns the log-prob of every token given those before it and, on request, the distribution's entropy."""
-
-        def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-            stats = inputs.head.logprobs(
-                inputs.hidden, inputs.microbatch.targets, entropy=entropy, temperature=temperature
-            )
-            return {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
-
-        scores = self.evaluate_tokens(batch, processor)
+        scores = self.evaluate_tokens(batch, logprob_processor(entropy, temperature))
         return TokenScores(scores["logprob"], scores.get("entropy"))
 
     def values(self, batch: Batch) -> list[Tensor]:
@@ -355,12 +347,7 @@ class Engine:
         """Returns the k likeliest tokens at every token's position: log-probs and ids, [length, k] per sequence."""
         if not 1 <= k <= self.config.vocab_size:
             raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {self.config.vocab_size}.")
-
-        def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-            logprobs, ids = inputs.head.topk(inputs.hidden, k, temperature=temperature)
-            return {"logprobs": logprobs, "ids": ids}
-
-        likeliest = self.evaluate_tokens(batch, processor)
+        likeliest = self.evaluate_tokens(batch, topk_processor(k, temperature))
         return likeliest["logprobs"], likeliest["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from postlude.data import Batch
+from postlude.engine.token_scores import TokenScores
 from postlude.model.parallel import local_shard
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it. Entry 0 is 0."""
-
-    logprob: list[Tensor]
-    entropy: list[Tensor] | None = None
 
 
 class Scorer(Protocol):
