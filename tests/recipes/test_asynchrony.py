@@ -246,7 +246,7 @@ def test_tokens_are_as_old_as_their_weights() -> None:
 def test_configs_that_take_old_answers_for_new_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rollout: native samples in the trainer's own ranks"):
         config_of(tmp_path, "--asynchrony.max_staleness=1")
-    with pytest.raises(ConfigError, match='"on_policy" takes all completions for those of the newest weights'):
+    with pytest.raises(ConfigError, match='"on_policy" takes all completions as samples of the newest weights'):
         config_of(tmp_path, "--asynchrony.max_staleness=1", "--rollout=http://a", "--objective.ratio=on_policy")
 
 

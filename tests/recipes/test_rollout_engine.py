@@ -525,7 +525,7 @@ def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
     from postlude.recipes.config.recipe_configs import DistillConfig
     from postlude.recipes.distill import run
 
-    common = ("--teacher=tiny-dense", "--data=on_policy", "--data.environment.size=16", "--steps=3", "--batch_size=2")
+    common = ("--teacher=tiny-wide", "--data=on_policy", "--data.environment.size=16", "--steps=3", "--batch_size=2")
     more = ("--data.sampling.max_new_tokens=4", "--data.sampling.temperature=0", "--budget=512", "--export=false")
     config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *more, *overrides])
     run(config)
