@@ -22,7 +22,7 @@ from torch import Tensor
 from workloads import MIXES
 
 from postlude import pack
-from postlude.ops.attention import PackedAttention, Scores, attend, triton_packed_attention, varlen_attention
+from postlude.ops.attention import PackedAttention, ScoreConfig, attend, triton_packed_attention, varlen_attention
 from postlude.ops.packing import Packing
 
 KERNELS: dict[str, PackedAttention] = {"triton": triton_packed_attention, "flash": varlen_attention, "attend": attend}
@@ -75,7 +75,7 @@ def milliseconds(run: Callable[[], Any], count: int) -> float:
 
 def read(case: Case, attention: PackedAttention, count: int) -> dict[str, float]:
     torch.manual_seed(0)
-    scores = Scores(scale=case.width**-0.5)
+    scores = ScoreConfig(scale=case.width**-0.5)
     inputs: list[tuple[Packing, Sequence[Tensor], Tensor]] = []
     for lengths in case.microbatches:
         packing = Packing.from_lengths(lengths, "cuda")

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from postlude import LanguageModel, ModelConfig, Pattern, pack
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
@@ -68,7 +68,9 @@ def trained(arguments: argparse.Namespace, text: torch.Tensor) -> LanguageModel:
         starts = torch.randint(len(text) - 129, (8,), generator=generator).tolist()
         (microbatch,) = pack([text[start : start + 129] for start in starts], budget=2048, depths=1)
         microbatch = microbatch.to(arguments.device)
-        loss = Scale([microbatch]).loss(model(microbatch, output_processor=lambda i, _: objective(i)), microbatch)
+        loss = LossNormalizer([microbatch]).loss(
+            model(microbatch, output_processor=lambda i, _: objective(i)), microbatch
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -27,7 +27,7 @@ from workloads import GIB, SHAPES, Clock, Results, Sample, attempt, forget
 
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.objectives import PolicyGradient
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.packing import Packing
 from postlude.options import Recompute
 
@@ -153,7 +153,7 @@ def attention_alone(point: Point, which: Pass, clock: Clock) -> float:
     learns = which == "update"
     for each in (query, key, value):
         each.requires_grad_(learns)
-    scores = Scores(scale=config.head_dim**-0.5)
+    scores = ScoreConfig(scale=config.head_dim**-0.5)
 
     def forward() -> torch.Tensor:
         return attend(query, key, value, packing, packing, scores)

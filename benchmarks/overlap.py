@@ -33,7 +33,7 @@ import postlude
 from postlude import Batch, Engine, Layout, ModelConfig, Pattern
 from postlude.model.blocks import BLOCKS, AttentionConfig, MoE, MoEConfig
 from postlude.model.context import ForwardContext
-from postlude.model.steps import Step, exchange
+from postlude.model.steps import LayerStep, exchange
 from postlude.objectives import SFT
 
 
@@ -143,8 +143,8 @@ class _Slowly(torch.autograd.Function):
 class SlowMoE(MoE):
     """Experts at the end of slow ways."""
 
-    def steps(self) -> tuple[Step, ...]:
-        def between() -> Iterator[Step]:
+    def steps(self) -> tuple[LayerStep, ...]:
+        def between() -> Iterator[LayerStep]:
             for step in super(SlowMoE, self).steps():
                 if step.name == "plan":
                     yield replace(step, syncs_host=True)

@@ -33,7 +33,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from postlude import AdamW, Batch, Engine, LanguageModel, Layout
 from postlude.engine.batch_sharding import shard_batch
-from postlude.engine.scale import MetricAccumulator, MetricIndex, Scale
+from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex
 from postlude.objectives import SFT
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.pipeline.schedule import Action
@@ -183,7 +183,7 @@ class Bench:
     def alone(self) -> None:
         """Each of this rank's stages forward and backward, first and last of a step and in between; and the rest."""
         engine = self.engine
-        scale = Scale(self.dealt.microbatches, self.dealt.counts, cp_size=engine.mesh.cp.size)
+        scale = LossNormalizer(self.dealt.microbatches, self.dealt.counts, cp_size=engine.mesh.cp.size)
         tally = MetricAccumulator(scale, MetricIndex())
         for index, stage in engine.stages.items():
             stage.train()

@@ -38,9 +38,9 @@ class Sleepy(MLP):
 
     seconds = 0.0
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         weight = self.up_proj.weight
-        return super().work(_Sleep.apply(hidden, weight, self.seconds, wgrad_queue(weight)), context)
+        return super().sublayer(_Sleep.apply(hidden, weight, self.seconds, wgrad_queue(weight)), context)
 
 
 class _Sleep(torch.autograd.Function):

@@ -36,7 +36,7 @@ class Convolution(Block):
         self.taps = sharded_parameter(config.width, model.hidden_size, axis=mesh.tp, dim=1)  # channels over tp ranks
         self.out = RowLinear(model.hidden_size, model.hidden_size, tp=mesh.tp)
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:  # [T / tp, H] -> [T / tp, H]
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:  # [T / tp, H] -> [T / tp, H]
         tokens = gather_from_sequence(hidden, self.mesh.tp.group)  # [T, H]
         channels = tokens[:, slice(*self.mesh.tp.block(tokens.shape[1]))]  # [T, H / tp]
         positions, mixed = context.microbatch.positions[:, None], 0.0 * channels

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postlude.data import IGNORE, Microbatch, pack, scatter, shard_context, unpack
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.world.mesh import Axis
 from tests.conftest import Ranks
 from tests.equality import assert_equal
@@ -140,7 +140,7 @@ def test_scatter_takes_what_a_head_gives():
 def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size, multiple_of, window, seed):
     """The gather is a concatenation here; what padding holds is random, so that it would show."""
     whole = together(lengths)
-    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     torch.manual_seed(seed)
     inputs = [torch.randn(len(whole), heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     expected = attend(*inputs, whole.packing, whole.packing, scores)
@@ -150,7 +150,7 @@ def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size
     _, keys, values = (torch.cat(gathered) for gathered in zip(*local, strict=True))
     actual = torch.zeros_like(expected)
     for part, (query, _, _) in zip(parts, local, strict=True):
-        context = part.context
+        context = part.cp_shard
         output = attend(query, keys[context.key_rows], values[context.key_rows], context.queries, context.keys, scores)
         scatter(part, output, actual, shifted=False)
 
@@ -168,10 +168,10 @@ def test_every_rank_attends_to_as_many_keys(lengths, size):
         work = {
             sum(
                 asking * (2 * asked - asking)
-                for asking, asked in zip(part.context.queries.lengths, part.context.keys.lengths, strict=True)
+                for asking, asked in zip(part.cp_shard.queries.lengths, part.cp_shard.keys.lengths, strict=True)
             )
             for part in parts
-            if part.context
+            if part.cp_shard
         }
         assert len(work) <= 1
 
@@ -227,12 +227,12 @@ def test_what_needs_no_cut_is_returned_as_it_is() -> None:
     assert shard_context(whole, Axis(), multiple_of=4) is whole
     assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty
     assert shard_context(whole, Axis(), multiple_of=5).packing.lengths == (6, 4)
-    assert shard_context(whole, Axis(), multiple_of=5).context is None
+    assert shard_context(whole, Axis(), multiple_of=5).cp_shard is None
 
 
 def test_to_moves_a_cut_microbatch_whole() -> None:
     moved = shard_context(together([6, 2]), Axis(2, 1)).to("meta")
-    context = moved.context
+    context = moved.cp_shard
     tensors = [*fields(moved).values(), moved.cu_seqlens, context.key_rows]
     tensors += [context.queries.cu_seqlens, context.keys.cu_seqlens]
     assert {tensor.device.type for tensor in tensors} == {"meta"}

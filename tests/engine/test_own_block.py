@@ -89,7 +89,7 @@ class Counting(Block):
         self.register_buffer("tokens", torch.zeros(1), persistent=False)
         self.register_buffer("totals", torch.zeros(2))
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         if self.training:
             self.tokens += len(hidden) if context.real is None else context.real.sum()
         return 0.0 * hidden

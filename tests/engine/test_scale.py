@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch, Microbatch, pack, shard_context
-from postlude.engine.scale import MetricAccumulator, MetricIndex, Scale
+from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex
 from postlude.layout import Layout
 from postlude.objectives import Loss, Metric, largest, mean, smallest, total
 from tests.equality import assert_equal
@@ -42,7 +42,7 @@ def weighed(over: str) -> Tensor:
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_a_loss_is_the_weighted_mean_of_the_whole_batch(over: str, budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
-    scale = Scale(parts)
+    scale = LossNormalizer(parts)
     found = sum(scale.loss(Loss(part.column("value"), over=over), part) for part in parts)
     expected = (seen(VALUES) * weighed(over)).sum() / weighed(over).sum()
     assert_equal(torch.as_tensor(found), expected, over)
@@ -51,7 +51,7 @@ def test_a_loss_is_the_weighted_mean_of_the_whole_batch(over: str, budget: int, 
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_a_loss_over_sequences_is_their_mean(budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
-    scale = Scale(parts)
+    scale = LossNormalizer(parts)
     found = sum(scale.loss(Loss(part.sequence_sum(part.column("value")), over="sequences"), part) for part in parts)
     assert_equal(torch.as_tensor(found), seen(VALUES).sum() / len(LENGTHS), "sequences")
 
@@ -59,7 +59,7 @@ def test_a_loss_over_sequences_is_their_mean(budget: int, multiple_of: int) -> N
 @pytest.mark.parametrize("over", ["tokens", "mask", "share", "sequences"])
 def test_a_scalar_is_a_sum_with_its_weights_in_it(over: str) -> None:
     parts = microbatches(12)
-    scale = Scale(parts)
+    scale = LossNormalizer(parts)
 
     def values(part: Microbatch) -> Tensor:
         return part.sequence_sum(part.column("value")) if over == "sequences" else part.column("value")
@@ -71,7 +71,7 @@ def test_a_scalar_is_a_sum_with_its_weights_in_it(over: str) -> None:
 
 def test_losses_over_different_things_add_up_and_scale() -> None:
     (part,) = microbatches()
-    scale = Scale([part])
+    scale = LossNormalizer([part])
     tokens, masked = Loss(part.column("value")), Loss(part.column("value"), over="mask")
     sequences = Loss(part.sequence_sum(part.column("value")), over="sequences")
     one_by_one = scale.loss(tokens, part) + 0.5 * scale.loss(masked, part) - 2.0 * scale.loss(sequences, part)
@@ -86,12 +86,12 @@ def test_counts_of_a_whole_step_make_parts_of_it_add_up() -> None:
     def objective(part: Microbatch) -> Loss:
         return Loss(part.column("value"), over="mask") + Loss(part.sequence_sum(part.column("value")), "sequences")
 
-    expected = sum(Scale(whole).loss(objective(part), part) for part in whole)
+    expected = sum(LossNormalizer(whole).loss(objective(part), part) for part in whole)
     found = torch.zeros(())
     for rows in ([0, 3], [1, 2, 4], [5]):
         columns = {name: [values[row] for row in rows] for name, values in BATCH.columns.items()}
         parts = pack([BATCH.sequences[row] for row in rows], budget=12, columns=columns)
-        found += sum(Scale(parts, counts).loss(objective(part), part) for part in parts)
+        found += sum(LossNormalizer(parts, counts).loss(objective(part), part) for part in parts)
     assert_equal(found, torch.as_tensor(expected), "loss")
 
 
@@ -99,7 +99,7 @@ def test_counts_of_a_whole_step_make_parts_of_it_add_up() -> None:
 def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: float) -> None:
     parts = microbatches(12)
     clean, spoilt = torch.zeros(()), torch.zeros(())
-    scale, gradients = Scale(parts), []
+    scale, gradients = LossNormalizer(parts), []
     tallies = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in parts:
         for fill, tally in ((0.0, tallies[0]), (bad, tallies[1])):
@@ -121,13 +121,13 @@ def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_n
 def test_a_batch_with_nothing_to_learn_is_refused_in_a_sentence() -> None:
     parts = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
     with pytest.raises(ValueError, match='a mean over "mask", whose weights sum to 0 in this'):
-        Scale(parts).loss(Loss(torch.ones(3), over="mask"), parts[0])
+        LossNormalizer(parts).loss(Loss(torch.ones(3), over="mask"), parts[0])
     with pytest.raises(LookupError, match='has no column "msk" \\(it has: "mask"\\)'):
-        Scale(parts).loss(Loss(torch.ones(3), over="msk"), parts[0])
+        LossNormalizer(parts).loss(Loss(torch.ones(3), over="msk"), parts[0])
     with pytest.raises(
         LookupError, match=r'a mean over "tokens \+1", whose sum over the step is not known \(known are: "tokens"\)'
     ):
-        Scale(parts, {"tokens": 2.0}).count("tokens", 1)
+        LossNormalizer(parts, {"tokens": 2.0}).count("tokens", 1)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_values_of_another_shape_are_refused_in_a_sentence(values: tuple[int, ..
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [1.0]})
     sentence = f'values over "{over}" have shape {values}, but this microbatch has weights of shape {wanted}.'
     with pytest.raises(ValueError, match=r"over .* have shape") as loss:
-        Scale([part]).loss(Loss(torch.ones(values), over=over), part)
+        LossNormalizer([part]).loss(Loss(torch.ones(values), over=over), part)
     with pytest.raises(ValueError, match=r"over .* have shape") as metric:
-        MetricAccumulator(Scale([part])).add("x", mean(torch.ones(values), over), part)
+        MetricAccumulator(LossNormalizer([part])).add("x", mean(torch.ones(values), over), part)
     assert sentence in str(loss.value)
     assert sentence in str(metric.value)
 
@@ -174,7 +174,7 @@ def check_metrics(found: dict[str, float]) -> None:
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
-    tally = MetricAccumulator(Scale(parts))
+    tally = MetricAccumulator(LossNormalizer(parts))
     for part in parts:
         for name, (metric, _) in metrics(part).items():
             tally.add(name, metric, part)
@@ -186,7 +186,7 @@ def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]
     here = mesh(Layout.parse(layout))
     whole = microbatches(12, here.dp.size)
     own = [shard_context(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
-    scale = Scale(whole, cp_size=here.cp.size)
+    scale = LossNormalizer(whole, cp_size=here.cp.size)
     tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in own:
         values = part.sequence_sum(part.column("value"))
@@ -209,7 +209,7 @@ def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout
 
 def silent(group: Any) -> dict[str, float]:
     parts = microbatches()
-    tally = MetricAccumulator(Scale(parts))
+    tally = MetricAccumulator(LossNormalizer(parts))
     if group.rank() == 1:
         tally.add("value", total(parts[0].column("value")), parts[0])
         tally.add_loss(torch.tensor(2.0))
@@ -230,7 +230,7 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
         patch.setattr(dist, "all_gather_object", lambda *a, **k: (told.append(1), gather(*a, **k)))
         found = []
         for step in range(4):
-            tally = MetricAccumulator(Scale(parts), metric_index)
+            tally = MetricAccumulator(LossNormalizer(parts), metric_index)
             names = [f"of rank {group.rank()}", "of both", *["late"] * (step == 3 and group.rank() == 1)]
             for name in names:
                 tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
@@ -250,7 +250,7 @@ def test_names_are_told_once_and_again_when_there_is_a_new_one(ranks: Any) -> No
 def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """All numbers come to the host together: on a GPU each way to look at one is a synchronisation."""
     parts = microbatches(12)
-    tally, looks = MetricAccumulator(Scale(parts)), []
+    tally, looks = MetricAccumulator(LossNormalizer(parts)), []
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
         look = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, look=look: (looks.append(1), look(self))[1])
@@ -266,7 +266,7 @@ def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
 def many_metrics(group: Any) -> list[dict[str, float]]:
     parts, metric_index, found = microbatches(), MetricIndex(), []
     for count in (2, 300, 300, 2):
-        tally = MetricAccumulator(Scale(parts), metric_index)
+        tally = MetricAccumulator(LossNormalizer(parts), metric_index)
         for index in range(count):
             tally.add(f"a metric with a long name, number {index}", total(torch.full((), float(index))), parts[0])
         found.append(tally.reduce(group.rank() == 1))
@@ -288,7 +288,7 @@ def test_a_ledger_forgets_what_it_has_no_room_for() -> None:
 
 def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
-    tally = MetricAccumulator(Scale([part]))
+    tally = MetricAccumulator(LossNormalizer([part]))
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(torch.ones(3), over="mask"), part)
     found = tally.reduce(True)
@@ -300,7 +300,7 @@ def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refu
 
 def test_weights_that_cancel_still_count() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"sign": [[0.0, 1.0, -1.0]]})
-    tally = MetricAccumulator(Scale([part]))
+    tally = MetricAccumulator(LossNormalizer([part]))
     values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(values, over="sign"), part)
@@ -311,7 +311,7 @@ def test_weights_that_cancel_still_count() -> None:
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_extreme_that_is_not_a_number_is_not_passed_over(place: int) -> None:
     parts = pack([[1, 2], [1, 2, 3]], budget=3)
-    tally = MetricAccumulator(Scale(parts))
+    tally = MetricAccumulator(LossNormalizer(parts))
     for index, part in enumerate(parts):
         for name in ("max", "min"):
             tally.add(name, REDUCTIONS[name](torch.full((len(part),), float("nan") if index == place else 1.0)), part)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from postlude import LanguageModel, Layout
 from postlude.data import pack
 from postlude.engine import Engine
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard
 from postlude.verify.cases import Case
@@ -122,7 +122,7 @@ def test_one_rank_alone_adds_gradients_up_in_fp32(ranks: Any, model: str, overla
     for seed in (1, 2):
         given = batch(seed, FEW)
         microbatches = pack(given.sequences, budget=BUDGET, columns=given.columns)
-        scale = Scale(microbatches)
+        scale = LossNormalizer(microbatches)
         for each in microbatches:
             whole.zero_grad()
             whole(

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from postlude import Layout
 from postlude.data import Batch, pack
 from postlude.engine import AdamW, Engine, LRSchedule
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.hf.export import hf_tensors
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import model_from_hf, read_config
@@ -114,7 +114,7 @@ class Plain:
 
     def backward(self, given: Batch, objective: Objective = policy, multiple_of: int = 1) -> float:
         microbatches = pack(given.sequences, budget=BUDGET, columns=given.columns, multiple_of=multiple_of)
-        scale, loss = Scale(microbatches), 0.0
+        scale, loss = LossNormalizer(microbatches), 0.0
         for microbatch in microbatches:
             added = self.model(
                 microbatch, output_processor=lambda inputs, _: scale.loss(objective(inputs), inputs.microbatch)

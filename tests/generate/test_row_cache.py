@@ -15,7 +15,7 @@ from postlude.generate.pages import RowPages, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.unrecorded import UnrecordedScheduler
-from postlude.ops.attention import Scores, reference_attention
+from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
@@ -23,12 +23,12 @@ from tests.equality import assert_equal
 WIDTH = 16
 NOTHING = torch.empty(0, dtype=torch.int64)
 SCORES = {
-    "plain": Scores(scale=0.3),
-    "window": Scores(scale=0.3, window=4),
-    "window of one": Scores(scale=0.3, window=1),
-    "wide window": Scores(scale=0.3, window=100),
-    "softcap": Scores(scale=0.3, softcap=1.5),
-    "softcap and window": Scores(scale=0.3, window=3, softcap=1.5),
+    "plain": ScoreConfig(scale=0.3),
+    "window": ScoreConfig(scale=0.3, window=4),
+    "window of one": ScoreConfig(scale=0.3, window=1),
+    "wide window": ScoreConfig(scale=0.3, window=100),
+    "softcap": ScoreConfig(scale=0.3, softcap=1.5),
+    "softcap and window": ScoreConfig(scale=0.3, window=3, softcap=1.5),
 }
 SINKS = torch.tensor([0.7, -1.0, 2.0, 0.1, 0.4, -0.3])
 

@@ -139,8 +139,8 @@ def test_outside_blocks_are_passed_in_not_registered() -> None:
     config = small_config("[*-]")
 
     class Doubled(BLOCKS["-"]):
-        def work(self, hidden, context):
-            return 2 * super().work(hidden, context)
+        def sublayer(self, hidden, context):
+            return 2 * super().sublayer(hidden, context)
 
     microbatch = small_microbatch()
     plain, doubled = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "-": Doubled})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import LanguageModel, Layout, Stage, pack
 from postlude.data import IGNORE, Microbatch
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.model import OutputInputs
 from postlude.model.blocks import MoEConfig
 from postlude.model.context import ForwardContext
@@ -104,7 +104,7 @@ def test_losses_counts_and_gradients_equal_a_naive_model(depths: int, tied: bool
     microbatches = pack(batch, budget=16, columns={"mask": masks}, depths=depths)
     assert len(microbatches) > 1
     over = "mask" if masked else "tokens"
-    objective, scale = MTP(objective=SFT(over=over), weight=0.3, over=over), Scale(microbatches)
+    objective, scale = MTP(objective=SFT(over=over), weight=0.3, over=over), LossNormalizer(microbatches)
     loss = torch.zeros(())
     for microbatch in microbatches:
         added = scale.loss(model(microbatch, output_processor=lambda inputs, _: objective(inputs)), microbatch)
@@ -154,7 +154,9 @@ def test_gradients_stop_where_they_are_told_to() -> None:
     def reached(**options: bool) -> set[str]:
         model = small_model("[*-]{2}/[*-]")
         objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, **options)
-        Scale([microbatch]).loss(model(microbatch, output_processor=lambda i, _: objective(i)), microbatch).backward()
+        LossNormalizer([microbatch]).loss(
+            model(microbatch, output_processor=lambda i, _: objective(i)), microbatch
+        ).backward()
         return {name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()}
 
     everything = {name for name, _ in small_model("[*-]{2}/[*-]").named_parameters()}
@@ -180,7 +182,7 @@ def test_a_loss_of_ones_own_is_asked_for_each_depth() -> None:
         objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, over="mask", **own)
         with torch.no_grad():
             found = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
-        return float(Scale([microbatch]).loss(found, microbatch))
+        return float(LossNormalizer([microbatch]).loss(found, microbatch))
 
     plain = [float(naive_part(model, batch, masks, depth).detach()) for depth in (1, 2)]
     assert loss() == pytest.approx((plain[0] + plain[1]) / 2, rel=1e-5)

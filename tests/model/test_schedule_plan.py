@@ -16,7 +16,7 @@ from postlude.model import MTPOptions
 from postlude.model.blocks import BLOCKS, MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.schedule_plan import AsyncExchange, interleave
-from postlude.model.steps import Step, exchange
+from postlude.model.steps import LayerStep, exchange
 from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, linear
 from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
@@ -261,8 +261,8 @@ class LoggedWay:
 class FarMoE(MoE):
     """Experts that rows are sent to and back from, though all are here."""
 
-    def steps(self) -> tuple[Step, ...]:
-        def between() -> Iterator[Step]:
+    def steps(self) -> tuple[LayerStep, ...]:
+        def between() -> Iterator[LayerStep]:
             for step in super(FarMoE, self).steps():
                 yield from [exchange("dispatch", "rows", along="to_experts")] if step.name == "experts" else []
                 yield replace(step, syncs_host=True) if step.name == "plan" else step

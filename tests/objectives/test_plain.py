@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import LanguageModel
 from postlude.data import Batch, pack
-from postlude.engine.scale import MetricAccumulator, Scale
+from postlude.engine.scale import LossNormalizer, MetricAccumulator
 from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
 from tests.equality import assert_equal, difference
 from tests.model.small import small_config
@@ -30,7 +30,7 @@ def model_and_batch() -> tuple[LanguageModel, Batch]:
 def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -> tuple[Tensor, dict[str, float]]:
     """What the engine does on one rank."""
     microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
-    scale = Scale(microbatches)
+    scale = LossNormalizer(microbatches)
     tally = MetricAccumulator(scale)
     losses = []
     for microbatch in microbatches:

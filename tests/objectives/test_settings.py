@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from postlude import LanguageModel, OutputInputs, pack
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.objectives import (
     SFT,
     Distill,
@@ -117,7 +117,7 @@ def test_an_empty_microbatch_adds_nothing() -> None:
     columns = {"advantages": [1.0, 2.0], "old_logprobs": [-1.0, -2.0]}
     *_, empty = microbatches = pack(sequences(5, 4), budget=9, columns=columns, multiple_of=3)
     assert len(empty) == 0
-    scale = Scale(microbatches)
+    scale = LossNormalizer(microbatches)
     for objective in (
         SFT(),
         Preference(reference=False, mask="tokens"),
@@ -198,7 +198,7 @@ def test_a_critic_learns_nothing_of_what_its_weights_leave_out(clip: float | Non
         }
         (microbatch,) = pack(sequences(5), budget=8, columns=columns)
         loss = model(microbatch, output_processor=lambda inputs, _: ValueLoss(clip=clip)(inputs))
-        Scale([microbatch]).loss(loss, microbatch).backward()
+        LossNormalizer([microbatch]).loss(loss, microbatch).backward()
         found.append(model.value_head.weight.grad)
     assert found[0].abs().max() > 0
     assert torch.equal(*found)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from postlude.model.recompute import recomputed
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels import attention as attention_kernels
 from postlude.ops.kernels.attention import Tile, Tiles, triton_attention
 from postlude.ops.packing import Packing
@@ -47,7 +47,7 @@ def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, s
     dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
     made = tensors(heads, kv_heads, widths[0], parts, lengths, value_width=widths[1], dtype=dtype, device=DEVICE)
     inputs = [each.detach().requires_grad_() for each in made[: 4 if sinks else 3]]
-    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     assert_alike(functools.partial(attention, tiles=SMALL), dense, inputs, queries, keys, scores, tolerance)
 
 
@@ -57,7 +57,7 @@ def test_reads_parts_of_wider_rows() -> None:
     query, key, value, _ = tensors(4, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
     both = torch.cat((key, value), -1)
     parts = both.split(16, dim=-1)
-    run = functools.partial(attention, queries=packing, keys=packing, scores=Scores(scale=0.4), tiles=SMALL)
+    run = functools.partial(attention, queries=packing, keys=packing, scores=ScoreConfig(scale=0.4), tiles=SMALL)
     assert torch.equal(run(query, *parts), run(query, key, value))
     assert torch.equal(run(query.transpose(0, 1).contiguous().transpose(0, 1), key, value), run(query, key, value))
 
@@ -66,7 +66,7 @@ def test_a_packing_keeps_its_tables() -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     query, key, value, _ = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
-    scores = Scores(scale=0.4, window=10)
+    scores = ScoreConfig(scale=0.4, window=10)
     for _ in range(2):
         attention(query, key, value, packing, packing, scores, SMALL).sum().backward()
         attention(query, key, value, packing, packing, replace(scores, window=None), SMALL).sum().backward()
@@ -84,7 +84,7 @@ def test_by_tma() -> None:
         inputs,
         queries,
         keys,
-        Scores(scale=0.4, window=20),
+        ScoreConfig(scale=0.4, window=20),
         tolerance,
     )
 
@@ -100,7 +100,7 @@ def test_selective_recompute_keeps_what_attention_gave(monkeypatch: pytest.Monke
     )
 
     def work(query, key, value):
-        return attention(query * 2, key, value, packing, packing, Scores(scale=0.4), SMALL).square()
+        return attention(query * 2, key, value, packing, packing, ScoreConfig(scale=0.4), SMALL).square()
 
     gradients = [torch.autograd.grad(recomputed(work, how, *inputs).sum(), inputs) for how in ("none", "selective")]
     assert len(calls) == 2

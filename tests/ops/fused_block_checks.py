@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.activation import gated_activation
-from postlude.ops.attention import Scores, reference_attention
+from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.fused_block import fused_attention_block, fused_mlp_block
 from postlude.ops.linear import defer_wgrad, flush_wgrad
 from postlude.ops.norm import Norm, rms_norm
@@ -86,7 +86,7 @@ def test_mlp(how: str, activation: str, count: int) -> None:
 @pytest.mark.parametrize(("normed", "window"), [(True, None), (False, 5)])
 def test_attention(how: str, normed: bool, window: int | None) -> None:
     packing = Packing.from_lengths(LENGTHS, device=DEVICE)
-    scores = Scores(scale=0.3, window=window)
+    scores = ScoreConfig(scale=0.3, window=window)
     table = rotary_table(RotaryConfig(), packing.positions(), 16)
 
     def step(operator: bool, hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops import paged_attention
-from postlude.ops.attention import Scores, reference_attention
+from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.packing import Packing
 from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
@@ -18,10 +18,10 @@ from tests.equality import assert_equal
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (5, 0, PAGE_SIZE + 1, 2 * PAGE_SIZE, 1)
 SCORES = {
-    "plain": Scores(scale=0.3),
-    "window": Scores(scale=0.3, window=70),
-    "window of one": Scores(scale=0.3, window=1),
-    "softcap": Scores(scale=0.3, softcap=1.5),
+    "plain": ScoreConfig(scale=0.3),
+    "window": ScoreConfig(scale=0.3, window=70),
+    "window of one": ScoreConfig(scale=0.3, window=1),
+    "softcap": ScoreConfig(scale=0.3, softcap=1.5),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import Scores, attend, reference_attention, triton_packed_attention, varlen_attention
+from postlude.ops.attention import ScoreConfig, attend, reference_attention, triton_packed_attention, varlen_attention
 from postlude.ops.packing import Packing
 from tests.equality import TOLERANCE, assert_equal
 
@@ -26,7 +26,7 @@ def tensors(
     return [torch.randn(shape, generator=generator).to(**options).requires_grad_() for shape in shapes]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: ScoreConfig) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     rated = torch.einsum("qhd,khd->hqk", query, key) * scores.scale
@@ -72,7 +72,7 @@ def assert_alike(implementation, reference, inputs, queries, keys, scores, toler
 def test_per_sequence_attention_equals_dense_float64(dtype, part, heads: int, kv_heads: int, window, softcap) -> None:
     queries, keys = Packing.from_lengths(part), Packing.from_lengths(LENGTHS)
     inputs = tensors(heads, kv_heads, 8, part, dtype=dtype)[:3]
-    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     tolerance = TOLERANCE if dtype == torch.float32 else 1e-12  # float64 must not pass through float32 on its way
     assert_alike(reference_attention, dense, inputs, queries, keys, scores, tolerance)
 
@@ -85,7 +85,7 @@ def test_per_sequence_attention_equals_dense_float64(dtype, part, heads: int, kv
 def test_sinks_and_values_of_another_width_equal_dense_float64(part, value_width, sinks, window, softcap) -> None:
     queries, keys = Packing.from_lengths(part), Packing.from_lengths(LENGTHS)
     inputs = tensors(6, 2, 8, part, value_width=value_width, dtype=torch.float32)[: 4 if sinks else 3]
-    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     assert_alike(reference_attention, dense, inputs, queries, keys, scores)
     assert_alike(
         reference_attention, dense, [each.detach().double().requires_grad_() for each in inputs],
@@ -99,7 +99,7 @@ def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
     keys, queries = Packing.from_lengths(LENGTHS), Packing.from_lengths(PARTS)
     query, key, value, _ = tensors(6, 2, 8, dtype=torch.float64)
     rows = torch.cat([torch.arange(stop - part, stop) for part, (_, stop) in zip(PARTS, keys.slices(), strict=True)])
-    scores = Scores(scale=0.4, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     assert_equal(
         attend(query[rows], key, value, queries, keys, scores), attend(query, key, value, keys, keys, scores)[rows]
     )
@@ -112,7 +112,7 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
     weights = [torch.randn(heads * width, 5, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 6))]
     made = [(hidden @ weight.T).unflatten(-1, (heads, -1)) for weight, heads in zip(weights, (4, 2, 2), strict=True)]
     sinks = torch.ones(4, requires_grad=True)
-    output = implementation(*made, none, none, Scores(scale=1.0, sinks=sinks))
+    output = implementation(*made, none, none, ScoreConfig(scale=1.0, sinks=sinks))
     assert output.shape == (0, 4, 6)
     output.sum().backward()
     for weight in (*weights, sinks):
@@ -139,14 +139,14 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
 def test_queries_without_their_keys_are_refused(implementation, queries, keys, sentence) -> None:
     inputs = tensors(2, 2, 8, queries, keys)[:3]
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        implementation(*inputs, Packing.from_lengths(queries), Packing.from_lengths(keys), Scores(scale=1.0))
+        implementation(*inputs, Packing.from_lengths(queries), Packing.from_lengths(keys), ScoreConfig(scale=1.0))
     assert str(error.value) == sentence
 
 
 def test_varlen_refuses_softcap() -> None:
     packing = Packing.from_lengths(LENGTHS)
     with pytest.raises(ValueError, match="has no softcap"):
-        varlen_attention(*tensors(2, 2, 8)[:3], packing, packing, Scores(scale=1.0, softcap=3.0))
+        varlen_attention(*tensors(2, 2, 8)[:3], packing, packing, ScoreConfig(scale=1.0, softcap=3.0))
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
@@ -155,7 +155,7 @@ def test_this_torch_has_the_private_operators_of_flash_attention(sinks: bool) ->
     packing = Packing.from_lengths(LENGTHS)
     packing = replace(packing, cu_seqlens=packing.cu_seqlens.to("meta"))
     inputs = [each.detach().requires_grad_() for each in tensors(6, 2, 12, device="meta", dtype=torch.bfloat16)]
-    scores = Scores(scale=1.0, window=2, sinks=inputs[3] if sinks else None)
+    scores = ScoreConfig(scale=1.0, window=2, sinks=inputs[3] if sinks else None)
     output = varlen_attention(*inputs[:3], packing, packing, scores)
     assert output.shape == inputs[0].shape
     output.sum().backward()
@@ -180,7 +180,7 @@ def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv
     lengths = (130, 1, 517, 64)
     queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, lengths))
     inputs = on_cuda(widths, sinks, part, lengths, heads, kv_heads)
-    scores = Scores(scale=0.125, window=window)
+    scores = ScoreConfig(scale=0.125, window=window)
     for reference in (dense, reference_attention):
         assert_alike(varlen_attention, reference, inputs, queries, keys, scores, tolerance=1e-2)
 
@@ -191,7 +191,7 @@ def test_attend_takes_kernels_that_compute_exactly_this(widths) -> None:
     lengths = (130, 1, 517, 64)
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = on_cuda(widths, False, lengths, lengths, 8, 2)
-    assert_alike(attend, dense, inputs, packing, packing, Scores(scale=0.125), tolerance=1e-2)
+    assert_alike(attend, dense, inputs, packing, packing, ScoreConfig(scale=0.125), tolerance=1e-2)
 
 
 @pytest.mark.gpu
@@ -201,12 +201,12 @@ def test_heads_too_wide_for_flash_are_attended_to_all_the_same(widths) -> None:
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = tensors(8, 1, widths[0], lengths, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16)
     inputs = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-    assert_alike(attend, dense, inputs, packing, packing, Scores(scale=0.05), tolerance=1e-2)
+    assert_alike(attend, dense, inputs, packing, packing, ScoreConfig(scale=0.05), tolerance=1e-2)
 
 
 @pytest.mark.gpu
 def test_on_cuda_of_nothing_the_gradients_are_zeros() -> None:
     none = Packing.from_lengths((), device="cuda")
     inputs = tensors(4, 2, 64, (), (), device="cuda", dtype=torch.bfloat16)
-    output = attend(*inputs[:3], none, none, Scores(scale=1.0, sinks=inputs[3]))
+    output = attend(*inputs[:3], none, none, ScoreConfig(scale=1.0, sinks=inputs[3]))
     assert [gradient.shape for gradient in torch.autograd.grad(output.sum(), inputs)] == [each.shape for each in inputs]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from postlude.ops.attention import LONG, LONG_STEP, Scores, reference_attention, triton_packed_attention
+from postlude.ops.attention import LONG, LONG_STEP, ScoreConfig, reference_attention, triton_packed_attention
 from postlude.ops.packing import Packing
 from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_attention import assert_alike, dense, on_cuda
@@ -46,7 +46,7 @@ def test_equals_dense_float64(heads, kv_heads, widths, part, window, softcap, si
     """
     queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, LENGTHS))
     inputs = on_cuda(widths, sinks, part, LENGTHS, heads, kv_heads)
-    scores = Scores(scale=0.125, window=window, softcap=softcap)
+    scores = ScoreConfig(scale=0.125, window=window, softcap=softcap)
     assert_alike(triton_packed_attention, dense, inputs, queries, keys, scores, tolerance=1e-2)
     twice = []
     for _ in range(2):
@@ -63,5 +63,5 @@ def test_long_sequences_among_short_ones_equal_float64(lengths) -> None:
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = on_cuda((64, 64), False, lengths, lengths, 4, 2)
     assert_alike(
-        triton_packed_attention, reference_attention, inputs, packing, packing, Scores(scale=0.125), tolerance=1e-2
+        triton_packed_attention, reference_attention, inputs, packing, packing, ScoreConfig(scale=0.125), tolerance=1e-2
     )

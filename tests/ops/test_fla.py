@@ -158,8 +158,8 @@ def test_a_model_hands_the_choice_on(pattern: str) -> None:
 
 def last_hidden(inputs: OutputInputs, _: Any) -> Tensor:
     """Those of the depth further ahead where there is one."""
-    ahead = () if inputs.ahead is None else inputs.ahead(inputs, stop_trunk=False, stop_head=False)
-    return [inputs, *ahead][-1].hidden
+    depths = () if inputs.mtp is None else inputs.mtp(inputs, stop_trunk=False, stop_head=False)
+    return [inputs, *depths][-1].hidden
 
 
 @pytest.mark.thorough

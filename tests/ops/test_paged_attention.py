@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
 from tests.ops.kernel_checks import interpret_checks, run_checks
@@ -37,7 +37,7 @@ def test_bf16_stays_near_fp32(heads: tuple[int, int], width: int, rows: int) -> 
     )
     table = torch.randperm(12 * rows, generator=generator, device="cuda").int().view(rows, 12)
     lengths = torch.randint(1, 12 * PAGE_SIZE, (rows,), generator=generator, device="cuda")
-    for scores in (Scores(scale=0.1), Scores(scale=0.1, window=100)):
+    for scores in (ScoreConfig(scale=0.1), ScoreConfig(scale=0.1, window=100)):
         expected = attend_pages(query, key, value, *stores, table, lengths, scores, backend="torch")
         half = (each.bfloat16() for each in (query, key, value, *stores))
         actual = attend_pages(*half, table, lengths, scores)

@@ -63,7 +63,7 @@ def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool)
         assert found["forward"] == MICROBATCHES * (2 * 4 + 2)
         assert found["weights"] >= MICROBATCHES * 2
         names = {span.label for span in spans}
-        assert {"F2 layers.0 attention.work+moe.route+moe.exchange_sizes", "B0 layers.1 moe.experts"} <= names
+        assert {"F2 layers.0 attention.sublayer+moe.route+moe.exchange_sizes", "B0 layers.1 moe.experts"} <= names
         assert {"F0 layers.1 moe.dispatch", "B1 layers.0 moe.combine", "wait 1 layers.0 moe.combine"} <= names
 
 

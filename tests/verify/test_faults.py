@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.engine import gradients, unsharded
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.hf.model_source import Source
 from postlude.model import context as context_module
 from postlude.ops import all_to_all as exchange
@@ -44,7 +44,7 @@ def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
     return gradients[0].new_zeros(sum(ctx.plan.sent), *gradients[0].shape[1:]), None, None, None
 
 
-def unshared(self: Scale, microbatches: Any, counts: Any = None, *, cp_size: int = 1) -> None:
+def unshared(self: LossNormalizer, microbatches: Any, counts: Any = None, *, cp_size: int = 1) -> None:
     self.microbatches, self.cp_size, self.counts_are_global = microbatches, 1, counts is not None
     self.counts = dict(counts or {})
 
@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(cp=2),
         "tiny-dense",
         "dpo",
-        lambda: patch.object(Scale, "__init__", unshared),
+        lambda: patch.object(LossNormalizer, "__init__", unshared),
     ),
     "cp: a sequence's sum is not summed over ranks": (
         Layout(cp=2),
@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(dp_shard=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(Scale, "count", lambda self, over, depth=0: 1.0),
+        lambda: patch.object(LossNormalizer, "count", lambda self, over, depth=0: 1.0),
     ),
 }
 

@@ -45,8 +45,8 @@ def _config(model: str, mtp: int) -> ModelConfig:
     """Returns the config of a model directory, a config.json or postlude.json, a GGUF file or a built-in model."""
     config = read_model(resolve_source(model)[0])[1]
     if mtp and not config.pattern.mtp:
-        ahead = f"/[{config.pattern.layers[-1]}]" * mtp
-        config = replace(config, pattern=Pattern.parse(f"{config.pattern}{ahead}", symbols=config.pattern.symbols))
+        depths = f"/[{config.pattern.layers[-1]}]" * mtp
+        config = replace(config, pattern=Pattern.parse(f"{config.pattern}{depths}", symbols=config.pattern.symbols))
     return config
 
 

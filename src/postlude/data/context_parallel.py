@@ -14,7 +14,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, ContextShard, Microbatch
+from postlude.data.microbatch import IGNORE, CPShard, Microbatch
 from postlude.ops.packing import Packing
 from postlude.world.mesh import Axis
 
@@ -29,7 +29,7 @@ def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> 
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, but the least is 1. Give a positive multiple_of.")
-    if microbatch.padding or microbatch.context is not None:
+    if microbatch.padding or microbatch.cp_shard is not None:
         raise ValueError(
             f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "
             f"Shard it once, as pack made it."
@@ -83,7 +83,7 @@ def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -
         target_count=before(depth + 1),
         padding=padding,
         column_stats={},
-        context=_context(cp, widths, numbers, chunks) if cp.size > 1 else None,
+        cp_shard=_cp_shard(cp, widths, numbers, chunks) if cp.size > 1 else None,
     )
 
 
@@ -100,14 +100,14 @@ def _padded(lengths: tuple[int, ...], size: int, multiple_of: int) -> tuple[int,
     return tuple(padded)
 
 
-def _context(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> ContextShard:
+def _cp_shard(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> CPShard:
     """Returns the keys before the end of each chunk, and their rows once all ranks' are gathered in rank order."""
     device = queries.cu_seqlens.device
     keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
     whole = Packing.from_lengths([_chunk_count(cp.size) * width for width in widths], device)
     chunk = keys.sequence_index()
     key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
-    return ContextShard(
+    return CPShard(
         cp, queries, keys, key_rows, whole, _rows(cp, queries, 2 * whole.sequence_index(), whole.positions())
     )
 

@@ -20,7 +20,7 @@ ROUTING = "routing"
 
 
 @dataclass(frozen=True, eq=False)
-class ContextShard:
+class CPShard:
     """A rank's two chunks of each of `n` sequences under context parallelism, and the keys they attend to.
 
     Keys and values are gathered over `axis` in rank order, [size * T, ...]. `key_rows` selects those that each chunk
@@ -40,7 +40,7 @@ class ContextShard:
     whole_rows: Tensor
     """[whole.total] int64, the row of each token of `whole` in the concatenation of all ranks' tokens."""
 
-    def to(self, device: torch.device | str) -> ContextShard:
+    def to(self, device: torch.device | str) -> CPShard:
         """Returns the same shard with every tensor on `device`."""
         return replace(
             self,
@@ -58,10 +58,10 @@ class HeadExchange:
     For operations along a sequence, such as a scan. Without context parallelism it does nothing.
     """
 
-    def __init__(self, packing: Packing, context: ContextShard | None) -> None:
-        self.packing = packing if context is None else context.whole
-        self.axis = SINGLE_RANK if context is None else context.axis
-        self._rows = None if context is None else context.whole_rows
+    def __init__(self, packing: Packing, cp_shard: CPShard | None) -> None:
+        self.packing = packing if cp_shard is None else cp_shard.whole
+        self.axis = SINGLE_RANK if cp_shard is None else cp_shard.axis
+        self._rows = None if cp_shard is None else cp_shard.whole_rows
 
     def local_heads(self, heads: Tensor) -> Tensor:
         """Returns this rank's block of a per-head tensor [heads, ...]."""
@@ -139,7 +139,7 @@ class Microbatch:
     """The number of positions *here* with a target (`targets != IGNORE`), known on the host."""
     padding: int = 0
     """The number of tokens here that are padding, known on the host."""
-    context: ContextShard | None = None
+    cp_shard: CPShard | None = None
     """This rank's chunks under context parallelism; None where sequences are whole."""
     mtp_microbatches: tuple[Microbatch, ...] = ()
     """For each multi-token-prediction depth d = 1, 2, …, the same positions shifted by d: `tokens` are those d ahead,
@@ -187,7 +187,7 @@ class Microbatch:
     @property
     def head_exchange(self) -> HeadExchange:
         """The exchange to whole sequences, for operations along them that can be sharded by heads."""
-        return HeadExchange(self.packing, self.context)
+        return HeadExchange(self.packing, self.cp_shard)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -219,9 +219,9 @@ class Microbatch:
         if real is not None and values.shape[:1] == real.shape:
             values = values.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), 0)
         sums = self.packing.sum(values)
-        if self.context is None:
+        if self.cp_shard is None:
             return sums
-        axis = self.context.axis
+        axis = self.cp_shard.axis
         if axis.group is None:
             raise ValueError(
                 f"a sum over sequences that {axis.size} ranks share needs the group of those ranks, but the axis they "
@@ -243,7 +243,7 @@ class Microbatch:
             targets=to_device(self.targets, device),
             columns={name: to_device(column, device) for name, column in self.columns.items()},
             batch_indices=to_device(self.batch_indices, device),
-            context=self.context and self.context.to(device),
+            cp_shard=self.cp_shard and self.cp_shard.to(device),
             mtp_microbatches=tuple(shifted.to(device) for shifted in self.mtp_microbatches),
             routing=None if self.routing is None else to_device(self.routing, device),
         )

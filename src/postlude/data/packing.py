@@ -369,7 +369,7 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
                 f"microbatch {microbatch.index} is one of {microbatch.count}, but {len(microbatches)} were given. "
                 f"Give all microbatches of one pack call."
             )
-        if microbatch.padding or microbatch.context is not None:
+        if microbatch.padding or microbatch.cp_shard is not None:
             raise ValueError(
                 f"microbatch {microbatch.index} is padded or sharded over ranks, but unpack splits whole sequences. "
                 f"Put its values back with scatter."

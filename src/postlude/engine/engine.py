@@ -21,7 +21,7 @@ from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_to
 from postlude.engine.failure_state import FailureState
 from postlude.engine.reference import Reference
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import MetricAccumulator, MetricIndex, ObjectiveProcessor, Scale, check_counts
+from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.stages import StageBuilder
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
 from postlude.head import HeadConfig
@@ -248,7 +248,9 @@ class Engine:
         """Returns empty metrics for a pass. All ranks raise before it begins if a denominator is unknown."""
         known = local.counts if counts is None else counts
         check_counts(objective, known, len(self.config.pattern.mtp))
-        return MetricAccumulator(Scale(local.microbatches, known, cp_size=self.mesh.cp.size), self.metric_index)
+        return MetricAccumulator(
+            LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size), self.metric_index
+        )
 
     def _result(self, metrics: dict[str, float], local: LocalBatch) -> Result:
         reductions = dict(self.metric_index.slots.keys())

@@ -35,7 +35,7 @@ def count_name(over: str, depth: int = 0) -> str:
     return f"{over} +{depth}" if depth and over != "sequences" else over
 
 
-class Scale:
+class LossNormalizer:
     """The counts of one batch, which normalise its losses: what a microbatch adds to a loss or a metric.
 
     `counts` are sums of weights over the whole step, by name. By default they are computed from `microbatches`, which
@@ -114,7 +114,7 @@ def check_counts(objective: Objective, counts: Mapping[str, float], depths: int)
     raised after the pass.
     """
     denominators = getattr(objective, "denominators", None)
-    scale = Scale((), counts)
+    scale = LossNormalizer((), counts)
     for over, depth in denominators(depths) if denominators is not None else ():
         scale.count(over, depth)
 
@@ -153,7 +153,7 @@ class MetricIndex:
 class MetricAccumulator:
     """Metrics of this rank's microbatches, and their reduction over all ranks."""
 
-    def __init__(self, scale: Scale, metric_index: MetricIndex | None = None) -> None:
+    def __init__(self, scale: LossNormalizer, metric_index: MetricIndex | None = None) -> None:
         self.scale = scale
         self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
@@ -39,12 +39,12 @@ class DecodeCache(ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @abstractmethod
-    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
 
     @abstractmethod
     def attend_latents(
-        self, name: str, inputs: Inputs, new: Inputs, go_on: DecodeAttend, begin: PrefillAttend
+        self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
 from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store
 
@@ -41,17 +41,19 @@ class PagedCache(DecodeCache):
         page = page_ids[first[packing.sequence_index()] + positions // PAGE_SIZE]
         self._slots = page, positions % PAGE_SIZE
 
-    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
         keys, values = self._stores_for(name, (key, value))
         if self._prefill is None:
-            return attend_pages(query, key, value, keys, values, self._table, self._lengths, scores, self._counters)
+            return attend_pages(
+                query, key, value, keys, values, self._table, self._lengths, score_config, self._counters
+            )
         for store, new in ((keys, key), (values, value)):
             store[self._slots] = new
-        return attend(query, key, value, self._prefill, self._prefill, scores)
+        return attend(query, key, value, self._prefill, self._prefill, score_config)
 
     def attend_latents(
-        self, name: str, inputs: Inputs, new: Inputs, go_on: DecodeAttend, begin: PrefillAttend
+        self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
         """See `DecodeState.attend_latents`. A block that reads the stores itself is not `cuda_graphable`."""
         raise NotImplementedError(f"{name} reads the stores itself, but these lie in pages.")

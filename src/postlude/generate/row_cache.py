@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
 from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.packing import Packing
 
@@ -66,32 +66,32 @@ class RowCache(DecodeCache):
             places = targets[prefill.sequence_index()] * self.capacity + prefill.positions()
             self._places = torch.cat((self._places, places[: prefill.total - padding]))
 
-    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
 
-        def go_on(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
+        def decode(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
             (query, _, _), (keys, values) = inputs, stores
-            return attend_cache(query, keys, values, scores)
+            return attend_cache(query, keys, values, score_config)
 
-        def begin(inputs: Inputs, packing: Packing) -> Tensor:
+        def prefill(inputs: Inputs, packing: Packing) -> Tensor:
             query, key, value = inputs
-            return attend(query, key, value, packing, packing, scores)
+            return attend(query, key, value, packing, packing, score_config)
 
-        return self.attend_latents(name, (query, key, value), (key, value), go_on, begin)
+        return self.attend_latents(name, (query, key, value), (key, value), decode, prefill)
 
     def attend_latents(
-        self, name: str, inputs: Inputs, new: Inputs, go_on: DecodeAttend, begin: PrefillAttend
+        self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
         stores = self.put(name, new)
         if self._prefill is None:
             assert self._attention is not None  # a forward of nothing is not asked for
-            return go_on(inputs, stores, self._attention)
+            return decode(inputs, stores, self._attention)
         if self._attention is None:
-            return begin(inputs, self._prefill)
+            return prefill(inputs, self._prefill)
         decoded = self._decoded * self._each
-        outputs = go_on(tuple(part[:decoded] for part in inputs), stores, self._attention)
-        return torch.cat((outputs, begin(tuple(part[decoded:] for part in inputs), self._prefill)))
+        outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
+        return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
 
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
         """See `DecodeState.recur`."""

@@ -1,4 +1,4 @@
-"""ForwardContext: what one forward passes to every block. DecodeState: what blocks keep of running sequences."""
+"""ForwardContext: what one forward passes to every block. DecodeState: the cache of blocks during generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.model.recompute import Recompute
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_linear import COUNTERS
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
@@ -25,47 +25,45 @@ States = tuple[Tensor, ...]
 DecodeStep = Callable[[Inputs, States], tuple[Tensor, States]]
 Scan = Callable[[Inputs, Packing], tuple[Tensor, States]]
 Stores = tuple[Tensor, ...]
-AttendCache = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+AttendCache = Callable[[Tensor, Tensor, Tensor, ScoreConfig], Tensor]
 DecodeAttend = Callable[[Inputs, Stores, AttendCache], Tensor]
 PrefillAttend = Callable[[Inputs, Packing], Tensor]
 
 
 class DecodeState(Protocol):
-    """What blocks keep of sequences that are decoded token by token, and how they continue from it.
+    """The cache that blocks read and write during generation.
 
-    A forward holds the next tokens of some sequences, equally many of each and adjacent, and all tokens so far of
-    others, which are prefilled. What is kept grows with a sequence (keys and values) or not (a recurrent state, a
-    convolution's last inputs); a block chooses by the method it calls, under its name. Some of several next tokens may
-    be rejected later: their state is then taken back, and a block need not know.
+    A forward holds the next tokens of running sequences, equally many of each and adjacent, then whole sequences to
+    prefill. A block calls one of the methods with its name. `attend` and `attend_latents` keep *stores*, tensors with
+    one entry per token (keys, values, latents). `recur` keeps *states* of fixed size (a recurrence, the last inputs of
+    a convolution). The cache itself undoes the tokens of a rejected draft.
     """
 
-    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """Stores the new keys [T, kv_heads, width] and values [T, kv_heads, value_width] of block `name`.
 
-        Returns attention of query [T, heads, width] to them and all earlier ones, [T, heads, value_width].
+        Returns the attention of the queries [T, heads, width] to these and all earlier ones, [T, heads, value_width].
         """
         ...
 
     def attend_latents(
-        self, name: str, inputs: Inputs, new: Inputs, go_on: DecodeAttend, begin: PrefillAttend
+        self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
-        """Keep what is `new` of block `name`, each [T, kv_heads, width], and make outputs of it and what was before.
+        """Stores the `new` tensors of block `name`, each [T, kv_heads, width], and returns the outputs of all T tokens.
 
-        `go_on(inputs, stores, attend)` takes n next tokens [n, ...] and what is kept of all, each
-        [rows, capacity, kv_heads, width] in the order of `new`; `attend(query, keys, values, scores)` is attention of
-        these tokens' queries [n, heads, width] to stores, or to some features of them. `begin(inputs, packing)` takes
-        whole packed sequences [T, ...] from their beginning. Both return outputs, [n, ...] and [T, ...]. Of `inputs`,
-        all [T, ...], -> the outputs of all T tokens.
+        `inputs` are [T, ...] each. `decode(inputs, stores, attend)` gets those of the n next tokens, and the stores of
+        all rows, [rows, capacity, kv_heads, width] each, in the order of `new`. In it, `attend(query, keys, values,
+        score_config)` returns the attention of these tokens' queries [n, heads, width] to stores, or to some of their
+        features. `prefill(inputs, packing)` gets the inputs of whole packed sequences.
         """
         ...
 
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
-        """Go on from the states of block `name`, and keep the new ones; a sequence's states are of one size for ever.
+        """Continues from the recurrent states of block `name`, stores the new ones, and returns the outputs, [T, ...].
 
-        `step(inputs, states)` takes one token [n, ...] of each of n sequences and their states [n, ...], and returns
-        the outputs [n, ...] and the new states. `scan(inputs, packing)` takes whole packed sequences [T, ...] from
-        their beginning, and returns the outputs [T, ...] and the last states [count, ...]. Of `inputs`, all [T, ...],
-        -> the outputs of all T tokens.
+        `inputs` are [T, ...] each. `step(inputs, states)` gets one token of each of n sequences, [n, ...], and their
+        states [n, ...], and returns the outputs [n, ...] and the new states. `scan(inputs, packing)` gets whole packed
+        sequences, and returns their outputs and their last states [sequences, ...]. The size of a state is fixed.
         """
         ...
 

@@ -44,7 +44,7 @@ from postlude.model.recompute import Recompute, check_recompute
 from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
-from postlude.model.steps import Step, compute
+from postlude.model.steps import LayerStep, compute
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
@@ -224,7 +224,7 @@ class LanguageModel(FSDPUnit):
             final_norm_step(0, self.norm, context),
             *depths,
             PlannedStep(
-                Step("leave", "compute", reads, leave, never_recompute=True),
+                LayerStep("leave", "compute", reads, leave, never_recompute=True),
                 context,
                 name="leave",
                 completes=mtp_layers,
@@ -259,7 +259,7 @@ class LanguageModel(FSDPUnit):
         inputs = self._output_inputs(hidden, context, embedding)
         if self.has_mtp:
             depths = computed or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
-            inputs = replace(inputs, hidden=view_for_processor(hidden), ahead=depths)
+            inputs = replace(inputs, hidden=view_for_processor(hidden), mtp=depths)
         return processor(inputs, processor_context)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:

@@ -196,5 +196,5 @@ def _output(
         head=replace(inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=counted),
         microbatch=microbatch,
         reports=context.reports,
-        ahead=None,
+        mtp=None,
     )

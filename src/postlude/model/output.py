@@ -169,7 +169,7 @@ class OutputInputs:
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
     take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for other
-    values. `reports` are metrics of this stage's blocks, such as router balance. `ahead` runs the MTP
+    values. `reports` are metrics of this stage's blocks, such as router balance. `mtp` runs the MTP
     depths, if the model has any.
     """
 
@@ -179,16 +179,16 @@ class OutputInputs:
     layout: Layout
     config: ModelConfig
     reports: Mapping[str, Tensor] = field(default_factory=dict)
-    ahead: MTPDepths | None = None
+    mtp: MTPDepths | None = None
 
     def depths(self, *, stop_trunk: bool = False, stop_head: bool = False) -> Iterator[OutputInputs]:
         """Yields the inputs of each MTP depth, computed on request; see `MTPDepths`."""
-        if self.ahead is None:
+        if self.mtp is None:
             raise ValueError(
                 f"pattern {self.config.pattern} has no multi-token-prediction depths; write them after a '/', as in "
                 f"{self.config.pattern}/[*-]."
             )
-        return self.ahead(self, stop_trunk=stop_trunk, stop_head=stop_head)
+        return self.mtp(self, stop_trunk=stop_trunk, stop_head=stop_head)
 
     def gather(self, values: Tensor) -> Tensor:
         """Values computed from `hidden` per token [T / tp, ...] -> those of all T tokens, the same on every rank."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import FSDPUnit
 from postlude.model.recompute import recomputed
-from postlude.model.steps import Step, run_step
+from postlude.model.steps import LayerStep, run_step
 from postlude.ops.all_to_all import AllToAllPlan
 from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad
 
@@ -50,7 +50,7 @@ class PlannedStep:
     latter are the stage's own; each of them starts a segment.
     """
 
-    step: Step
+    step: LayerStep
     context: ForwardContext
     owner: StepOwner | None = None
     name: str = ""
@@ -118,7 +118,7 @@ class PlanSegment:
 class AsyncExchange:
     """An exchange between two segments."""
 
-    step: Step
+    step: LayerStep
     name: str
     left: Value = field(default_factory=lambda: Value(None))
     arrived: Value = field(default_factory=lambda: Value(None))
@@ -383,6 +383,6 @@ def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """ "layers.0 attention.work" and "layers.0 moe.route" -> "layers.0 attention.work+moe.route"."""
+    """ "layers.0 attention.sublayer" and "layers.0 moe.route" -> "layers.0 attention.sublayer+moe.route"."""
     layer = names[0].rpartition(" ")[0]
     return "+".join([names[0], *(name.removeprefix(f"{layer} ") for name in names[1:])])

@@ -16,7 +16,7 @@ from postlude.model.parallel import FSDPUnit
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.schedule_plan import PlannedStep, StepOwner
-from postlude.model.steps import Step, run_steps
+from postlude.model.steps import LayerStep, run_steps
 from postlude.world.mesh import Mesh
 
 
@@ -43,7 +43,7 @@ class LogicalLayer(FSDPUnit):
             self.add_module(name, block)
 
     @functools.cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LayerStep, ...]:
         """The steps of all blocks, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
 

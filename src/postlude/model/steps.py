@@ -19,7 +19,7 @@ Run = Callable[..., Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerStep:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
     A `compute` step runs on this rank, synchronous collectives included. An `exchange` is an all-to-all, and
@@ -47,22 +47,22 @@ def compute(
     recompute_selective: bool = True,
     never_recompute: bool = False,
     syncs_host: bool = False,
-) -> Step:
+) -> LayerStep:
     """Builds a compute step. Its inputs are matched by name: those of `run`'s parameters, the last being `context`."""
     recompute_selective = recompute_selective and not never_recompute
-    return Step(name, "compute", _reads(run), run, recompute_selective, never_recompute, syncs_host)
+    return LayerStep(name, "compute", _reads(run), run, recompute_selective, never_recompute, syncs_host)
 
 
-def exchange(name: str, moved: str, *, along: str) -> Step:
+def exchange(name: str, moved: str, *, along: str) -> LayerStep:
     """Builds a step that sends the tensor named `moved` by the `AllToAllPlan` named `along`."""
 
     def run(rows: Tensor, plan: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
         return {moved: plan(rows, name, context.recorder)}
 
-    return Step(name, "exchange", (moved, along), run)
+    return LayerStep(name, "exchange", (moved, along), run)
 
 
-def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) -> Tensor:
+def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContext) -> Tensor:
     """Runs the steps on the residual stream and returns the new one."""
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
@@ -71,7 +71,7 @@ def run_steps(steps: Iterable[Step], hidden: Tensor, context: ForwardContext) ->
     return output
 
 
-def run_step(step: Step, values: dict[str, Any], context: ForwardContext) -> None:
+def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -> None:
     """Runs one step and adds the values that it writes."""
     mode: Recompute = context.recompute if step.recompute_selective and context.recompute == "selective" else "none"
     with context.recorder.span("wait", step.name) if step.syncs_host else contextlib.nullcontext():

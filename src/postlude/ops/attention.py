@@ -23,7 +23,7 @@ LONG_STEP = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
+class ScoreConfig:
     """How keys are scored: scale · query·key, bounded to softcap · tanh(score / softcap) with a softcap.
 
     A query sees the keys up to its own, the last `window` of them; None means all. `sinks` [heads] are scores of an
@@ -40,7 +40,7 @@ class PackedAttention(Protocol):
     """Causal softmax attention within each packed sequence."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
     ) -> Tensor:
         """Query [Tq, heads, width], key [Tk, kv_heads, width], value [Tk, kv_heads, v] -> [Tq, heads, v].
 
@@ -50,18 +50,20 @@ class PackedAttention(Protocol):
         ...
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores) -> Tensor:
-    """Attends with the fastest implementation for the tensors' device, dtype and scores."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
+) -> Tensor:
+    """Attends with the fastest implementation for the device, the dtype and the config."""
     implementation: PackedAttention = reference_attention
     if query.is_cuda:
-        if prefers_triton(query, (query.shape[-1], value.shape[-1]), scores):
+        if prefers_triton(query, (query.shape[-1], value.shape[-1]), score_config):
             implementation = triton_packed_attention
-        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_supports(query, scores):
+        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_supports(query, score_config):
             implementation = varlen_attention
-    return implementation(query, key, value, queries, keys, scores)
+    return implementation(query, key, value, queries, keys, score_config)
 
 
-def prefers_triton(query: Tensor, widths: tuple[int, int], scores: Scores) -> bool:
+def prefers_triton(query: Tensor, widths: tuple[int, int], score_config: ScoreConfig) -> bool:
     """Whether the Triton kernels are the fastest: where they were measured, with heads of a power of two up to 128.
 
     `widths` are those of keys and values. Only the device and dtype of `query` matter. No other kernel has a softcap.
@@ -69,21 +71,21 @@ def prefers_triton(query: Tensor, widths: tuple[int, int], scores: Scores) -> bo
     if query.dtype not in (torch.bfloat16, torch.float16) or max(widths) > FLASH_WIDTH:
         return False
     fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)
-    return (fast or scores.softcap is not None) and use_kernel("attention", "auto", query.device, query.dtype)
+    return (fast or score_config.softcap is not None) and use_kernel("attention", "auto", query.device, query.dtype)
 
 
-def flash_supports(query: Tensor, scores: Scores) -> bool:
-    """Whether flash attention has a kernel for this device, dtype and scores."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scores.softcap is None
+def flash_supports(query: Tensor, score_config: ScoreConfig) -> bool:
+    """Whether flash attention has a kernel for this device, dtype and config."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and score_config.softcap is None
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
     """The reference on any device and dtype: sequences of equal length in one batch."""
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _empty_output(query, key, value, scores)
+        return _empty_output(query, key, value, score_config)
     outputs, rows = [], []
     for (tq, tk), starts in _by_lengths(queries, keys).items():
         own_rows, key_rows = (
@@ -94,49 +96,54 @@ def reference_attention(
         q, k, v = (
             tensor[chosen].transpose(1, 2) for tensor, chosen in ((query, own_rows), (key, key_rows), (value, key_rows))
         )
-        plain = tq == tk and (scores.window is None or scores.window >= tk)
-        if scores.softcap is None and scores.sinks is None:
+        plain = tq == tk and (score_config.window is None or score_config.window >= tk)
+        if score_config.softcap is None and score_config.sinks is None:
             heads = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if plain else _visible(tq, tk, scores.window, query.device),
+                attn_mask=None if plain else _visible(tq, tk, score_config.window, query.device),
                 is_causal=plain,
-                scale=scores.scale,
+                scale=score_config.scale,
                 enable_gqa=True,
             )
         else:
-            heads = _explicit_attention(q, k, v, _visible(tq, tk, scores.window, query.device), scores)
+            heads = _explicit_attention(q, k, v, _visible(tq, tk, score_config.window, query.device), score_config)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
 def triton_packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
-    """Attends to all sequences at once with the Triton kernels, for any scores. CUDA, bf16 or fp16."""
+    """Attends to all sequences at once with the Triton kernels, for any config. CUDA, bf16 or fp16."""
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _empty_output(query, key, value, scores)
-    if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, scores):
-        return _split_long(query, key, value, queries, scores)
+        return _empty_output(query, key, value, score_config)
+    if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, score_config):
+        return _split_long(query, key, value, queries, score_config)
     from postlude.ops.kernels.attention import triton_attention  # needs triton
 
     return triton_attention(
         *(query, key, value, queries, keys),
-        scale=scores.scale,
-        window=scores.window,
-        softcap=scores.softcap,
-        sinks=scores.sinks,
+        scale=score_config.scale,
+        window=score_config.window,
+        softcap=score_config.softcap,
+        sinks=score_config.sinks,
     )
 
 
-def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, scores: Scores) -> bool:
-    """Whether cuDNN has a kernel, forward and backward, for a sequence with these scores."""
-    plain = scores.softcap is None and scores.sinks is None
+def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, score_config: ScoreConfig) -> bool:
+    """Whether cuDNN has a kernel, forward and backward, for a sequence with this config."""
+    plain = score_config.softcap is None and score_config.sinks is None
     widths = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
-    return query.is_cuda and plain and widths and (scores.window is None or scores.window >= packing.max_length)
+    return (
+        query.is_cuda
+        and plain
+        and widths
+        and (score_config.window is None or score_config.window >= packing.max_length)
+    )
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -150,7 +157,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     return heads[0].transpose(0, 1)[:tokens]
 
 
-def _split_long(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def _split_long(query: Tensor, key: Tensor, value: Tensor, packing: Packing, score_config: ScoreConfig) -> Tensor:
     """Attends to each long sequence with cuDNN, and to runs of shorter ones with the Triton kernels."""
     if "runs" not in packing.tables:
         # Short neighbours form a group; each long one is its own.
@@ -162,30 +169,32 @@ def _split_long(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
     for run, q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         long = run.max_length >= LONG
         outputs.append(
-            dense_attention(q, k, v, scores.scale) if long else triton_packed_attention(q, k, v, run, run, scores)
+            dense_attention(q, k, v, score_config.scale)
+            if long
+            else triton_packed_attention(q, k, v, run, run, score_config)
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
     """Attends to all sequences at once with torch's flash attention. CUDA, bf16 or fp16."""
-    if scores.softcap is not None:
-        raise ValueError(f"varlen_attention has no softcap (got {scores.softcap}); use reference_attention.")
+    if score_config.softcap is not None:
+        raise ValueError(f"varlen_attention has no softcap (got {score_config.softcap}); use reference_attention.")
     _check_lengths(queries, keys)
     if queries.count == 0:
-        return _empty_output(query, key, value, scores)
+        return _empty_output(query, key, value, score_config)
     width = max(query.shape[-1], value.shape[-1])
     width += -width % FLASH_STEP
     # Zeros add nothing to a score, and the padded values are cut off again.
     query, key, padded = (_pad_heads(each, width) for each in (query, key, value))
-    left = -1 if scores.window is None else scores.window - 1  # flash counts keys before the query's own
-    arguments = queries, keys, scores.scale, (left, 0)  # aligned at the ends
-    if scores.sinks is None:
+    left = -1 if score_config.window is None else score_config.window - 1  # flash counts keys before the query's own
+    arguments = queries, keys, score_config.scale, (left, 0)  # aligned at the ends
+    if score_config.sinks is None:
         output = _flash(query, key, padded, *arguments)[0]
     else:
-        output = _FlashWithSinks.apply(query, key, padded, scores.sinks, *arguments)
+        output = _FlashWithSinks.apply(query, key, padded, score_config.sinks, *arguments)
     return output[..., : value.shape[-1]]
 
 
@@ -262,29 +271,31 @@ def _check_lengths(queries: Packing, keys: Packing) -> None:
             )
 
 
-def _empty_output(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def _empty_output(query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
     """Returns [0, heads, v] that depends on all inputs, so that they get zero gradients rather than none."""
     nothing = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1]) + key.sum() + value.sum()
-    return nothing if scores.sinks is None else nothing + 0 * scores.sinks.sum()
+    return nothing if score_config.sinks is None else nothing + 0 * score_config.sinks.sum()
 
 
-def softmax(rated: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last dimension, in fp32 or wider, with a sink [..., 1] in the denominator if given."""
-    dtype = torch.promote_types(rated.dtype, torch.float32)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
-        return rated.softmax(dim=-1, dtype=dtype)
-    joined = torch.cat((rated.to(dtype), sinks.to(dtype).expand(*rated.shape[:-1], 1)), dim=-1)
+        return scores.softmax(dim=-1, dtype=dtype)
+    joined = torch.cat((scores.to(dtype), sinks.to(dtype).expand(*scores.shape[:-1], 1)), dim=-1)
     return joined.softmax(dim=-1)[..., :-1]
 
 
-def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
-    """Attention written out for any scores: query [n, heads, tq, width], keys and values [n, kv_heads, tk, ...]."""
+def _explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, score_config: ScoreConfig
+) -> Tensor:
+    """Attention written out for any config: query [n, heads, tq, width], keys and values [n, kv_heads, tk, ...]."""
     grouped = query.unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, tq, width]
-    rated = grouped @ key[:, :, None].transpose(-1, -2) * scores.scale
-    if scores.softcap is not None:
-        rated = scores.softcap * torch.tanh(rated / scores.softcap)
-    sinks = None if scores.sinks is None else scores.sinks.view(*grouped.shape[1:3], 1, 1)
-    weights = softmax(rated.masked_fill(~visible, float("-inf")), sinks)
+    scores = grouped @ key[:, :, None].transpose(-1, -2) * score_config.scale
+    if score_config.softcap is not None:
+        scores = score_config.softcap * torch.tanh(scores / score_config.softcap)
+    sinks = None if score_config.sinks is None else score_config.sinks.view(*grouped.shape[1:3], 1, 1)
+    weights = softmax(scores.masked_fill(~visible, float("-inf")), sinks)
     return (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
 
 

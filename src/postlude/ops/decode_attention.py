@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.ops.attention import FLASH_STEP, FLASH_WIDTH, Scores, flash_supports, softmax, with_sinks
+from postlude.ops.attention import FLASH_STEP, FLASH_WIDTH, ScoreConfig, flash_supports, softmax, with_sinks
 
 
 class DecodeAttention:
@@ -24,7 +24,7 @@ class DecodeAttention:
         self._masks: dict[tuple[int | None, torch.dtype, int], Tensor] = {}
         self._borders: dict[tuple[int | None, int, int], Tensor] = {}
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, score_config: ScoreConfig) -> Tensor:
         """Query [n · each, heads, width], keys [rows, capacity, kv_heads, width], values [..., v] -> [..., heads, v].
 
         The queries of a row stand side by side, the newest last.
@@ -34,10 +34,10 @@ class DecodeAttention:
         lies_right = width == values.shape[-1] and width <= FLASH_WIDTH and width % FLASH_STEP == 0
         # The heads that share a key head become its queries: they see the same keys, and nothing has to be repeated.
         grouped = query.view(-1, self.each, keys.shape[2], query.shape[1] // keys.shape[2], width)
-        attention = self.flash if lies_right and flash_supports(query, scores) else self.padded
-        return attention(grouped, keys, values, scores).reshape(*query.shape[:2], values.shape[-1])
+        attention = self.flash if lies_right and flash_supports(query, score_config) else self.padded
+        return attention(grouped, keys, values, score_config).reshape(*query.shape[:2], values.shape[-1])
 
-    def padded(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def padded(self, grouped: Tensor, keys: Tensor, values: Tensor, score_config: ScoreConfig) -> Tensor:
         """All rows up to the longest in one call, what lies past each row's end masked. Copies no key.
 
         `grouped` [n, each, kv_heads, group, width] -> [..., v]. Every key in the store must be finite.
@@ -45,33 +45,37 @@ class DecodeAttention:
         count, each, kv_heads, group, width = grouped.shape
         asked = grouped.transpose(1, 2).reshape(count, kv_heads, each * group, width)
         key, value = (store[:count, : self.longest].transpose(1, 2) for store in (keys, values))
-        mask = self._mask(scores.window, asked.dtype, group)
-        if scores.softcap is None and scores.sinks is None:
-            seen = F.scaled_dot_product_attention(asked, key, value, attn_mask=mask, scale=scores.scale)
+        mask = self._mask(score_config.window, asked.dtype, group)
+        if score_config.softcap is None and score_config.sinks is None:
+            seen = F.scaled_dot_product_attention(asked, key, value, attn_mask=mask, scale=score_config.scale)
         else:
-            rated = asked @ key.transpose(-1, -2) * scores.scale
-            if scores.softcap is not None:
-                rated = scores.softcap * torch.tanh(rated / scores.softcap)
-            sinks = None if scores.sinks is None else scores.sinks.view(-1, group).repeat(1, self.each)[..., None]
-            seen = softmax(rated + mask, sinks).to(value.dtype) @ value
+            scores = asked @ key.transpose(-1, -2) * score_config.scale
+            if score_config.softcap is not None:
+                scores = score_config.softcap * torch.tanh(scores / score_config.softcap)
+            sinks = (
+                None
+                if score_config.sinks is None
+                else score_config.sinks.view(-1, group).repeat(1, self.each)[..., None]
+            )
+            seen = softmax(scores + mask, sinks).to(value.dtype) @ value
         return seen.view(count, kv_heads, each, group, -1).transpose(1, 2)
 
-    def flash(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def flash(self, grouped: Tensor, keys: Tensor, values: Tensor, score_config: ScoreConfig) -> Tensor:
         """Flash attention on the store as it lies. CUDA, bf16 or fp16.
 
         The store, row after row, is one packed run: seen keys alternate with stretches that nobody asks about, and the
         kernel gets those as sequences without queries. Tokens of one row see different keys, so each is a call.
         """
         return torch.stack(
-            [self._flash(grouped[:, place], keys, values, scores, place) for place in range(self.each)], 1
+            [self._flash(grouped[:, place], keys, values, score_config, place) for place in range(self.each)], 1
         )
 
-    def _flash(self, grouped: Tensor, keys: Tensor, values: Tensor, scores: Scores, place: int) -> Tensor:
+    def _flash(self, grouped: Tensor, keys: Tensor, values: Tensor, score_config: ScoreConfig, place: int) -> Tensor:
         """One token of each row: [n, kv_heads, group, width] -> [n, kv_heads, group, v]."""
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # initialises CUDA kernels
 
         count, _, group, _ = grouped.shape
-        asked = self._key_borders(scores.window, keys.shape[1], place)
+        asked = self._key_borders(score_config.window, keys.shape[1], place)
         asking = torch.arange(2 * count + 1, device=asked.device, dtype=torch.int32) // 2 * group  # 0, 0, g, g, 2g, …
         output, lse = varlen_attn(
             grouped.transpose(1, 2).flatten(0, 1),  # [n · group, kv_heads, width]
@@ -81,11 +85,11 @@ class DecodeAttention:
             asked,
             group,
             self.longest,
-            scale=scores.scale,
+            scale=score_config.scale,
             return_aux=AuxRequest(lse=True),
         )
-        if scores.sinks is not None:
-            output, _ = with_sinks(output, lse, scores.sinks.view(-1, group).repeat(1, count))
+        if score_config.sinks is not None:
+            output, _ = with_sinks(output, lse, score_config.sinks.view(-1, group).repeat(1, count))
         return output.view(count, group, *output.shape[1:]).transpose(1, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype, group: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops.activation import GateActivation
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels import activation as activation_kernels
 from postlude.ops.kernels import attention as attention_kernels
 from postlude.ops.kernels import norm as norm_kernels
@@ -44,7 +44,7 @@ def fused_attention_block(
     table: Table,
     norms: HeadNorms | None,
     packing: Packing,
-    scores: Scores,
+    score_config: ScoreConfig,
     *,
     operator: bool,
 ) -> Tensor:
@@ -64,7 +64,7 @@ def fused_attention_block(
         norms,
         width,
         packing,
-        scores,
+        score_config,
         operator,
         wgrad_queue(down),
     )
@@ -121,7 +121,7 @@ class _Attention(Function):
         norms: HeadNorms | None,
         width: int,
         packing: Packing,
-        scores: Scores,
+        score_config: ScoreConfig,
         operator: bool,
         queue: DeferredWgrads | None,
         *layers: Tensor,
@@ -132,7 +132,7 @@ class _Attention(Function):
         query, key, value = (each.view(tokens, each.shape[1] // width, width) for each in made)
         rotated = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms))
         asked = attention_kernels.AttentionCall.of(
-            (*rotated, value), packing, packing, scores.scale, scores.window, scores.softcap
+            (*rotated, value), packing, packing, score_config.scale, score_config.window, score_config.softcap
         )
         heads, lse = attention_kernels.forward(*rotated, value, None, asked, operator=operator)
         kept = (query, key) if norms is not None else (None, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 
@@ -32,7 +32,7 @@ def attend_pages(
     values: Tensor,
     table: Tensor,
     lengths: Tensor,
-    scores: Scores,
+    score_config: ScoreConfig,
     counters: Tensor | None = None,
     *,
     backend: Backend = "auto",
@@ -51,7 +51,7 @@ def attend_pages(
     if use_kernel("attend_pages", backend, query.device, query.dtype, refused=refused):
         from postlude.ops.kernels.paged_attention import attend  # needs triton
 
-        return attend(query, key, value, keys, values, table, lengths, scores, counters)
+        return attend(query, key, value, keys, values, table, lengths, score_config, counters)
     running = lengths.nonzero()[:, 0]
     last = lengths[running] - 1
     pages = table[running, last // PAGE_SIZE].long()
@@ -60,4 +60,6 @@ def attend_pages(
     gathered = [
         store[table.long()].flatten(1, 2).masked_fill_(unused[..., None, None], 0.0) for store in (keys, values)
     ]
-    return DecodeAttention(lengths.clamp_min(1), table.shape[1] * PAGE_SIZE)(query, gathered[0], gathered[1], scores)
+    return DecodeAttention(lengths.clamp_min(1), table.shape[1] * PAGE_SIZE)(
+        query, gathered[0], gathered[1], score_config
+    )

@@ -175,8 +175,8 @@ def _is_unsharded(sizes: ModelParameterCount, stages: Sequence[Stage], layout: L
 def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     """Returns the blocks that a stage runs in order, with those of its multi-token-prediction depths."""
     symbols = [symbol for layer in layers_of(config, stage) for symbol in layer]
-    ahead = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
-    return symbols + ahead if mtp and stage.last else symbols
+    mtp_symbols = [symbol for depth in config.pattern.mtp for layer in depth for symbol in layer]
+    return symbols + mtp_symbols if mtp and stage.last else symbols
 
 
 def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:

@@ -59,8 +59,8 @@ class RolloutQueue:
 
     def take(self, count: int, step: int) -> list[Trajectory]:
         """Returns the completions of `count` groups for `step`, numbered in the order in which they are taken."""
-        ahead = min(self.max_staleness, self.total_steps - 1 - step) * self.prompts
-        for _ in range(count + ahead - len(self._pending)):
+        prefetched = min(self.max_staleness, self.total_steps - 1 - step) * self.prompts
+        for _ in range(count + prefetched - len(self._pending)):
             self._start(step)
         self.rollouts.wait(lambda: self._ready(count, step) is not None)
         taken = self._ready(count, step) or []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from postlude.data import pack, unpack
 from postlude.engine import Engine
-from postlude.engine.scale import Scale
+from postlude.engine.scale import LossNormalizer
 from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
 from postlude.hf.model_source import Recast, Source
@@ -138,7 +138,7 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
             depths=len(model.config.pattern.mtp),
         )
         microbatches = [each.to(device) for each in whole]
-        scale = Scale(whole)
+        scale = LossNormalizer(whole)
         model.train()
         model.zero_grad()
         loss = 0.0

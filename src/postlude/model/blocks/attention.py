@@ -26,7 +26,7 @@ from postlude.model.parallel import (
     sharded_parameter,
 )
 from postlude.ops.activation import gated_activation
-from postlude.ops.attention import LONG, Scores, attend, prefers_triton
+from postlude.ops.attention import LONG, ScoreConfig, attend, prefers_triton
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.norm import Norm
@@ -192,7 +192,7 @@ class Attention(Block):
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`. For rotary heads, if the Triton kernel is preferred and there is no context parallelism."""
-        config, packing, scores = self.config, context.packing, self._scores()
+        config, packing, score_config = self.config, context.packing, self._score_config()
         unsupported = (
             config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
         )
@@ -200,10 +200,12 @@ class Attention(Block):
             unsupported
             or not config.rotary
             or context.decode_state is not None
-            or context.microbatch.context is not None
+            or context.microbatch.cp_shard is not None
         ):
             return None
-        if not 0 < packing.max_length < LONG or not prefers_triton(hidden, (config.head_dim, config.head_dim), scores):
+        if not 0 < packing.max_length < LONG or not prefers_triton(
+            hidden, (config.head_dim, config.head_dim), score_config
+        ):
             return None
         from postlude.ops.fused_block import fused_attention_block  # needs triton
 
@@ -216,7 +218,7 @@ class Attention(Block):
             context.rotary(config.rotary, config.rotary_dim or config.head_dim),
             self._head_norms(),
             packing,
-            scores,
+            score_config,
             operator=context.recompute == "selective",
         )
 
@@ -231,7 +233,7 @@ class Attention(Block):
             hidden, self._attention_output(projected, context), local(self.o_proj.weight), context.counters
         )
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         # A norm saves projected queries and keys for its backward, so they may be slices of one GEMM's output. Without
@@ -286,23 +288,23 @@ class Attention(Block):
         own: Tensor = whole[tp.rank * kv_heads // tp.size].T
         return own
 
-    def _scores(self) -> Scores:
+    def _score_config(self) -> ScoreConfig:
         config = self.config
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         sinks = None if self.sinks is None else local(self.sinks)
-        return Scores(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
+        return ScoreConfig(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
         """Attends over whole sequences: packed, context-parallel, or with a KV cache."""
-        scores = self._scores()
+        score_config = self._score_config()
         if context.decode_state is not None:
-            return context.decode_state.attend(self.name, query, key, value, scores)
-        cp_shard = context.microbatch.context
+            return context.decode_state.attend(self.name, query, key, value, score_config)
+        cp_shard = context.microbatch.cp_shard
         if cp_shard is None:
-            return attend(query, key, value, context.packing, context.packing, scores)
+            return attend(query, key, value, context.packing, context.packing, score_config)
         key_value = gather_from_sequence(torch.cat((key, value), dim=-1), cp_shard.axis.group)[cp_shard.key_rows]
         key, value = key_value.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return attend(query, key, value, cp_shard.queries, cp_shard.keys, scores)
+        return attend(query, key, value, cp_shard.queries, cp_shard.keys, score_config)
 
 
 class SlidingAttention(Attention):

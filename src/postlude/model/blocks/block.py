@@ -13,7 +13,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, FSDPUnit, Linear, NoNorm, RMSNorm, Role, local, role_of
-from postlude.model.steps import Step, compute
+from postlude.model.steps import LayerStep, compute
 from postlude.ops.norm import Norm, uses_kernel
 from postlude.world.mesh import Mesh
 
@@ -31,8 +31,9 @@ class SeparateUnit:
 
 
 class Block(nn.Module):
-    """hidden + scale · post_norm(work(norm(hidden))). A block defines `work`, or its own `steps` that end with `join`.
+    """hidden + scale · post_norm(sublayer(norm(hidden))).
 
+    A block defines `sublayer`, or its own `steps`, the last of which calls `join`.
     `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and scatter them.
     `fused_forward` and `fused_decode` are faster implementations of the same block, chosen by device, number
     of rows and whether gradients are needed.
@@ -68,13 +69,13 @@ class Block(nn.Module):
         """
         return False
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LayerStep, ...]:
         """Returns the block's steps in order. Most blocks are one compute step."""
-        return (compute("work", self._residual),)
+        return (compute("sublayer", self._residual),)
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H], between the pre-norm and the post-norm."""
-        raise NotImplementedError(f"{type(self).__name__} must define work() or steps().")
+        raise NotImplementedError(f"{type(self).__name__} must define sublayer() or steps().")
 
     def fused_projections(self) -> tuple[tuple[Linear | ColumnLinear, ...], ...]:
         """Returns groups of layers with the same input: `fuse_weights` makes one GEMM of each group."""
@@ -130,7 +131,7 @@ class Block(nn.Module):
         if fused is not None:
             return {"hidden": fused}
         hidden, normed = self.norm.with_residual(hidden)
-        return self.join(hidden, self.work(normed, context))
+        return self.join(hidden, self.sublayer(normed, context))
 
     def _fused(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
         """Returns the result of `fused_forward` or `fused_decode`; None where neither applies."""

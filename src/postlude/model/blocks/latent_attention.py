@@ -16,7 +16,7 @@ from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
 from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
-from postlude.ops.attention import Scores, attend
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, deinterleave_pairs, rotate_heads
@@ -81,9 +81,9 @@ class LatentAttentionConfig(BlockConfig):
         return self.nope_dim + self.rope_dim
 
     @property
-    def scores(self) -> Scores:
+    def score_config(self) -> ScoreConfig:
         """The scoring of keys."""
-        return Scores(scale=self.query_dim**-0.5 if self.scale is None else self.scale)
+        return ScoreConfig(scale=self.query_dim**-0.5 if self.scale is None else self.scale)
 
     def flops(self, hidden_size: int) -> float:
         """Projections, and scores over half of a nominal sequence."""
@@ -155,7 +155,7 @@ class LatentAttention(Block):
         self.kv_b_proj = ColumnLinear(config.latent_size, config.heads * (config.nope_dim + config.value_dim), tp=tp)
         self.o_proj = RowLinear(config.heads * config.value_dim, outer, bias=config.bias, tp=tp)
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         config = self.config
         query, latent = self._projected(hidden)
@@ -170,10 +170,10 @@ class LatentAttention(Block):
             heads = context.decode_state.attend_latents(
                 self.name, (query_part, query_rotated, latent), (latent[:, None],), self._decode, self._prefill
             )
-        elif context.microbatch.context is not None:
-            cut = context.microbatch.context
-            seen = gather_from_sequence(latent, cut.axis.group)[cut.key_rows]
-            heads = self._attend((query_part, query_rotated, seen), cut.queries, cut.keys)
+        elif context.microbatch.cp_shard is not None:
+            cp_shard = context.microbatch.cp_shard
+            seen = gather_from_sequence(latent, cp_shard.axis.group)[cp_shard.key_rows]
+            heads = self._attend((query_part, query_rotated, seen), cp_shard.queries, cp_shard.keys)
         else:
             heads = self._prefill((query_part, query_rotated, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
@@ -209,7 +209,7 @@ class LatentAttention(Block):
         key_part, value = made.split((config.nope_dim, config.value_dim), dim=-1)
         query = torch.cat((query_part, query_rotated), dim=-1)
         key = torch.cat((key_part, key_rotated[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
-        return attend(query, key, value, queries, keys, config.scores)
+        return attend(query, key, value, queries, keys, config.score_config)
 
     def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
         """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
@@ -219,5 +219,5 @@ class LatentAttention(Block):
         to_key, to_value = weight.split((config.nope_dim, config.value_dim), dim=1)  # [heads, …, latent] each
         query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_rotated), dim=-1)
         (latents,) = stores
-        seen = attend_stores(query, latents, latents[..., : config.latent_size], config.scores)
+        seen = attend_stores(query, latents, latents[..., : config.latent_size], config.score_config)
         return torch.einsum("thl,hvl->thv", seen, to_value)

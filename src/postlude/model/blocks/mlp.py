@@ -146,7 +146,7 @@ class MLP(Block):
         features = norm_gated_linear(hidden, norm, joined, config.activation)
         return linear_add(hidden, features, local(self.down_proj.weight), context.counters)
 
-    def work(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """[T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         *gates, up = apply_linears(hidden, *self.fused_projections()[0], single_gemm=True)

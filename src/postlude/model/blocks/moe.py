@@ -18,7 +18,7 @@ from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
 from postlude.model.recompute import Recompute, recomputed
-from postlude.model.steps import Step, compute, exchange
+from postlude.model.steps import LayerStep, compute, exchange
 from postlude.ops.aux_loss import add_aux_loss, weighted_sum
 from postlude.ops.experts import (
     ExpertRoute,
@@ -199,7 +199,7 @@ class MoE(Block):
         fits = all(grouped_kernel_fits(layer.weight) for layer in layers if layer is not None)
         return fits and self.mesh.ep.group is None
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LayerStep, ...]:
         """Returns the steps. Dispatch and combine are left out where this rank has all experts.
 
         Steps with a separately sharded unit are not recomputed as a whole: it would be gathered during a backward.

@@ -13,7 +13,7 @@ from postlude.data.microbatch import HeadExchange
 from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import PerHeadVectors
-from postlude.model.steps import Step, compute
+from postlude.model.steps import LayerStep, compute
 from postlude.ops.packing import Packing
 
 
@@ -47,9 +47,9 @@ class Recurrent(Block):
     time_steps: tuple[float, float] = (1e-3, 1e-1)
     """Initial range of softplus(dt_bias), uniform in its logarithm."""
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LayerStep, ...]:
         """The vectors are gathered in their own step, so that everything else can be recomputed."""
-        return (compute("vectors", self.read_vectors, recompute_selective=False), compute("work", self.run))
+        return (compute("vectors", self.read_vectors, recompute_selective=False), compute("sublayer", self.run))
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """The vectors, in fp32."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.attention import Scores
+from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels.launch import Kernel
 
 PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
@@ -33,7 +33,7 @@ def attend(
     values: Tensor,
     table: Tensor,
     lengths: Tensor,
-    scores: Scores,
+    score_config: ScoreConfig,
     counters: Tensor | None = None,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
@@ -47,16 +47,16 @@ def attend(
     if splits > 1 and counters is None:
         counters = torch.zeros(PROGRAMS // 2, dtype=torch.int32, device=device)
     block = min(page, 64 if max(width, made) * query.element_size() <= 256 else 32)
-    common = {"GROUP": group, "VALUE": made, "SPLITS": splits, "SINKS": scores.sinks is not None}
+    common = {"GROUP": group, "VALUE": made, "SPLITS": splits, "SINKS": score_config.sinks is not None}
     sizes = {"VALUES": max(LEAST, triton.next_power_of_2(made)), "ROWS": max(LEAST, triton.next_power_of_2(group))}
     _attend_kernel[(count, kv_heads, splits)](
         *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2]),
         *(keys, *keys.stride()[:3], values, *values.stride()[:3]),
-        *(table, table.stride(0), lengths, scores.sinks, output, parts, weights, counters if splits > 1 else None),
-        *(scores.scale, scores.softcap or 0.0, scores.window or 0), WIDTH=width,
-        FEATURES=max(LEAST, triton.next_power_of_2(width)), PAGE=page, BLOCK=block,
-        SOFTCAP=scores.softcap is not None, WINDOW=scores.window is not None, **common, **sizes, num_warps=4,
-        num_stages=3 if query.element_size() == 2 else 2,
+        *(table, table.stride(0), lengths, score_config.sinks, output, parts, weights),
+        *(counters if splits > 1 else None, score_config.scale, score_config.softcap or 0.0, score_config.window or 0),
+        WIDTH=width, FEATURES=max(LEAST, triton.next_power_of_2(width)), PAGE=page, BLOCK=block,
+        SOFTCAP=score_config.softcap is not None, WINDOW=score_config.window is not None, **common, **sizes,
+        num_warps=4, num_stages=3 if query.element_size() == 2 else 2,
     )  # fmt: skip
     return output
 
@@ -145,12 +145,12 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         keys_at = keys + its_page * keys_page + key_head * keys_head
         keys_at += (place % PAGE)[None, :] * keys_slot + feature[:, None]
         stored = tl.load(keys_at, mask=visible[None, :] & (feature < WIDTH)[:, None], other=0.0)
-        rated = tl.dot(asked, stored, input_precision="ieee") * scale
+        scores = tl.dot(asked, stored, input_precision="ieee") * scale
         if SOFTCAP:
-            rated = softcap * (2.0 * tl.sigmoid(2.0 * rated / softcap) - 1.0)
-        rated = tl.where(visible[None, :], rated, float("-inf"))
-        higher = tl.maximum(highest, tl.max(rated, 1))
-        shares = tl.exp(rated - higher[:, None])
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shares = tl.exp(scores - higher[:, None])
         before = tl.exp(highest - higher)
         values_at = values + its_page * values_page + key_head * values_head
         values_at += (place % PAGE)[:, None] * values_slot + made[None, :]

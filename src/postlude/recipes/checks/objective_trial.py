@@ -14,7 +14,7 @@ import torch
 
 from postlude.data import Batch, pack
 from postlude.data.chat import EncodedSequence
-from postlude.engine.scale import MetricAccumulator, Scale
+from postlude.engine.scale import LossNormalizer, MetricAccumulator
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
 from postlude.objectives import Objective
@@ -59,7 +59,7 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
 
     def depths(inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         for depth in microbatch.mtp_microbatches:
-            yield replace(inputs, microbatch=depth, ahead=None)
+            yield replace(inputs, microbatch=depth, mtp=None)
 
     inputs = OutputInputs(
         hidden,
@@ -68,9 +68,9 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
         Layout(),
         config,
         reports=defaultdict(lambda: hidden.new_zeros(())),
-        ahead=depths if microbatch.mtp_microbatches else None,
+        mtp=depths if microbatch.mtp_microbatches else None,
     )
-    accumulator = MetricAccumulator(Scale([microbatch]))
+    accumulator = MetricAccumulator(LossNormalizer([microbatch]))
     value = accumulator.evaluate(objective, inputs)
     if accumulator.refused is not None:
         raise accumulator.refused

@@ -189,8 +189,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     The objective is called once, on `trial`: a small batch with the columns of the recipe.
     """
     yield from model_checks(inputs)
-    if (ahead := inputs.config.mtp) is not None:
-        yield Check("mtp", lambda: describe_mtp(inputs.config.model, ahead), after=("model",))
+    if (mtp := inputs.config.mtp) is not None:
+        yield Check("mtp", lambda: describe_mtp(inputs.config.model, mtp), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))
