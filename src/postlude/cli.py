@@ -446,6 +446,12 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json alone")
     command.add_argument("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")
     command.add_argument(
+        "--recipe",
+        nargs=2,
+        metavar=("RECIPE", "CONFIG.yaml"),
+        help="take layout, batch, recompute, overlap, storage and reference from a recipe's config",
+    )
+    command.add_argument(
         "--gpus", type=_count, help="number of GPUs (default: those of the layout); dp_shard takes the rest"
     )
     command.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")

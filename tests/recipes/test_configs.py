@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.raw import Loader
-from postlude.recipes.config.schema import json_schema, options, plain
+from postlude.recipes.config.schema import file_schema, options, plain
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
@@ -170,7 +170,7 @@ def test_a_schedule_is_over_all_optimizer_steps_unless_it_says_otherwise() -> No
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
-    schema = json_schema(RECIPES[command_of(file)].config)
+    schema = file_schema(RECIPES[command_of(file)].config)
     Draft202012Validator.check_schema(schema)
     Draft202012Validator(schema).validate(Loader(file.read_text()).get_single_data())
 
@@ -194,12 +194,12 @@ def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
     ],
 )
 def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, Any], where: str | None) -> None:
-    found = list(Draft202012Validator(json_schema(RECIPES["grpo"].config)).iter_errors(change))
+    found = list(Draft202012Validator(file_schema(RECIPES["grpo"].config)).iter_errors(change))
     assert [".".join(map(str, each.path)) for each in found] == ([] if where is None else [where])
 
 
 def test_the_schema_describes_every_option() -> None:
-    schema = json_schema(RECIPES["grpo"].config)
+    schema = file_schema(RECIPES["grpo"].config)
     assert schema["properties"]["steps"] == {
         "description": "Number of GRPO steps, after those of the warm start.",
         "type": "integer",

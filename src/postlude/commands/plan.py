@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,10 +19,12 @@ from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
 from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import USABLE_MEMORY, SearchResult, explain_time, search
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.formatting import format_bytes, format_duration
 from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
+PLANNED = ("sft", "dpo", "grpo", "distill")  # recipes with a layout
 MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 
@@ -29,15 +33,20 @@ def run(options: argparse.Namespace) -> int:
     console, hardware = Console(), load_hardware(options.gpu)
     if options.mtp < 0:
         raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
-    config = _config(options.model, options.mtp)
-    model = _model(options, config, hardware)
+    recipe = None if options.recipe is None else _read_recipe(options)
+    if recipe is None:
+        config, overlap = _config(options.model, options.mtp), options.overlap
+        model = _model(options, config, hardware)
+    else:
+        config, overlap = _config(options.model, recipe.mtp.depths if recipe.mtp else 0), recipe.overlap
+        model = recipe_cost_model(recipe, config, hardware, seq=options.seq, batch_tokens=options.batch_tokens)
     says = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
         result = search(model, options.gpus, tokens, overlap=options.overlap)
         return _print_search(console, result, options, hardware)
-    _show(console, estimate := forecast(model, overlap=options.overlap), options.gpu)
+    _show(console, estimate := forecast(model, overlap=overlap), options.gpu)
     return int(estimate.peak > hardware.memory)
 
 
@@ -75,6 +84,46 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
     )
 
 
+def _read_recipe(options: argparse.Namespace) -> Any:
+    """Returns the config of --recipe, or raises if it cannot be planned or another option contradicts it."""
+    for name in ("layout", "gpus", "budget", "recompute", "overlap", "mtp", "search"):
+        if getattr(options, name) != options.parser.get_default(name):
+            raise ValueError(f"--{name} is in the config of --recipe or follows from it: leave one of the two out.")
+    command, file = options.recipe
+    if command not in PLANNED:
+        raise ValueError(f"--recipe is {command!r}; give one of {', '.join(PLANNED)}, and its config.")
+    return RECIPES[command].read(Path(file))
+
+
+def recipe_cost_model(
+    recipe: Any, config: ModelConfig, hardware: Hardware, *, seq: int, batch_tokens: int | None = None
+) -> CostModel:
+    """Returns the cost model of a recipe's config, for sequences of `seq` tokens on average.
+
+    A step has the recipe's number of sequences, or `batch_tokens`. `config` is the config of its model.
+    """
+    layout, budget = recipe.layout, recipe.budget
+    if budget < seq:
+        raise ValueError(f"--seq is {seq}, but budget is {budget} in the recipe. Lower --seq.")
+    _check_layout(layout, config, recipe.model)
+    check_overlap(recipe.overlap, pp=layout.pp, vpp=layout.vpp)
+    others = (config if name == recipe.model else read_model(name)[1] for name in recipe.other_models)
+    return CostModel(
+        config=config,
+        layout=layout,
+        hardware=hardware,
+        budget=budget,
+        length=seq,
+        microbatches=-(-(batch_tokens or recipe.sequences_per_step * seq) // (layout.dp * budget)),
+        recompute=recipe.recompute,
+        mtp=recipe.mtp is not None,
+        gather_once=recipe.gather_once,
+        weights=recipe.weights,
+        moments=recipe.optimizer.fp32_per_parameter(recipe.weights),
+        frozen=sum(map(total_parameters, others)),
+    )
+
+
 def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
     """Returns the layout, with data-parallel ranks up to --gpus if it names none."""
     text = options.layout or ""
@@ -88,10 +137,14 @@ def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:
             )
         text += f",dp_shard={options.gpus // ranks.world_size}"
     layout = Layout.parse(text)
+    _check_layout(layout, config, options.model)
+    return layout
+
+
+def _check_layout(layout: Layout, config: ModelConfig, name: str) -> None:
     config.check_layout(layout)
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
-        raise ValueError(f"ep is {layout.ep}, but {options.model} has no experts to spread. Use ep=1.")
-    return layout
+        raise ValueError(f"ep is {layout.ep}, but {name} has no experts to spread. Use ep=1.")
 
 
 def _show(console: Console, plan: StepForecast, gpu: str) -> None:
@@ -125,12 +178,15 @@ def _show(console: Console, plan: StepForecast, gpu: str) -> None:
         "weights": "parameters",
         "gradients": "gradients",
         "optimizer": "optimizer",
+        "reference": "frozen",
         "gathered": "gathered",
         "activations": "activations",
         "a layer's backward": "working",
         "head": "head",
         "peak": "total",
     }
+    if not plan.model.frozen:
+        del parts["reference"]
     for name, part in parts.items():
         rows[name] = [format_bytes(getattr(plan.memory[rank], part)) for rank in ranks]
     for name, cells in rows.items():

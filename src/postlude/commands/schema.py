@@ -8,14 +8,14 @@ import json
 from rich.console import Console
 
 from postlude.checks import check_writable
-from postlude.recipes.config.schema import json_schema
+from postlude.recipes.config.schema import file_schema
 from postlude.recipes.registry import RECIPES
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the schema, or writes it to a file."""
     console = Console()
-    text = json.dumps(json_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(file_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
     if options.to is None:
         print(text, end="")
     else:

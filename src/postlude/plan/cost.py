@@ -18,7 +18,7 @@ from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.model.blocks import BLOCKS, Block
-from postlude.options import Recompute
+from postlude.options import Recompute, WeightStorage
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
 from postlude.plan.memory import STORED, defers_wgrads, symbols_of
@@ -60,6 +60,12 @@ class CostModel:
     recompute: Recompute = "none"
     compute_bytes: int = 2
     mtp: bool = True
+    gather_once: bool = False
+    weights: WeightStorage = "fp32"
+    moments: float = 2.0
+    """Numbers of fp32 that the optimizer keeps on the GPU for each parameter."""
+    frozen: int = 0
+    """Parameters of other models in memory: a reference, a teacher."""
     blocks: Mapping[str, type[Block]] | None = None
     known: ModelParameterCount | None = None
     """The parameters of a rank of this layout, if they are counted already."""
@@ -186,10 +192,11 @@ class CostModel:
     def _weights(self, kind: str, held: ParameterCount, once: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
         layout, hardware = self.layout, self.hardware
-        if layout.pp > 1 and not once:
+        stays_gathered = layout.pp > 1 or self.gather_once
+        if stays_gathered and not once:
             return 0.0
         bytes_moved = self.compute_bytes if kind == "F" else STORED
-        if kind == "B" and layout.pp == 1:
+        if kind == "B" and not stays_gathered:
             bytes_moved += self.compute_bytes  # gathered once more
         shards = layout.dp_shard * layout.cp
         of_experts = shards * layout.tp // layout.ep

@@ -131,14 +131,17 @@ def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
 
 
 def memory_of(model: CostModel, *, overlap: Overlap) -> list[MemoryEstimate]:
-    """Returns what each pipeline rank needs on a GPU, with AdamW's two moments."""
+    """Returns what each pipeline rank needs on a GPU."""
     return estimate_memory(
         model.config,
         model.layout,
         budget=model.budget,
         compute_bytes=model.compute_bytes,
-        moments=2,
+        moments=model.moments,
+        weights=model.weights,
         recompute=model.recompute,
+        frozen=model.frozen,
+        gather_once=model.gather_once,
         device="cuda",
         microbatches=model.microbatches,
         overlap=overlap,

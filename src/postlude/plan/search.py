@@ -13,7 +13,7 @@ from postlude.model.blocks import BLOCKS
 from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast, memory_of
-from postlude.plan.memory import STORED
+from postlude.plan.memory import NARROW, STORED
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters
 
 USABLE_MEMORY = 0.92  # of a GPU: the rest is for NCCL, CUDA and fragmentation
@@ -75,7 +75,9 @@ def _weights(model: CostModel) -> float:
     layout = model.layout
     whole = model.sizes.stage(Stage())
     whole_between = (model.compute_bytes + STORED) * whole.used if layout.pp > 1 else 0
-    return (4 * STORED * whole.stored(layout) + whole_between) / layout.pp
+    weight_bytes = STORED if model.weights == "fp32" else NARROW
+    bytes_each = weight_bytes + STORED * (1 + model.moments)
+    return (bytes_each * whole.stored(layout) + whole_between) / layout.pp
 
 
 def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:

@@ -128,7 +128,6 @@ def _trial_batch(top_k: int) -> Batch:
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
     config: DistillConfig = inputs.config
-    inputs.other_models.append(config.teacher)
     data = config.data
     data_checks = (
         dataset_checks(inputs, data)

@@ -55,7 +55,6 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    inputs.other_models += [inputs.config.model] if inputs.config.has_reference else []
     trial = preference_batch([(SEQUENCES[0], SEQUENCES[1]), (SEQUENCES[2], SEQUENCES[3])])
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])

@@ -338,7 +338,6 @@ def _trial_batch(config: GRPOConfig) -> Batch:
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
     config: GRPOConfig = inputs.config
-    inputs.other_models += [config.model] if config.has_reference else []
 
     def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
         return warm_start_example(task, inputs.tokenizer, config.budget, options)

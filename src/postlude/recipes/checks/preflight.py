@@ -105,8 +105,6 @@ class PreflightInputs:
 
     config: Any
     launch: LaunchInfo
-    other_models: list[str] = field(default_factory=list)
-    """Models in memory besides the trained one: a reference, a teacher."""
     on_success: list[Callable[[], None]] = field(default_factory=list)
     """Called after all checks passed, to write results such as encoded rows to the run directory."""
     longest_prompt: int = 0
@@ -165,7 +163,7 @@ class PreflightInputs:
             moments=config.optimizer.fp32_per_parameter(config.weights),
             weights=config.weights,
             recompute=config.recompute,
-            frozen=sum(total_parameters(read_model(name)[1]) for name in self.other_models),
+            frozen=sum(total_parameters(read_model(name)[1]) for name in config.other_models),
             device=self.launch.device,
             mtp=config.mtp is not None,
             overlap=config.overlap,

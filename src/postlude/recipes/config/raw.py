@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.representer import SafeRepresenter
 
-from postlude.recipes.config.schema import join, plain
+from postlude.recipes.config.schema import EXTENDS, KIND, join, plain
 
 COMMAND_LINE = "on the command line"
 CALL = "in the call"
@@ -104,8 +105,8 @@ class RawValue:
 
 
 def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
-    """Returns the tree of the file, with settings and then overrides set in it."""
-    raw = RawValue("", "") if file is None else _read_file(file)
+    """Returns the tree of the file and of those that it extends, with settings and then overrides set in it."""
+    raw = RawValue("", "") if file is None else _read_over_base(file)
     for each in settings:
         _set_values(raw, plain(each))
     rest = list(overrides)
@@ -119,14 +120,41 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
     return raw
 
 
-def _read_file(file: Path) -> RawValue:
+def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -> RawValue:
+    """Returns the tree of a file, merged into that of the file that it extends. `above` are those that extend it."""
+    raw, chain = _read_file(file, named), (*above, file)
+    extends = raw.entries.pop(EXTENDS, None)
+    if extends is None:
+        return raw
+    if extends.scalar is None or not extends.scalar.value or extends.null:
+        raise ConfigError(f'config key "{EXTENDS}" is {extends} {extends.where}; give the path of one config file.')
+    base = Path(os.path.normpath(file.parent / Path(extends.scalar.value).expanduser()))
+    if any(base.resolve() == each.resolve() for each in chain):
+        cycle = " → ".join(map(str, (*chain, base)))
+        raise ConfigError(f'config key "{EXTENDS}" {extends.where} leads back to a file that it extends: {cycle}.')
+    return _merge(_read_over_base(base, f', which "{EXTENDS}" names {extends.where}', chain), raw)
+
+
+def _merge(base: RawValue, over: RawValue) -> RawValue:
+    """Returns the base with the values of another file: of mappings key by key, unless their kinds differ."""
+    kinds = [each.entries[KIND].scalar if KIND in each.entries else None for each in (over, base)]
+    another = kinds[0] is not None and (kinds[1] is None or kinds[0].value != kinds[1].value)
+    if another or not (base.whole and over.whole):
+        return over
+    merged = {
+        name: _merge(base.entries[name], each) if name in base.entries else each for name, each in over.entries.items()
+    }
+    return replace(over, entries=base.entries | merged)
+
+
+def _read_file(file: Path, named: str) -> RawValue:
     if file.is_dir():
-        raise ConfigError(f'"{file}" is a directory; give the config file itself.')
+        raise ConfigError(f'"{file}"{named} is a directory; give the config file itself.')
     if not file.is_file():
         others = {each.stem: each for each in file.parent.glob("*.y*ml")}
         near = difflib.get_close_matches(file.stem, others, 1)
         hint = f'did you mean "{others[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
-        raise ConfigError(f'there is no config file "{file}"; {hint}')
+        raise ConfigError(f'there is no config file "{file}"{named}; {hint}')
     try:
         node = Loader(file.read_text("utf-8")).get_single_node()
         raw = RawValue("", f"in {file}") if node is None else _tree(node, "", f"in {file}", file)

@@ -49,6 +49,11 @@ class SupervisedConfig(TrainingConfig):
     held_out: HeldOutSettings = HeldOutSettings()
     """Held-out rows."""
 
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.batch_size
+
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.steps is not None:
@@ -78,6 +83,16 @@ class DPOConfig(SupervisedConfig):
     def has_reference(self) -> bool:
         """Whether the objective reads the log-probs of the model that the run started from."""
         return isinstance(self.objective, ObjectiveFile) or self.objective.reference
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The reference."""
+        return (self.model,) if self.has_reference else ()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Both completions of each pair."""
+        return 2 * self.batch_size
 
 
 class WarmStart(Settings):
@@ -206,6 +221,16 @@ class GRPOConfig(TrainingConfig):
         """Whether the objective reads the log-probs of the model that GRPO started from."""
         return self.reference if isinstance(self.objective, ObjectiveFile) else self.objective.kl is not None
 
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The reference."""
+        return (self.model,) if self.has_reference else ()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Completions of an optimizer step."""
+        return self.prompts_per_step * self.samples_per_prompt // self.minibatches
+
 
 class OnPolicyData(Settings):
     """The student's own completions of tasks."""
@@ -231,6 +256,16 @@ class DistillConfig(SupervisedConfig):
     """Number of the teacher's most likely tokens to compare at every position."""
     objective: DistillObjective = Distill(over=MASK)
     """Objective to minimise. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The teacher."""
+        return (self.teacher,)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.batch_size * (self.data.samples_per_prompt if isinstance(self.data, OnPolicyData) else 1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -31,6 +31,8 @@ from pydantic_core import CoreSchema, core_schema
 
 KIND = "kind"
 """The key that names the alternative of a section."""
+EXTENDS = "extends"
+"""The key of a config file that names the file it builds on."""
 TEXT = "="
 """The key of text that is parsed to a section, beside keys that override it: layout=pp=2 and layout.vpp=2."""
 
@@ -213,12 +215,22 @@ def plain(value: Any) -> Any:
 
 
 def json_schema(config: type, *, helpful: bool = True) -> Node:
-    """Returns the JSON Schema of a config file. Without help it is faster."""
+    """Returns the JSON Schema of a config. Without help it is faster."""
     whole = TypeAdapter(config).json_schema(schema_generator=_JsonSchemaWithHelp if helpful else _JsonSchema)
     for node in list(_nodes(whole)):
         if node.get(NAME):
             section = whole["$defs"][node["$ref"].rpartition("/")[2]]
             section["properties"] = {KIND: {"const": node[NAME]}} | section["properties"]
+    return whole
+
+
+def file_schema(config: type) -> Node:
+    """Returns the JSON Schema of a config file, which may have required keys in the file that it extends."""
+    whole = json_schema(config)
+    text = "Config file to build on, relative to this one. The keys here override its keys."
+    whole["properties"] = {EXTENDS: {"type": "string", "description": text}} | whole["properties"]
+    if required := whole.pop("required", None):
+        whole["anyOf"] = [{"required": required}, {"required": [EXTENDS]}]
     return whole
 
 

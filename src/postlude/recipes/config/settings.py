@@ -240,6 +240,11 @@ class TrainingConfig(RunConfig):
     export: bool = True
     """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory."""
 
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """Models in memory besides the trained one: a reference, a teacher."""
+        return ()
+
 
 def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     """Returns the optimizer of a run of `steps` optimizer steps. Refuses a schedule that reaches 0 before the end."""

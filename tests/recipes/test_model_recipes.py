@@ -1,0 +1,230 @@
+"""The recipes for published models: what the planner says of each, and a tiny run of each that equals one rank's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from postlude.cli import main
+from postlude.hf.read_model import read_model
+from postlude.layout import Layout
+from postlude.plan.parameter_count import total_parameters
+from postlude.plan.search import USABLE_MEMORY
+from postlude.recipes.config.raw import Loader
+from postlude.recipes.config.rollout import LaunchedVLLM
+from postlude.recipes.config.schema import file_schema
+from postlude.recipes.registry import RECIPES
+from tests.conftest import Ranks
+from tests.recipes.model_families import RECIPES as DIRECTORY
+from tests.recipes.model_families import ROOT, tiny_model
+
+BILLIONS = {  # of parameters, as published
+    "gpt-oss-20b": 20.91,
+    "moonlight-16b-a3b": 15.96,
+    "nemotron-h-8b": 8.10,
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-8b": 8.19,
+    "qwen3-next-80b-a3b": 79.67,
+}
+COMMANDS = ("sft", "dpo", "grpo")
+NAMES = [f"{model}-{command}-{gpus}gpus" for model in BILLIONS for command in COMMANDS for gpus in (8, 16)]
+ELSEWHERE = "qwen3-next-80b-a3b-grpo-8gpus"  # its servers run on other machines
+
+
+def parts(name: str) -> tuple[str, str, int]:
+    """The model, the command and the GPUs of a recipe."""
+    model, command, gpus = name.rsplit("-", 2)
+    return model, command, int(gpus.removesuffix("gpus"))
+
+
+def degrees(layout: Layout) -> str:
+    """The layout as it is written in a config."""
+    sizes = {axis.name: getattr(layout, axis.name) for axis in fields(Layout)}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "pp=1"
+
+
+def recipe(name: str, *overrides: str) -> Any:
+    return RECIPES[parts(name)[1]].read(DIRECTORY / f"{name}.yaml", overrides)
+
+
+def test_there_is_a_recipe_for_each_model_algorithm_and_number_of_gpus() -> None:
+    assert sorted(file.stem for file in DIRECTORY.glob("*.yaml")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_editor_finds_no_mistake_in_a_recipe(command: str) -> None:
+    schema = Draft202012Validator(file_schema(RECIPES[command].config))
+    for file in [*DIRECTORY.glob(f"*-{command}-*.yaml"), DIRECTORY / "common" / f"{command}.yaml"]:
+        schema.validate(Loader(file.read_text()).get_single_data())
+
+
+@pytest.mark.parametrize("model", BILLIONS)
+def test_a_stored_config_has_the_published_number_of_parameters(model: str) -> None:
+    config = read_model(str(DIRECTORY / "configs" / model))[1]
+    assert total_parameters(config) / 1e9 == pytest.approx(BILLIONS[model], abs=0.006)
+
+
+def planned(name: str) -> tuple[str, str, str]:
+    """The planner's command in a recipe's comment, and the memory and the bubble that the comment states."""
+    comment = (DIRECTORY / f"{name}.yaml").read_text().partition("extends:")[0]
+    command = re.search(r"^#   postlude (plan .*)$", comment, re.MULTILINE)
+    stated = re.search(r"^#   memory (.*) a rank, bubble (.*)$", comment, re.MULTILINE)
+    assert command is not None
+    assert stated is not None
+    return command[1], stated[1], stated[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_states_what_the_planner_says_and_fits(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, command, gpus = parts(name)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    words, memory, bubble = planned(name)
+    assert words.startswith(
+        f"plan recipes/models/configs/{model}/config.json --recipe {command} recipes/models/{name}.yaml"
+    )
+    assert main(shlex.split(words)) == 0, "it fits"
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
+    assert printed["memory"].strip() == memory
+    assert printed["bubble"].strip() == f"{bubble} of the schedule"
+    needed, usable = (float(each.removesuffix(" GiB")) for each in memory.split(" of "))
+    assert needed <= USABLE_MEMORY * usable, "as much stays free as a search leaves"
+    config, page = recipe(name), (ROOT / "docs" / "recipes.md").read_text()
+    row = f"`{degrees(config.layout)}` | {memory.partition(' of ')[0]} | {bubble} |"
+    assert f"[{name}](../recipes/models/{name}.yaml) | {row}" in page
+    servers = config.rollout if command == "grpo" else None
+    serving = int(servers.count * servers.gpus) if isinstance(servers, LaunchedVLLM) else 0
+    assert config.layout.world_size + serving == gpus
+    assert (servers is not None and not serving) == (name == ELSEWHERE)
+
+
+# The tiny run of a recipe: its own file with another model, other data and smaller sizes, the native generator in place
+# of servers, and a layout of the same kind. The rest is the recipe's: recompute, overlap, storage, optimizer, loss.
+COMMON = ("--steps=3", "--save_every=0", "--export=false", "--loggers=[]", "--budget=256")
+COMMON += ("--optimizer.lr=1e-3", "--optimizer.schedule.warmup=0", "--dtype=float32")
+ROWS = ("--batch_size=6", "--held_out.rows=0")
+DATA = ROOT / "recipes" / "data"
+FAULTY = Path(__file__).parent / "scaled_objective.py"
+TINY = {
+    "sft": (*COMMON, *ROWS, f"--data.path={DATA / 'sums.jsonl'}"),
+    "dpo": (*COMMON, *ROWS, f"--data.path={DATA / 'sum_pairs.jsonl'}"),
+    "grpo": (
+        *COMMON,
+        f"--environment.path={DATA / 'tool_sums.jsonl'}",
+        f"--environment.reward={ROOT / 'tests' / 'rollout' / 'functions.py'}:ascii_share",
+        "--environment.workers=0",
+        "--rollout=native",
+        "--asynchrony.max_staleness=0",
+        "--prompts_per_step=4",
+        "--samples_per_prompt=3",
+        "--minibatches=2",
+        "--sampling.max_new_tokens=6",
+        "--overlong=learn",  # random weights end hardly a completion
+        "--evaluation.every=0",
+    ),
+}
+
+
+def small_layout(layout: Layout) -> Layout:
+    """The same kind on at most four ranks: no degree is above two, and dp_shard is one where the others are four."""
+    degrees = {axis.name: min(2, getattr(layout, axis.name)) for axis in fields(Layout)}
+    others = degrees["pp"] * degrees["cp"] * degrees["tp"] * degrees["dp_replicate"]
+    return Layout(**degrees | {"dp_shard": 1 if others == 4 else degrees["dp_shard"]})
+
+
+def trained(group: Any, name: str, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    config = recipe(name, *TINY[parts(name)[1]], *overrides, f"--run={directory}")
+    RECIPES[parts(name)[1]].run(config, "cpu")
+    return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_equal_to_one_rank(alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str) -> None:
+    assert len([row for row in alone if row["step"]]) == 3
+    for expected, found in zip(alone, spread, strict=True):
+        if not expected["step"]:
+            continue
+        assert math.isfinite(expected["grad_norm"])
+        assert expected["grad_norm"] > 1e-2
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        if command == "grpo":
+            assert found["rewards"] == expected["rewards"]
+            assert len(set(expected["rewards"])) > 2, "completions differ in reward"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    written: dict[str, str] = {}
+
+    def model(name: str) -> str:
+        if name not in written:
+            written[name] = str(tiny_model(name, tmp_path_factory.mktemp("models") / name))
+        return written[name]
+
+    return model
+
+
+# Every family, algorithm and kind of layout; the others are thorough.
+ALWAYS = {
+    "gpt-oss-20b-grpo",
+    "moonlight-16b-a3b-sft",
+    "nemotron-h-8b-dpo",
+    "qwen3-30b-a3b-grpo",
+    "qwen3-8b-dpo",
+    "qwen3-next-80b-a3b-sft",
+}
+RUNS = [
+    pytest.param(model, command, marks=[] if f"{model}-{command}" in ALWAYS else [pytest.mark.thorough])
+    for model in BILLIONS
+    for command in COMMANDS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "command"), RUNS)
+def test_a_tiny_run_of_a_recipe_equals_one_rank(
+    ranks: Ranks, tmp_path: Path, tiny: Callable[[str], str], model: str, command: str
+) -> None:
+    alone: dict[str, list[dict[str, Any]]] = {}  # by objective: how a rank computes and stores changes no result
+    checked = set()
+    for gpus in (8, 16):
+        name, source = f"{model}-{command}-{gpus}gpus", f"--model={tiny(model)}"
+        config = recipe(name)
+        objective, layout = str(config.objective), small_layout(config.layout)
+        if (objective, layout, config.overlap, config.recompute) in checked:
+            continue
+        checked.add((objective, layout, config.overlap, config.recompute))
+        if objective not in alone:
+            (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{gpus}"), source, "--layout=pp=1")
+        settings = (source, f"--layout={degrees(layout)}")
+        spread = ranks(layout.world_size, trained, name, str(tmp_path / f"{gpus}"), *settings)[0]
+        assert_equal_to_one_rank(alone[objective], spread, command)
+
+
+@pytest.mark.slow
+def test_a_policy_loss_of_zero_on_other_ranks_is_noticed(
+    ranks: Ranks, tmp_path: Path, tiny: Callable[[str], str]
+) -> None:
+    name = "qwen3-30b-a3b-grpo-8gpus"
+    layout = small_layout(recipe(name).layout)
+
+    def rows(layout: Layout, factor: float) -> list[dict[str, Any]]:
+        own = (f"--model={tiny('qwen3-30b-a3b')}", f"--objective={FAULTY}:scaled_on_other_ranks")
+        settings = (*own, f"--objective.settings.factor={factor}", f"--layout={degrees(layout)}")
+        return ranks(layout.world_size, trained, name, str(tmp_path / f"{layout}-{factor}"), *settings)[0]
+
+    alone = rows(Layout(), 0.0)
+    assert_equal_to_one_rank(alone, rows(layout, 1.0), "grpo")
+    with pytest.raises(AssertionError):
+        assert_equal_to_one_rank(alone, rows(layout, 0.0), "grpo")
