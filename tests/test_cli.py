@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
 from postlude.commands import info, serve, verify
-from postlude.hf.read_model import read_config, read_model
+from postlude.hf.read_model import read_description, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
@@ -74,7 +74,7 @@ def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
     export_hf(load_model("tiny-dense"), tmp_path / "inst", tokenizer=tokenizer)
     assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 2
     assert "gives token 264, but the vocabulary ends at 263" in capsys.readouterr().err
-    wider = read_config("tiny-dense")
+    wider = read_description("tiny-dense")
     wider.vocab_size = 272
     export_hf(load_model(wider), tmp_path / "inst", tokenizer=tokenizer, overwrite=True)
     assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 0
@@ -249,7 +249,7 @@ def test_a_place_below_a_file_is_refused_before_anything_is_done(words: str, tmp
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(serve, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(serve, "load_generator", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["serve", "tiny-dense", "--port", str(port)]) == 2
@@ -263,7 +263,7 @@ def test_what_the_system_says_of_a_file_is_a_sentence(tmp_path: Path, capsys) ->
 
 @pytest.mark.parametrize("words", ["plan MODEL --seq 8", "verify MODEL --layout tp=2"])
 def test_a_config_of_another_name_is_not_taken_for_its_neighbour(words: str, tmp_path: Path, capsys) -> None:
-    read_config("tiny-dense").save_pretrained(tmp_path)
+    read_description("tiny-dense").save_pretrained(tmp_path)
     (tmp_path / "other.json").write_text('{"model_type": "qwen3"}')
     assert main(words.replace("MODEL", str(tmp_path / "other.json")).split()) == 2
     assert "other.json is known by its name: call it config.json" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from postlude.checks import USER_ERRORS, error_message
 from postlude.error_output import print_error
@@ -57,58 +57,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-def _command(name: str) -> Command:  # noqa: PLR0911 - one for each command
+def _command(name: str) -> Command:
     """Imports a command and returns its `run`."""
     match name:
-        case "info":
-            from postlude.commands import info
-
-            return info.run
-        case "convert":
-            from postlude.commands import convert
-
-            return convert.run
-        case "logprobs":
-            from postlude.commands import logprobs
-
-            return logprobs.run
-        case "verify":
-            from postlude.commands import verify
-
-            return verify.run
-        case "generate":
-            from postlude.commands import generate
-
-            return generate.run
-        case "chat":
-            from postlude.commands import chat
-
-            return chat.run
-        case "serve":
-            from postlude.commands import serve
-
-            return serve.run
         case "trace":
-            from postlude.commands import trace
-
-            return trace.run
+            from postlude.commands.trace import run
+        case "info":
+            from postlude.commands.info import run
+        case "convert":
+            from postlude.commands.convert import run
+        case "logprobs":
+            from postlude.commands.logprobs import run
+        case "verify":
+            from postlude.commands.verify import run
+        case "generate":
+            from postlude.commands.generate import run
+        case "chat":
+            from postlude.commands.chat import run
+        case "serve":
+            from postlude.commands.serve import run
         case "plan":
-            from postlude.commands import plan
-
-            return plan.run
+            from postlude.commands.plan import run
         case "recipe":
-            from postlude.commands import recipe
-
-            return recipe.run
+            from postlude.commands.recipe import run
         case "schema":
-            from postlude.commands import schema
-
-            return schema.run
+            from postlude.commands.schema import run
         case "report":
-            from postlude.commands import report
-
-            return report.run
-    raise AssertionError(name)
+            from postlude.commands.report import run
+    return run
 
 
 @contextlib.contextmanager
@@ -138,6 +114,9 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one sentence. A recipe's config is described only for --help, because it is long."""
 
     recipe: Recipe | None = None
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
@@ -184,83 +163,36 @@ def _user_recipe(name: str) -> Recipe:
 
 def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
     """Returns the parser and the names of the commands."""
-    parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.", allow_abbrev=False)
+    parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.")
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    command = commands.add_parser("info", help="show pattern, parameters by block, memory by dtype", allow_abbrev=False)
-    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    command.set_defaults(module="info", parser=command)
+    def add(name: str, summary: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+        command = commands.add_parser(name, help=summary)
+        add_arguments(command)
+        command.set_defaults(module=name, parser=command)
 
-    _add_convert(
-        commands.add_parser("convert", help="convert any model source to a model directory", allow_abbrev=False)
-    )
-
-    _add_logprobs(
-        commands.add_parser("logprobs", help="print the log-prob of every token of a text", allow_abbrev=False)
-    )
-
-    _add_verify(commands.add_parser("verify", help="prove that a parallel layout equals one rank", allow_abbrev=False))
-    _add_generate(commands.add_parser("generate", help="sample completions of prompts", allow_abbrev=False))
-    _add_chat(commands.add_parser("chat", help="chat with a model in the terminal", allow_abbrev=False))
-    _add_serve(commands.add_parser("serve", help="serve a model over HTTP: rollouts, OpenAI's API", allow_abbrev=False))
-    _add_trace(commands.add_parser("trace", help="draw a timeline of all ranks in a real step", allow_abbrev=False))
-    _add_plan(commands.add_parser("plan", help="estimate time and memory of a step in a layout", allow_abbrev=False))
-
+    add("info", "show pattern, parameters by block, memory by dtype", _add_model)
+    add("convert", "convert any model source to a model directory", _add_convert)
+    add("logprobs", "print the log-prob of every token of a text", _add_logprobs)
+    add("verify", "prove that a parallel layout equals one rank", _add_verify)
+    add("generate", "sample completions of prompts", _add_generate)
+    add("chat", "chat with a model in the terminal", _add_sampling)
+    add("serve", "serve a model over HTTP: rollouts, OpenAI's API", _add_serve)
+    add("trace", "draw a timeline of all ranks in a real step", _add_trace)
+    add("plan", "estimate time and memory of a step in a layout", _add_plan)
     for name, recipe in recipes.items():
         command = commands.add_parser(
             name,
             help=recipe.help,
             usage=f"postlude {name} [CONFIG.yaml] [--field value ...] [options]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
-        command.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="run the preflight only",
-        )
-        command.add_argument(
-            "--resume-from",
-            metavar="step-N",
-            help="resume from this checkpoint; later steps are repeated",
-        )
-        command.add_argument(
-            "--from",
-            dest="from_checkpoint",
-            metavar="RUN/step-N",
-            help="start from the weights of another run's checkpoint, instead of --model",
-        )
-        command.add_argument(
-            "--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)"
-        )
-        command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
-        command.add_argument(
-            "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
-        )
-        command.add_argument(
-            "--ray",
-            nargs="?",
-            const="local",
-            metavar="ADDRESS",
-            help="run on Ray: started for this run, or the cluster at ADDRESS (auto: the running one)",
-        )
+        _add_recipe(command)
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
-
-    command = commands.add_parser(
-        "schema", help="print a recipe's config as JSON Schema, for editors", allow_abbrev=False
-    )
-    command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))
-    command.add_argument("--to", metavar="FILE", type=Path, help="output file (default: standard output)")
-    command.set_defaults(module="schema", parser=command)
-
-    command = commands.add_parser("report", help="write the report of a run, or compare several", allow_abbrev=False)
-    command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")
-    command.add_argument(
-        "--to", metavar="FILE", type=Path, help="output file (default: report.html in the first run directory)"
-    )
-    command.set_defaults(module="report", parser=command)
+    add("schema", "print a recipe's config as JSON Schema, for editors", _add_schema)
+    add("report", "write the report of a run, or compare several", _add_report)
     return parser, list(commands.choices)
 
 
@@ -301,6 +233,13 @@ def _layout(text: str) -> str:
     return text
 
 
+# Options that several commands have.
+
+
+def _add_model(command: argparse.ArgumentParser, also: str = "") -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP + also)
+
+
 def _add_overlap(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--overlap",
@@ -312,8 +251,63 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_recompute(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
+    )
+
+
+def _add_device_and_timeout(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
+    command.add_argument(
+        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
+    )
+
+
+def _add_dtype_and_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
+    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+
+
+# The other options of each command.
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dry-run", action="store_true", help="run the preflight only")
+    command.add_argument(
+        "--resume-from", metavar="step-N", help="resume from this checkpoint; later steps are repeated"
+    )
+    command.add_argument(
+        "--from",
+        dest="from_checkpoint",
+        metavar="RUN/step-N",
+        help="start from the weights of another run's checkpoint, instead of --model",
+    )
+    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
+    _add_device_and_timeout(command)
+    command.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="run on Ray: started for this run, or the cluster at ADDRESS (auto: the running one)",
+    )
+
+
+def _add_schema(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))
+    command.add_argument("--to", metavar="FILE", type=Path, help="output file (default: standard output)")
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories")
+    command.add_argument(
+        "--to", metavar="FILE", type=Path, help="output file (default: report.html in the first run directory)"
+    )
+
+
 def _add_verify(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
+    _add_model(command, "; or a config.json, for fresh weights")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
         "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
@@ -322,34 +316,26 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)"
     )
-    command.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
-    )
+    _add_recompute(command)
     _add_overlap(command)
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument(
         "--tolerance", type=_from_zero, help=f"tolerance relative to the largest value (default: {limits})"
     )
-    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
+    _add_device_and_timeout(command)
     command.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
         help="communication backend (default: nccl with a GPU for each rank, else gloo)",
     )
     command.add_argument("--seed", type=int, default=0, help="random seed")
-    command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
-    )
-    command.set_defaults(module="verify", parser=command)
 
 
 def _add_logprobs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model(command)
     command.add_argument("--text", required=True, help="text to score; - reads standard input")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
-    command.set_defaults(module="logprobs", parser=command)
+    _add_dtype_and_device(command)
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
@@ -358,16 +344,10 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--n", type=_count, default=1, help="completions of each prompt (default: 1)")
     command.add_argument("--plain", action="store_true", help="send the prompt as it is, without the chat template")
     command.add_argument("--json", action="store_true", help="print one JSON object a completion, with its tokens")
-    command.set_defaults(module="generate", parser=command)
-
-
-def _add_chat(command: argparse.ArgumentParser) -> None:
-    _add_sampling(command)
-    command.set_defaults(module="chat", parser=command)
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model(command)
     command.add_argument("--system", help="system message")
     command.add_argument(
         "--max-new-tokens", type=_count, default=512, help="maximum tokens of a completion (default: 512)"
@@ -386,14 +366,13 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated"
     )
     command.add_argument("--seed", type=int, help="random seed (default: a new one each time)")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+    _add_dtype_and_device(command)
     command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
     command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model(command)
     command.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     command.add_argument("--port", type=_port, default=0, help="port (default: a free one)")
     command.add_argument(
@@ -403,8 +382,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         "the variable POSTLUDE_API_KEY: process lists show command lines",
     )
     command.add_argument("--name", help="name of the model (default: MODEL)")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: the source's)")
-    command.add_argument("--device", help=f"device to compute on ({DEVICE_HELP})")
+    _add_dtype_and_device(command)
     command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
     command.add_argument("--max-sequences", type=_count, help="maximum completions at a time (default: 256)")
     command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
@@ -412,11 +390,10 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=_count, help="maximum prompt tokens of a prefill step (default: 8192)"
     )
     command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
-    command.set_defaults(module="serve", parser=command)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json, for fresh weights")
+    _add_model(command, "; or a config.json, for fresh weights")
     command.add_argument(
         "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
     )
@@ -426,24 +403,18 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
         "--microbatches", type=_count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)"
     )
     command.add_argument("--tokens", type=int, default=512, help="tokens of a microbatch (default: 512)")
-    command.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
-    )
+    _add_recompute(command)
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
-    command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
+    _add_device_and_timeout(command)
     command.add_argument("--seed", type=int, default=0, help="random seed")
     command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
     command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
-    )
-    command.add_argument(
         "--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json"
     )
-    command.set_defaults(module="trace", parser=command)
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or a config.json alone")
+    _add_model(command, "; or a config.json alone")
     command.add_argument("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")
     command.add_argument(
         "--recipe",
@@ -460,9 +431,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches a pipeline rank)"
     )
     _add_overlap(command)
-    command.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
-    )
+    _add_recompute(command)
     command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
     command.add_argument(
         "--gpu",
@@ -471,7 +440,6 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         help=f"{', '.join(HARDWARE)}, or a .json file (default: h100)",
     )
     command.add_argument("--search", action="store_true", help="propose the best layouts of --gpus that fit")
-    command.set_defaults(module="plan", parser=command)
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
@@ -487,7 +455,6 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
     command.add_argument("--seed", type=int, default=0, help="random seed of new weights")
     command.add_argument("--overwrite", action="store_true", help="replace a model in DST")
-    command.set_defaults(module="convert", parser=command)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from xml.etree import ElementTree
 
 import pytest
 
-from postlude.trace.chrome import chrome_events, chrome_json
+from postlude.trace.chrome import chrome_events
 from postlude.trace.spans import Span, SpanKind, exchange_seconds, starting_at_zero
 from postlude.trace.svg import COLOURS, LEFT, WIDTH, Timeline, render_svg
 
@@ -58,7 +57,7 @@ def test_from_zero_keeps_lengths_and_order() -> None:
 
 
 def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
-    said = json.loads(chrome_json(chrome_events(SPANS, first_process=4, title="plain")))["traceEvents"]
+    said = chrome_events(SPANS, first_process=4, title="plain")
     names = {event["pid"]: event["args"]["name"] for event in said if event["name"] == "process_name"}
     assert names == {4: "plain rank 0", 5: "plain rank 1"}
     rows = {event["tid"]: event["args"]["name"] for event in said if event["name"] == "thread_name"}

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
-from postlude.commands.loading import encode, load_generator, sampling_from_options
+from postlude.commands.loading import encode, load_generator, read_text, sampling_from_options
 from postlude.data.chat import Prompt
 
 
 def run(options: argparse.Namespace) -> None:
     """Print `--n` answers to each prompt, as text or as lines of JSON."""
-    texts = [sys.stdin.read() if text == "-" else text for text in options.prompt or ["-"]]
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not UTF-8 at character {error.start}; convert it.") from error
+    texts = [read_text(text, "prompt") for text in options.prompt or ["-"]]
     if options.system is not None and options.plain:
         raise ValueError("--system is a message, but --plain gives the prompt without a chat template. Leave one out.")
     sampling = sampling_from_options(options)

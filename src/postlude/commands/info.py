@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -15,9 +15,6 @@ from postlude.hf.families import FAMILIES
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
 from postlude.recipes.report.formatting import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,7 +67,7 @@ def _mtp_line(model: str, config: ModelConfig) -> list[str]:
 def _config(model: str) -> ModelConfig:
     """Returns the config of any source. A built-in model needs no transformers, which is slow to import."""
     if model in FIELDS:
-        fields = cast("PretrainedConfig", FIELDS[model])
+        fields = FIELDS[model]
         return FAMILIES[fields.model_type].to_model(fields)
     if model in BUILTIN:
         return cast(ModelConfig, BUILTIN[model]())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,21 +15,33 @@ from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import end_tokens, read_generation
+from postlude.hf.read_model import end_tokens, read_generation, read_model
+from postlude.model import LanguageModel
 from postlude.world.devices import check_device, default_device
 
 
-def load_generator(options: argparse.Namespace) -> tuple[Generator, Any]:
-    """The generator of MODEL on --device, in --dtype, and its tokenizer."""
+def load_generator(
+    options: argparse.Namespace, limits: Sequence[str] = ("max_batch_tokens",), *, empty: bool = False
+) -> tuple[Generator, Any]:
+    """Returns the generator of MODEL on --device, in --dtype, and its tokenizer; if `empty`, without weights.
+
+    `limits` are options that limit the generator.
+    """
     check_device(options.device)
     device = torch.device(options.device or default_device())
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options.model)
-    model = load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype), device=device)
-    limit = {} if options.max_batch_tokens is None else {"max_batch_tokens": options.max_batch_tokens}
+    if empty:
+        with torch.device("meta"):
+            model = LanguageModel(read_model(options.model)[1], dtype=dtype or torch.float32)
+        model = model.to_empty(device=device)
+    else:
+        model = load_model(options.model, dtype=dtype, device=device)
+    given = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
     ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
-    return Generator(model.eval(), tokenizer, eos_tokens=ends, **limit), tokenizer
+    return Generator(model.eval(), tokenizer, eos_tokens=ends, **given), tokenizer
 
 
 def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
@@ -41,6 +55,16 @@ def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
         stop=tuple(options.stop or ()),
         seed=secrets.randbits(48) if options.seed is None else options.seed,
     )
+
+
+def read_text(text: str, name: str) -> str:
+    """Returns a text of the command line, or standard input for "-". Raises ValueError if it is not UTF-8."""
+    text = sys.stdin.read() if text == "-" else text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 became surrogates
+        raise ValueError(f"the {name} is not UTF-8 at character {error.start}; convert it.") from error
+    return text
 
 
 def encode(tokenizer: ChatTokenizer, prompt: Prompt) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from postlude.commands.loading import read_text
 from postlude.data import pack
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.model import OutputInputs
@@ -25,11 +25,7 @@ def run(options: argparse.Namespace) -> None:
     console = Console()
     check_device(options.device)
     device = torch.device(options.device or default_device())
-    text = sys.stdin.read() if options.text == "-" else options.text
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # bytes that are not UTF-8 became surrogates
-        raise ValueError(f"the text is not UTF-8 at character {error.start}; convert it.") from error
+    text = read_text(options.text, "text")
     tokenizer = load_tokenizer(options.model)
     tokens = tokenizer(text)["input_ids"]
     if len(tokens) < 2:

@@ -171,7 +171,7 @@ def _show(console: Console, plan: StepForecast, gpu: str) -> None:
     ranks = sorted({*shown, layout.pp - 1})
     table = Table("pipeline rank", *map(str, ranks))
     rows = {
-        "in flight": [str(step.in_flight[rank]) for rank in ranks],
+        "in flight": [str(step.timeline.peak_in_flight[rank]) for rank in ranks],
         "busy": [f"{step.timeline.busy[rank] / step.timeline.makespan:.0%}" for rank in ranks],
     }
     parts = {

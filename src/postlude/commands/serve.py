@@ -8,15 +8,9 @@ import os
 import signal
 import socket
 
-import torch
-
-from postlude.generate.generator import Generator
-from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import end_tokens, read_generation, read_model
-from postlude.model import LanguageModel
+from postlude.commands.loading import load_generator
 from postlude.recipes.run.outcome import RunFailed
 from postlude.serving.server.generation_server import GenerationServer
-from postlude.world.devices import check_device, default_device
 from postlude.world.ports import is_loopback
 
 KEY = "POSTLUDE_API_KEY"
@@ -24,28 +18,11 @@ KEY = "POSTLUDE_API_KEY"
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal stops it. One line reports the address when it is ready."""
-    check_device(options.device)
     check_address(options.host, options.port)
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
-    device = torch.device(options.device or default_device())
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options.model)
-    if options.empty:
-        with torch.device("meta"):
-            model = LanguageModel(read_model(options.model)[1], dtype=dtype or torch.float32)
-        model = model.to_empty(device=device)
-    else:
-        model = load_model(options.model, dtype=dtype, device=device)
-    limits = {
-        name: getattr(options, name)
-        for name in ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
-        if getattr(options, name) is not None
-    }
-    eos_tokens = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
-    generator = Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **limits)
+    limits = ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
+    generator, _ = load_generator(options, limits, empty=options.empty)
     version = None if options.empty else "default"
     server = GenerationServer(generator, options.name or options.model, version, key=key)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.objectives import MTP, SFT
 from postlude.options import ZERO_BUBBLE, Overlap, Recompute, check_overlap
-from postlude.trace.chrome import chrome_events, chrome_json
+from postlude.trace.chrome import chrome_events
 from postlude.trace.recorder import Recording
 from postlude.trace.spans import Span, starting_at_zero
 from postlude.trace.svg import Timeline, render_svg
@@ -94,7 +95,7 @@ def write(timelines: list[Timeline], directory: Path) -> None:
     for timeline in timelines:
         events += chrome_events(timeline.spans, first_process=first, title=timeline.title)
         first += len(timeline.ranks)
-    (directory / EVENTS).write_text(chrome_json(events), encoding="utf-8")
+    (directory / EVENTS).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def record_all(chosen: list[Traced]) -> list[list[Span]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,8 +43,3 @@ def chrome_events(spans: Iterable[Span], *, first_process: int = 0, title: str =
             }
         )
     return events
-
-
-def chrome_json(events: Iterable[dict[str, Any]]) -> str:
-    """Returns the content of a trace file."""
-    return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}) + "\n"
