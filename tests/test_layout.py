@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude import Layout, Stage
-from postlude.hf.read_model import model_from_hf, read_config
+from postlude.hf.read_model import model_from_hf, read_description
 from postlude.world.mesh import Mesh
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -130,6 +130,6 @@ def test_weights_and_each_way_that_tokens_go_have_groups_of_their_own(ranks: Any
     ],
 )
 def test_a_model_names_the_nearest_layout_that_divides_it(model: str, layout: str, sentence: str) -> None:
-    _, config = model_from_hf(read_config(model))
+    _, config = model_from_hf(read_description(model))
     with pytest.raises(ValueError, match=sentence):
         config.check_layout(Layout.parse(layout))

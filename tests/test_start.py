@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from postlude.hf.builtin import BUILTIN, FIELDS
-from postlude.hf.read_model import model_from_hf, read_config
+from postlude.hf.read_model import model_from_hf, read_description
 
 WATCHED = """
 import json, sys
@@ -80,7 +80,7 @@ def test_a_built_in_model_is_described_without_what_it_does_not_need(model: str)
 
 @pytest.mark.parametrize("model", sorted(FIELDS))
 def test_a_built_in_model_is_what_transformers_makes_of_its_fields(model: str) -> None:
-    family, config = model_from_hf(read_config(model))
+    family, config = model_from_hf(read_description(model))
     assert replace(family.to_model(FIELDS[model]), hf_config=config.hf_config) == config  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from postlude import Batch, Engine, Layout
 from postlude.engine.batch_sharding import scatter_batch
-from postlude.hf.builtin import tiny_dense
+from postlude.hf.builtin import BUILTIN
 from postlude.objectives import SFT
 from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
@@ -18,7 +18,7 @@ ROWS = [list(b"some"), list(b"rows of unequal"), list(b"length"), list(b"to"), l
 
 
 def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], float, list[float]]:
-    engine = Engine(tiny_dense(), mesh=mesh(layout), budget=24, seed=3)
+    engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(layout), budget=24, seed=3)
     controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
     masks = [[1] * len(row) for row in ROWS]
     whole = Batch(ROWS, {"loss_mask": masks, "place": [float(place) for place in range(len(ROWS))]})

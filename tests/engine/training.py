@@ -16,7 +16,7 @@ from postlude.engine import AdamW, Engine, LRSchedule
 from postlude.engine.scale import LossNormalizer
 from postlude.hf.export import hf_tensors
 from postlude.hf.model_source import Source
-from postlude.hf.read_model import model_from_hf, read_config
+from postlude.hf.read_model import model_from_hf, read_description
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, Objective, mean
 from tests.meshes import mesh
@@ -31,7 +31,7 @@ DAMPED = replace(ADAMW, max_grad_norm=0.5, eps=1e-3)
 
 
 def config(model: str, **changes: Any) -> PretrainedConfig:
-    hf = read_config(model)
+    hf = read_description(model)
     for name, value in {"initializer_range": 0.1, **changes}.items():
         setattr(hf, name, value)
     return hf

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
 from postlude.hf.load import check_weights
 from postlude.hf.model_card import ModelCard
-from postlude.hf.read_model import read_config, read_generation
+from postlude.hf.read_model import read_description, read_generation
 from postlude.hf.reload import reload_weights
 from tests.hf.families import CONFIGS, saved
 
@@ -434,7 +434,7 @@ def test_no_experts_at_all() -> None:
 
 def test_the_config_is_read_without_weights(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
-    assert read_config(directory).model_type == "llama"
+    assert read_description(directory).model_type == "llama"
 
 
 def test_the_byte_tokenizer_is_its_own_inverse() -> None:

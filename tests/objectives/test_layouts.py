@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude import LanguageModel, Layout
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.hf.builtin import tiny_dense
+from postlude.hf.builtin import BUILTIN
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import PolicyGradient
@@ -44,7 +44,7 @@ CRITIC = [case for case in CASES if case[0] in ("value", "ppo")]
 
 
 def tiny() -> Any:
-    config = tiny_dense()
+    config = BUILTIN["tiny-dense"]()
     config.initializer_range = 0.1
     config.num_hidden_layers = 2
     return config

@@ -12,7 +12,7 @@ import torch
 
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import read_config
+from postlude.hf.read_model import read_description
 from postlude.recipes.config.load import load
 from postlude.recipes.config.schema import options
 from postlude.recipes.registry import RECIPES
@@ -390,7 +390,7 @@ def last(group: Any, command: str, *settings: str) -> str:
 
 def write_model(directory: Path) -> None:
     """A model whose hidden states are all nearly the same, and whose head makes `SAID` of them."""
-    hf, tokenizer = read_config("tiny-dense"), load_tokenizer("tiny-dense")
+    hf, tokenizer = read_description("tiny-dense"), load_tokenizer("tiny-dense")
     hf.tie_word_embeddings, hf.num_hidden_layers = False, 1
     model = load_model(hf)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from postlude.cli import main
 from postlude.engine import AdamW, Engine
-from postlude.hf.read_model import model_from_hf, read_config
+from postlude.hf.read_model import model_from_hf, read_description
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model.parallel import local_shard
@@ -77,7 +77,7 @@ def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2", "dp_replicate=2"])
 def test_the_memory_foretold_is_what_an_engine_holds(ranks: Ranks, layout: str) -> None:
     parsed = Layout.parse(layout)
-    config = model_from_hf(read_config("tiny-moe"))[1]
+    config = model_from_hf(read_description("tiny-moe"))[1]
     foretold = estimate_memory(config, parsed, budget=64, compute_bytes=4, moments=2)
     for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
         expected = foretold[rank if parsed.pp == 2 else 0].parameters

@@ -24,7 +24,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf import export
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import read_config, read_model
+from postlude.hf.read_model import read_description, read_model
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, _stop_tokens
 from postlude.recipes.checks.preflight import _tasks as look_at_tasks
 from postlude.recipes.checks.servers import check_servers
@@ -120,7 +120,7 @@ class TinyReceiver(TinyVLLM, Receiver):
 
     def say(self, path: str, body: Any) -> Any:
         if path == "/finish_weight_update":
-            read_config("tiny-dense").save_pretrained(self.capacity)
+            read_description("tiny-dense").save_pretrained(self.capacity)
             save_file(self.tensors, self.capacity / "model.safetensors")
             self.read(str(self.capacity))
             self.tensors = {}

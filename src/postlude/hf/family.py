@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -17,14 +17,14 @@ from postlude.hf.mtp_names import LAYER, MTPNames
 from postlude.model import ModelConfig
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from postlude.hf.tensor_source import TensorSource
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 NOT_IN_HF = ("value_head.weight",)  # Hugging Face models have no such tensor
 EXPERT = "{expert}"
 Region: TypeAlias = tuple[slice, ...]
+HFConfig: TypeAlias = Any
+"""A transformers config, or `builtin.Fields`: families read its fields and call `to_dict`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Family:
     """One `model_type`: how its config becomes a ModelConfig, and how its tensors are named."""
 
     model_type: str
-    to_model: Callable[[PretrainedConfig], ModelConfig]
+    to_model: Callable[[HFConfig], ModelConfig]
     names: Names | Callable[[ModelConfig], Names]
     """By module in one of our layers ("attention.q_proj"), the module in one of theirs ("self_attn.q_proj"); or by
     tensor ("moe.selection_bias"), the tensor or a `TensorMapping`. `{expert}` in their name stands for one tensor per

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
-from postlude.hf.family import Family
+from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 from postlude.model.blocks import MLPConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Norms store their weights minus one; sliding layers have their own rotary frequencies."""
     if hf.use_bidirectional_attention:
         raise ValueError(

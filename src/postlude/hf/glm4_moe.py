@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config, head_dim, rotary_dim
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config, rotary_dim
 from postlude.hf.deepseek_v3 import MOE_NAMES, MTP_NAMES, dense_then_experts
-from postlude.hf.family import Family
+from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Biases are on queries, keys and values."""
     second, blocks = dense_then_experts(hf)
     return decoder_config(
         hf,
         qkv_bias=hf.attention_bias,
         qk_norm="head" if hf.use_qk_norm else None,
-        rotary_dim=rotary_dim(hf, head_dim(hf)),
+        rotary_dim=rotary_dim(hf),
         layers=second,
         blocks=blocks,
     )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from postlude.hf.decoder import ATTENTION_NAMES, decoder_config
-from postlude.hf.family import Family, Names, TensorMapping
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping
 from postlude.hf.mxfp4 import Mxfp4Source
 from postlude.model import ModelConfig
 from postlude.model.blocks import MoEConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Expert weights are a softmax over the chosen experts, which equals a renormalised softmax over all."""
     experts = MoEConfig(
         experts=hf.num_local_experts,

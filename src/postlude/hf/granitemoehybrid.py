@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from postlude.hf.decoder import ATTENTION_NAMES, activation, model_config, rotary
-from postlude.hf.family import Family, Names, TensorMapping, row_range
+from postlude.hf.decoder import ATTENTION_NAMES, activation, head_dim, model_config, rotary
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
 from postlude.hf.mamba2 import mamba_names, time_step_limit
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """The balance loss is on if transformers would add it to the loss: with `output_router_logits`."""
     second = "E" if hf.num_local_experts else "-"
     layers = [SYMBOLS[kind] + second for kind in hf.layer_types]
@@ -31,7 +27,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     )
 
 
-def _mamba(hf: PretrainedConfig) -> BlockConfig:
+def _mamba(hf: HFConfig) -> BlockConfig:
     return MambaConfig(
         heads=hf.mamba_n_heads,
         head_dim=hf.mamba_d_head,
@@ -45,11 +41,11 @@ def _mamba(hf: PretrainedConfig) -> BlockConfig:
     )
 
 
-def _attention(hf: PretrainedConfig) -> BlockConfig:
+def _attention(hf: HFConfig) -> BlockConfig:
     return AttentionConfig(
         heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        head_dim=head_dim(hf),
         rotary=rotary(hf, "full_attention") if hf.position_embedding_type == "rope" else None,
         qkv_bias=hf.attention_bias,
         output_bias=hf.attention_bias,
@@ -57,11 +53,11 @@ def _attention(hf: PretrainedConfig) -> BlockConfig:
     )
 
 
-def _mlp(hf: PretrainedConfig) -> BlockConfig:
+def _mlp(hf: HFConfig) -> BlockConfig:
     return MLPConfig(intermediate_size=hf.shared_intermediate_size, activation=activation(hf))
 
 
-def _moe(hf: PretrainedConfig) -> BlockConfig:
+def _moe(hf: HFConfig) -> BlockConfig:
     """A softmax over the chosen experts equals a renormalised softmax over all."""
     return MoEConfig(
         experts=hf.num_local_experts,

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config
-from postlude.hf.family import Family
+from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def _llama(hf: PretrainedConfig) -> ModelConfig:
+def _llama(hf: HFConfig) -> ModelConfig:
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, mlp_bias=hf.mlp_bias)
 
 
-def _mistral(hf: PretrainedConfig) -> ModelConfig:
+def _mistral(hf: HFConfig) -> ModelConfig:
     """A sliding window in every layer, or in none."""
     return decoder_config(hf, sliding=[hf.sliding_window is not None] * hf.num_hidden_layers)
 
 
-def _qwen2(hf: PretrainedConfig) -> ModelConfig:
+def _qwen2(hf: HFConfig) -> ModelConfig:
     """Biases on queries, keys and values. The later layers may have a sliding window."""
     return decoder_config(hf, qkv_bias=True)
 
 
-def _qwen3(hf: PretrainedConfig) -> ModelConfig:
+def _qwen3(hf: HFConfig) -> ModelConfig:
     """Queries and keys are normalised per head. The later layers may have a sliding window."""
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="head")
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import model_config
-from postlude.hf.family import Family, Names, TensorMapping, row_range
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
 from postlude.model import ModelConfig
 from postlude.model.blocks import MambaConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 BACKBONE = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm_head"}
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """One block per layer. The residual stream has the model's dtype, whatever `residual_in_fp32` is."""
     check_activation(hf.hidden_act)
     block = MambaConfig(
@@ -40,7 +36,7 @@ def check_activation(name: str) -> None:
         raise ValueError(f"a Mamba-2 block with activation {name!r} is not supported, only with silu.")
 
 
-def time_step_limit(hf: PretrainedConfig) -> tuple[float, float]:
+def time_step_limit(hf: HFConfig) -> tuple[float, float]:
     """Returns the bounds of the time step. JSON has no infinity, so it may be missing or text."""
     low, high = hf.time_step_limit or (0.0, math.inf)
     return float(low), float(high)

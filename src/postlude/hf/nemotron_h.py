@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from postlude.hf.decoder import ACTIVATIONS, model_config
 from postlude.hf.deepseek_v3 import experts_by_groups
-from postlude.hf.family import EXPERT, Family, Names
+from postlude.hf.family import EXPERT, Family, HFConfig, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 NAMES = {
@@ -30,7 +26,7 @@ NAMES = {
 }
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Time steps are clamped to `time_step_limit`, as in NVIDIA's code; transformers 5 takes the minimum from
     `time_step_min`, which is for initialisation (its pull request 48989 fixes that)."""
     layers = [SYMBOLS[kind] for kind in hf.layers_block_type]
@@ -39,7 +35,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     return model_config(hf, layers, blocks, norm_eps=hf.layer_norm_epsilon)
 
 
-def _mamba(hf: PretrainedConfig) -> BlockConfig:
+def _mamba(hf: HFConfig) -> BlockConfig:
     check_activation(hf.mamba_hidden_act)
     return MambaConfig(
         heads=hf.mamba_num_heads,
@@ -56,13 +52,13 @@ def _mamba(hf: PretrainedConfig) -> BlockConfig:
     )
 
 
-def _attention(hf: PretrainedConfig) -> BlockConfig:
+def _attention(hf: HFConfig) -> BlockConfig:
     return AttentionConfig(
         heads=hf.num_attention_heads, kv_heads=hf.num_key_value_heads, head_dim=hf.head_dim, rotary=None
     )
 
 
-def _mlp(hf: PretrainedConfig) -> BlockConfig:
+def _mlp(hf: HFConfig) -> BlockConfig:
     return MLPConfig(
         intermediate_size=hf.intermediate_size,
         activation=ACTIVATIONS[hf.mlp_hidden_act],
@@ -71,7 +67,7 @@ def _mlp(hf: PretrainedConfig) -> BlockConfig:
     )
 
 
-def _moe(hf: PretrainedConfig) -> BlockConfig:
+def _moe(hf: HFConfig) -> BlockConfig:
     if hf.mlp_bias:
         raise ValueError("nemotron_h experts with mlp_bias=True are not supported; there is no bias for them.")
     return replace(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config
-from postlude.hf.family import Family
+from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Rotary scaling applies to the full-attention layers alone; the config has parameters for each type of layer."""
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post")
 

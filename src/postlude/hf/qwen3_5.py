@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import Family, Names, TensorMapping, row_range
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
 from postlude.hf.mtp_names import LAYER
 from postlude.hf.qwen3_next import (
     MTP_NAMES,
@@ -24,17 +24,14 @@ from postlude.hf.stacked_experts import StackedExpertsSource
 from postlude.model import ModelConfig
 from postlude.model.blocks import GatedDeltaConfig, MLPConfig, MoEConfig
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
-
-def to_dense(hf: PretrainedConfig) -> ModelConfig:
+def to_dense(hf: HFConfig) -> ModelConfig:
     """An MLP in every layer."""
     mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
     return hybrid_config(hf, ["-"] * hf.num_hidden_layers, {"-": mlp})
 
 
-def to_moe(hf: PretrainedConfig) -> ModelConfig:
+def to_moe(hf: HFConfig) -> ModelConfig:
     """Experts in every layer, whose weights sum to one."""
     return hybrid_config(hf, ["E"] * hf.num_hidden_layers, {"E": shared_experts(hf, normalise=True)})
 
@@ -52,7 +49,7 @@ def names(config: ModelConfig) -> Names:
     return found | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
 
 
-def text_config(hf: PretrainedConfig) -> PretrainedConfig:
+def text_config(hf: HFConfig) -> HFConfig:
     """Returns the config of the text model in a vision model, with the fields that only the whole has."""
     text = copy.deepcopy(hf.text_config)
     text.tie_word_embeddings = hf.tie_word_embeddings

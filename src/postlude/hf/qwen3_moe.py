@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
-from postlude.hf.family import EXPERT, Family
+from postlude.hf.family import EXPERT, Family, HFConfig
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, MoEConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 MOE_NAMES = {
     "moe.norm": "post_attention_layernorm",
@@ -21,20 +16,10 @@ MOE_NAMES = {
 }
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
-    """The balance loss is on if transformers would add it to the loss: with `output_router_logits`."""
+def to_model(hf: HFConfig) -> ModelConfig:
+    """Qwen3 with experts."""
     second = experts_or_dense(hf)
-    blocks: dict[str, BlockConfig] = {}
-    if "E" in second:
-        blocks["E"] = MoEConfig(
-            experts=hf.num_experts,
-            top_k=hf.num_experts_per_tok,
-            intermediate_size=hf.moe_intermediate_size,
-            activation=activation(hf),
-            normalise=hf.norm_topk_prob,
-            # transformers counts each of the top_k choices separately.
-            balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
-        )
+    blocks: dict[str, BlockConfig] = {"E": experts(hf, normalise=hf.norm_topk_prob)} if "E" in second else {}
     return decoder_config(
         hf,
         qkv_bias=hf.attention_bias,
@@ -46,7 +31,20 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     )
 
 
-def experts_or_dense(hf: PretrainedConfig) -> list[str]:
+def experts(hf: HFConfig, *, normalise: bool) -> MoEConfig:
+    """Returns the experts. Their balance loss is on if transformers would add it: with `output_router_logits`."""
+    return MoEConfig(
+        experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        activation=activation(hf),
+        normalise=normalise,
+        # transformers counts each of the top_k choices separately.
+        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
+    )
+
+
+def experts_or_dense(hf: HFConfig) -> list[str]:
     """Returns the second block of each layer: an MLP where `mlp_only_layers` or `decoder_sparse_step` ask for it."""
     dense = set(hf.mlp_only_layers or ())
     sparse = (

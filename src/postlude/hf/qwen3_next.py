@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from postlude.hf.decoder import (
     ATTENTION_NAMES,
     MLP_NAMES,
     QK_NORM_NAMES,
     activation,
+    head_dim,
     model_config,
     rotary,
     rotary_dim,
 )
-from postlude.hf.family import Family, Names, TensorMapping
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping
 from postlude.hf.mtp_names import MTPNames
-from postlude.hf.qwen3_moe import MOE_NAMES, experts_or_dense
+from postlude.hf.qwen3_moe import MOE_NAMES, experts, experts_or_dense
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 LAYER_TYPES = {"linear_attention": "G", "full_attention": "*"}
 SHARED_NAMES = {
@@ -34,7 +32,7 @@ SHARED_NAMES = {
 NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
 
 
-def to_model(hf: PretrainedConfig) -> ModelConfig:
+def to_model(hf: HFConfig) -> ModelConfig:
     """Qwen3-MoE with other token mixers."""
     second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
@@ -45,7 +43,7 @@ def to_model(hf: PretrainedConfig) -> ModelConfig:
     return hybrid_config(hf, second, blocks)
 
 
-def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
+def hybrid_config(hf: HFConfig, second: Sequence[str], blocks: Mapping[str, BlockConfig]) -> ModelConfig:
     """Returns a ModelConfig whose first blocks follow `layer_types`; `second` are the other blocks of the layers."""
     unknown = sorted(set(hf.layer_types) - set(LAYER_TYPES))
     if unknown:
@@ -53,15 +51,14 @@ def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[s
     if hf.hidden_act not in ("silu", "swish"):
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported by {hf.model_type}'s convolutions, only silu.")
     first = [LAYER_TYPES[kind] for kind in hf.layer_types]
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     configs = dict(blocks)
     if "*" in first:
         configs["*"] = AttentionConfig(
             heads=hf.num_attention_heads,
             kv_heads=hf.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=head_dim(hf),
             rotary=rotary(hf, "full_attention", partial=True),
-            rotary_dim=rotary_dim(hf, head_dim),
+            rotary_dim=rotary_dim(hf),
             qkv_bias=hf.attention_bias,
             output_bias=hf.attention_bias,
             qk_norm="head",
@@ -79,22 +76,10 @@ def hybrid_config(hf: PretrainedConfig, second: Sequence[str], blocks: Mapping[s
     return replace(model_config(hf, layers, configs), norm_offset=1.0)
 
 
-def shared_experts(hf: PretrainedConfig, *, normalise: bool) -> MoEConfig:
-    """Returns experts with a shared expert that has its own gate.
-
-    The balance loss is on if transformers would add it to the loss: with `output_router_logits`.
-    """
-    return MoEConfig(
-        experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        activation=activation(hf),
-        normalise=normalise,
-        shared_intermediate_size=hf.shared_expert_intermediate_size,
-        shared_gate=True,
-        # transformers counts each of the top_k choices separately.
-        balance_coefficient=hf.router_aux_loss_coef * hf.num_experts_per_tok if hf.output_router_logits else 0.0,
-    )
+def shared_experts(hf: HFConfig, *, normalise: bool) -> MoEConfig:
+    """Returns experts with a shared expert that has its own gate."""
+    shared = hf.shared_expert_intermediate_size
+    return replace(experts(hf, normalise=normalise), shared_intermediate_size=shared, shared_gate=True)
 
 
 def names(config: ModelConfig) -> Names:

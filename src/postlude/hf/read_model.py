@@ -80,12 +80,6 @@ def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BL
         raise ValueError(f"{path} cannot be read as GGUF: {first_line(error)}") from error
 
 
-def read_config(source: PlainSource) -> PretrainedConfig:
-    """Returns the transformers config of a source that a Hugging Face family describes."""
-    found = read_description(source)
-    return hf_config(found) if isinstance(found, ModelConfig) else found
-
-
 def read_model_with_mtp(
     source: PlainSource, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> tuple[Family | None, ModelConfig]:

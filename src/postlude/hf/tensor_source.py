@@ -13,12 +13,9 @@ class TensorSource(Protocol):
 
     def names(self) -> Iterable[str]:
         """Returns the names of all tensors."""
-        ...
 
     def take(self, name: str) -> Tensor:
         """Returns one tensor. It is taken once, so a source may release it."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor, without reading it."""
-        ...
