@@ -10,7 +10,7 @@ import torch
 from postlude import Batch, Engine, Layout
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.sampling_params import SamplingParams
-from postlude.hf.builtin import tiny_dense
+from postlude.hf.builtin import BUILTIN
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.objectives import SFT
 from tests.meshes import mesh
@@ -19,7 +19,7 @@ PROMPTS = [list(b"one"), list(b"and two"), list(b"three and more"), list(b"4"), 
 
 
 def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
-    config = tiny_dense()
+    config = BUILTIN["tiny-dense"]()
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=64)
     generator = SyncedGenerator(engine, byte_tokenizer())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from postlude import load_tokenizer
-from postlude.generate.stop_strings import StopStrings, completion_text
+from postlude.generate.text_stream import StopStrings, completion_text
 
 
 @pytest.fixture(scope="module")

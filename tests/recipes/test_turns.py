@@ -15,7 +15,7 @@ from postlude import Batch, Engine, Layout
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.hf.builtin import tiny_dense
+from postlude.hf.builtin import BUILTIN
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
@@ -32,6 +32,7 @@ from postlude.user_code import load_callable
 from tests.conftest import Ranks
 from tests.meshes import mesh
 from tests.rollout.engines import Alone
+from tests.rollout.episodes import step
 from tests.rollout.functions import talk
 
 SAMPLES = 2
@@ -99,7 +100,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
 
 def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
     """Conversations with a model, and all that can be off about them."""
-    config = tiny_dense()
+    config = BUILTIN["tiny-dense"]()
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=160)
     recorded = Recorded(SyncedGenerator(engine, byte_tokenizer()))
@@ -237,7 +238,7 @@ def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch
     environment = config.environment.build(0)
     assert environment.keep_reasoning
     episode = environment.reset(environment.tasks[0])
-    assert [environment.step([episode], ["x"])[0] for _ in range(2)] == [
+    assert [step(environment, [episode], ["x"])[0] for _ in range(2)] == [
         TurnResult(Score(0.5), "again"),
         TurnResult(Score(1.5)),
     ]

@@ -11,8 +11,6 @@ from postlude.world.agreement import Rank0Controller
 class Alone(PollAdapter):
     """Any engine, as one of a run's ranks."""
 
-    batched_polls = True
-
     def __init__(self, engine: RolloutEngine) -> None:
         super().__init__(engine)
         self.controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)

@@ -18,6 +18,7 @@ from postlude.rollout.environments import AssistantTurn, TurnResult
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
+from tests.rollout.episodes import step
 
 LIMIT = 2.0  # seconds; what hangs is given up after so many
 
@@ -70,15 +71,15 @@ def counting(**settings: Any) -> AsyncEnvironment:
 def test_an_episode_keeps_its_state_and_adds_up_what_it_earns() -> None:
     environment = counting()
     episodes = [environment.reset(environment.tasks[index]) for index in (1, 2)]
-    assert environment.step(episodes, ["go", "earn"]) == [
+    assert step(environment, episodes, ["go", "earn"]) == [
         TurnResult(observation="11"),
         TurnResult(Score(0.25), "21"),
     ]
-    assert environment.step(episodes, ["stop", "earn"]) == [
+    assert step(environment, episodes, ["stop", "earn"]) == [
         TurnResult(Score(1.0, {"count": 12.0})),
         TurnResult(Score(0.5), "22"),
     ]
-    assert environment.step(episodes[1:], ["go"]) == [TurnResult(Score(0.5, {"unfinished": 1.0}))], "after three turns"
+    assert step(environment, episodes[1:], ["go"]) == [TurnResult(Score(0.5, {"unfinished": 1.0}))], "after three turns"
     assert episodes[1].observations == ["21", "22"]
     before = Counting.closed
     for episode in episodes:
@@ -99,13 +100,13 @@ def test_an_episode_that_fails_costs_itself() -> None:
         "both": ("invalid", "Counting returned (1.0, 'the wrong way round'), but of two things the first is text"),
     }
     episodes = {kind: environment.reset(environment.tasks[0]) for kind in (*kinds, "stop")}
-    turns = dict(zip(episodes, environment.step(list(episodes.values()), list(episodes)), strict=True))
+    turns = dict(zip(episodes, step(environment, list(episodes.values()), list(episodes)), strict=True))
     assert turns.pop("stop") == TurnResult(Score(1.0, {"count": 1.0}))
     for kind, turn in turns.items():
         assert turn.score is not None
         assert turn.score.reward == 0.0
         assert kinds[kind][1] in str(turn.score.error)
-    assert dict(environment.failures.failures) == {"raised": 1, "timed_out": 1, "invalid": 2, "died": 0}
+    assert dict(environment.failures.failures) == {"raised": 1, "timed_out": 1, "invalid": 2}
     environment.close()
 
 
@@ -114,12 +115,12 @@ def test_an_episode_that_exits_costs_itself(way: str) -> None:
     """And none that is under way beside it, or comes after it."""
     environment = counting(timeout=20.0)
     episodes = [environment.reset(task) for task in environment.tasks]
-    turns = environment.step(episodes[:4], ["go", way, "go", "go"])
+    turns = step(environment, episodes[:4], ["go", way, "go", "go"])
     assert [turn.observation for turn in turns] == ["1", None, "21", "31"]
     assert turns[1].score is not None
     assert turns[1].score.error is not None
     assert turns[1].score.error.startswith("Counting failed: SystemExit: 2")
-    assert environment.step(episodes[4:5], ["go"]) == [TurnResult(observation="41")]
+    assert step(environment, episodes[4:5], ["go"]) == [TurnResult(observation="41")]
     environment.close()
 
 
@@ -127,9 +128,9 @@ def test_an_episode_that_exits_costs_itself(way: str) -> None:
 def test_one_that_blocks_the_thread_is_left_behind() -> None:
     environment = counting()
     first, second = (environment.reset(environment.tasks[0]) for _ in range(2))
-    (turn,) = environment.step([first], ["block"])
+    (turn,) = step(environment, [first], ["block"])
     assert f"took more than {LIMIT:g} s and was given up" in str(turn.score and turn.score.error)
-    assert environment.step([second], ["stop"])[0].score == Score(1.0, {"count": 1.0}), "nobody waits for it"
+    assert step(environment, [second], ["stop"])[0].score == Score(1.0, {"count": 1.0}), "nobody waits for it"
     Counting.unblocked.set()
     environment.close()
 
@@ -231,16 +232,16 @@ def test_openenv_plays_its_episodes(server: str) -> None:
     assert tasks[4].prompt == [{"role": "user", "content": "Guess my number, game 44."}]
     environment = AsyncEnvironment(tasks, there.episode, name="the server", max_turns=3)
     episodes = [environment.reset(tasks[index]) for index in (4, 7)]
-    assert environment.step(episodes, ["4", "9"]) == [TurnResult(Score(1.0)), TurnResult(Score(-0.1), "lower")]
-    assert environment.step(episodes[1:], ["7"]) == [TurnResult(Score(0.9))]
+    assert step(environment, episodes, ["4", "9"]) == [TurnResult(Score(1.0)), TurnResult(Score(-0.1), "lower")]
+    assert step(environment, episodes[1:], ["7"]) == [TurnResult(Score(0.9))]
     wrong = environment.reset(tasks[1])
-    (turn,) = environment.step([wrong], ["a number"])
+    (turn,) = step(environment, [wrong], ["a number"])
     assert turn.score is not None
     assert "ValueError" in str(turn.score.error) or "invalid literal" in str(turn.score.error)
     for episode in (*episodes, wrong):
         environment.release(episode)
     other = Task("x", {"seed": 3, "shown": "Guess my number, game 4."})
-    (turn,) = environment.step([environment.reset(other)], ["3"])
+    (turn,) = step(environment, [environment.reset(other)], ["3"])
     assert "seed 3 began with 'Guess my number, game 3.', and before" in str(turn.score and turn.score.error)
     assert environment.failures.failures["raised"] == 2
     environment.close()

@@ -20,6 +20,7 @@ from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, Tur
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, hold_out, last_tasks
 from postlude.rollout.verifiers import GymEntries, decode_entries, gym_dataset
+from tests.rollout.episodes import step
 from tests.rollout.functions import guess
 
 ROWS = '{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}\n'
@@ -117,14 +118,12 @@ print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c
 def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
     environment = SingleTurn(tasks, RewardPool(holds_the_answer, workers=0))
     episodes = [environment.reset(tasks[0]), environment.reset(tasks[1]), environment.reset(tasks[1])]
-    turns = environment.step(episodes, ["it is 2", "4", "5"])
+    turns = step(environment, episodes, ["it is 2", "4", "5"])
     assert [turn.score for turn in turns] == [Score(1.0), Score(1.0), Score(0.0)]
     assert all(turn.done for turn in turns)
     assert [episode.score for episode in episodes] == [turn.score for turn in turns]
     with pytest.raises(ValueError, match=r"the episode of task 'line 1 of train\.jsonl' is over"):
-        environment.step(episodes[:1], ["again"])
-    with pytest.raises(ValueError, match="1 episodes got 0 completions"):
-        environment.step([environment.reset(tasks[0])], [])
+        step(environment, episodes[:1], ["again"])
     environment.close()
 
 
@@ -134,13 +133,13 @@ def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
     games = [Task("guess", {"number": 5}), Task("guess", {"number": 8}), Task("guess", {"number": 3})]
     environment = MultiTurn(games, guess, max_turns=3, unfinished_reward=-0.5, workers=workers)
     episodes = [environment.reset(game) for game in games]
-    first = environment.step(episodes, ["5", "2", "what?"])
+    first = step(environment, episodes, ["5", "2", "what?"])
     assert first[0] == TurnResult(Score(1.0, {"turns": 1.0}))
     assert first[1] == TurnResult(observation="higher")
     assert "ValueError: invalid literal" in str(first[2].score and first[2].score.error)
     assert environment.pool.failures["raised"] == 1
-    assert environment.step(episodes[1:2], ["9"]) == [TurnResult(observation=[{"role": "user", "content": "Think!"}])]
-    assert environment.step(episodes[1:2], ["7"]) == [TurnResult(Score(-0.5, {"unfinished": 1.0}))]
+    assert step(environment, episodes[1:2], ["9"]) == [TurnResult(observation=[{"role": "user", "content": "Think!"}])]
+    assert step(environment, episodes[1:2], ["7"]) == [TurnResult(Score(-0.5, {"unfinished": 1.0}))]
     assert episodes[1].completions == ["2", "9", "7"]
     assert episodes[1].observations == ["higher", [{"role": "user", "content": "Think!"}]]
     environment.close()
@@ -212,7 +211,7 @@ def test_reasoning_gym_is_scored_by_itself() -> None:
     chosen = [gym[i] for i in range(3)]
     answers = [str(task.example["answer"]) for task in chosen]
     completions = [f"<answer>{answers[0]}</answer>", answers[1], "<answer>nonsense</answer>"]
-    turns = environment.step([environment.reset(task) for task in chosen], completions)
+    turns = step(environment, [environment.reset(task) for task in chosen], completions)
     assert [turn.score for turn in turns][:2] == [Score(1.0, {"answered": 1.0}), Score(0.0, {"answered": 0.0})]
     assert turns[2].score is not None
     assert turns[2].score.reward < 0.5

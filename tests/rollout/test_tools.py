@@ -18,6 +18,7 @@ from postlude.recipes.rollouts import prompt_encoder
 from postlude.rollout.environments import TurnResult
 from postlude.rollout.rewards import Score
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
+from tests.rollout.episodes import step
 
 TOOLS = '''
 import asyncio
@@ -135,9 +136,9 @@ def test_tools_are_chosen_in_a_config_and_written_into_the_prompt(file: Path) ->
     )
     assert "Add two numbers." in knowing.decode(prompt)
     episodes = [environment.reset(environment.tasks[0]) for _ in range(2)]
-    assert environment.step(episodes, [call("add", a=1, b=2), "4"]) == [
+    assert step(environment, episodes, [call("add", a=1, b=2), "4"]) == [
         TurnResult(observation=[{"role": "tool", "content": "3"}]),
         TurnResult(Score(0.0)),
     ]
-    assert environment.step(episodes[:1], ["3"]) == [TurnResult(Score(1.0))]
+    assert step(environment, episodes[:1], ["3"]) == [TurnResult(Score(1.0))]
     environment.close()

@@ -359,8 +359,8 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
     remote, native = GenerationClient(server.url, "tiny"), PollAdapter(server.generator)
     assert isinstance(native, AsyncRolloutEngine)
-    for engine in (remote, native):
-        expected = engine.generate(PROMPTS[:2], sampling, n=2)
+    for engine, generate in ((remote, remote.generate), (native, server.generator.generate)):
+        expected = generate(PROMPTS[:2], sampling, n=2)
         tickets = [
             engine.submit(Request(tuple(prompt), own, 2)) for prompt, own in zip(PROMPTS, sampling, strict=False)
         ]
@@ -374,7 +374,7 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         while len(alone) < 2:
             alone |= {done.ticket: done.completion for done in engine.poll(timeout=None)}
         assert alone[second].tokens == expected[0][1].tokens
-        assert alone[third].tokens == engine.generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
+        assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
         assert alone[third].tokens not in [one.tokens for one in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     ticket = remote.submit(Request((1,), sampling[0]))

@@ -228,8 +228,8 @@ class Encoder:
         messages = self._template.checked(
             [{"role": "user", "content": observation}] if isinstance(observation, str) else observation, row
         )
-        roles = tuple(str(message["role"]) for message in messages)
-        if not keep_reasoning and self._drops_reasoning(roles):
+        roles = [str(message["role"]) for message in messages]
+        if not keep_reasoning and self._template.drops_reasoning(roles):
             raise ValueError(
                 f"the chat template removes the assistant's reasoning of earlier turns once a message of {roles[-1]} "
                 f"follows, but sampled tokens stay as they are: the model would be trained on a context that it is not "
@@ -245,12 +245,6 @@ class Encoder:
         between = whole[len(turn) :] if whole[: len(turn)] == turn else self._tokens([ContinuationText(text[cut:])])[0]
         ended = between[:1] == list(after[-1:]) and between[0] in self._turn_encoder.special
         return between[1:] if ended else between
-
-    def _drops_reasoning(self, roles: tuple[str, ...]) -> bool:
-        known = self._dropped
-        if roles not in known:
-            known[roles] = self._template.drops_reasoning([{"role": role, "content": "."} for role in roles])
-        return known[roles]
 
     def _turns(
         self, messages: list[Message], first: int, tools: Tools, row: str
@@ -334,10 +328,6 @@ class Encoder:
     def _end(self) -> list[int]:
         end = self.tokenizer.eos_token_id
         return [] if end is None else [end]
-
-    @cached_property
-    def _dropped(self) -> dict[tuple[str, ...], bool]:
-        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # without the cached properties

@@ -207,12 +207,16 @@ class ChatTemplate:
             reasoning = reasoning.removeprefix(OPEN).removeprefix(opened[1])
         return before, reasoning + rest
 
-    def drops_reasoning(self, messages: list[Message]) -> bool:
-        """Whether the reasoning of the last turn is rendered, but no more once `messages` follow it."""
-        return any(
-            PROBE in self._try_render([QUESTION, turn]) and PROBE not in self._try_render([QUESTION, turn, *messages])
-            for turn in REASONING_PROBES
-        )
+    def drops_reasoning(self, roles: Sequence[str]) -> bool:
+        """Whether the reasoning of the last turn is rendered, but no more once messages of these roles follow it."""
+        key = ("reasoning", " ".join(roles))
+        if key not in self._known:
+            after = [{"role": role, "content": "."} for role in roles]
+            self._known[key] = any(
+                PROBE in self._try_render([QUESTION, turn]) and PROBE not in self._try_render([QUESTION, turn, *after])
+                for turn in REASONING_PROBES
+            )
+        return self._known[key]
 
     def _try_render(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Returns the text of messages, or an empty one if the template refuses them."""

@@ -15,25 +15,19 @@ class ChatTokenizer(Protocol):
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
         """The special tokens by name, as templates see them."""
-        ...
 
     def __call__(self, text: Any, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...) -> Any:
         """Returns the tokens of one or several texts under "input_ids"."""
-        ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Returns the text or tokens of messages."""
-        ...
 
     def decode(self, token_ids: Any, **options: Any) -> str:
         """Returns the text of tokens."""
-        ...
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """The tokens outside the ordinary vocabulary by id, with how they are matched in text."""
-        ...
 
     def get_added_vocab(self) -> dict[str, int]:
         """The tokens outside the ordinary vocabulary, special ones included."""
-        ...

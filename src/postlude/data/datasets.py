@@ -281,14 +281,13 @@ class Sampler:
     continues with exactly the rows that would have followed.
     """
 
-    def __init__(self, size: int, seed: int = 0, *, shuffle: bool = True, skip: Container[int] = ()) -> None:
+    def __init__(self, size: int, seed: int = 0, *, skip: Container[int] = ()) -> None:
         if size < 1:
             raise ValueError(f"size is {size}, but a sampler needs at least one row.")
         if seed < 0:
             raise ValueError(f"seed is {seed}, but the least is 0.")
         self.size = size
         self.seed = seed
-        self.shuffle = shuffle
         self.skip = skip
         self.epoch = 0
         self.position = 0  # rows of this epoch already returned or skipped
@@ -317,17 +316,11 @@ class Sampler:
 
     def state(self) -> dict[str, Any]:
         """Returns its position as JSON."""
-        return {
-            "size": self.size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "epoch": self.epoch,
-            "position": self.position,
-        }
+        return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of a sampler of the same size, seed and shuffling."""
-        for name in ("size", "seed", "shuffle"):
+        """Continues from a state of a sampler of the same size and seed."""
+        for name in ("size", "seed"):
             if state.get(name) != getattr(self, name):
                 raise ValueError(
                     f"the saved order has {name} {state.get(name)}, but this one has {getattr(self, name)}, so the "
@@ -342,8 +335,6 @@ class Sampler:
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
         import numpy as np
 
         # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.

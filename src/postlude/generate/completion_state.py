@@ -10,7 +10,7 @@ from torch import Tensor
 
 from postlude.generate.protocol import FinishReason, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
-from postlude.generate.stop_strings import StopStrings
+from postlude.generate.text_stream import StopStrings
 
 
 @dataclass(eq=False)

@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
-from postlude.ops.attention import ScoreConfig
+from postlude.model.context import DecodeState, States, Stores
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
 """Source page, target page, and how many tokens of it."""
 
 
-class DecodeCache(ABC):
+class DecodeCache(DecodeState, ABC):
     """Fixed-size states of `rows` rows, each [rows, ...]. Subclasses add what grows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -37,20 +36,6 @@ class DecodeCache(ABC):
         """Of all stores and states."""
         tensors = [tensor for kept in (*self._stores.values(), *self._states.values()) for tensor in kept]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    @abstractmethod
-    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
-        """See `DecodeState.attend`."""
-
-    @abstractmethod
-    def attend_latents(
-        self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
-    ) -> Tensor:
-        """See `DecodeState.attend_latents`."""
-
-    @abstractmethod
-    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
-        """See `DecodeState.recur`."""
 
     def record_routing(self, name: str, choice: Tensor) -> None:
         """See `DecodeState.record_routing`."""
@@ -103,8 +88,8 @@ class DecodeCache(ABC):
         """Returns what pages hold of a sequence and will not keep for those who start from it, by block."""
         return {}
 
-    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:  # noqa: B027 - only a cache that saves restores
+    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:
         """Give rows what `save` returned."""
 
-    def clear(self, row: int) -> None:  # noqa: B027 - only a cache whose masked keys are read clears
+    def clear(self, row: int) -> None:
         """Remove what is not a number from a row."""

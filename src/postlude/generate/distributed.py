@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.engine import Engine
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import Completion, ConversationEngine, PollAdapter
+from postlude.generate.protocol import AsyncRolloutEngine, Completion, PollAdapter
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
-from postlude.generate.stop_strings import Detokenizer
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller
@@ -21,26 +21,22 @@ from postlude.world.agreement import Rank0Controller
 Item = TypeVar("Item")
 
 
-class DistributedEngine(ConversationEngine, Protocol):
+class DistributedEngine(AsyncRolloutEngine, Protocol):
     """A rollout engine of all ranks. Only rank 0 submits and polls; the others wait in `controller` for its calls."""
 
     controller: Rank0Controller[Any, Any]
 
     def refresh(self) -> None:
         """Load the newest weights. Every rank calls it before completions are requested."""
-        ...
 
     def check_health(self) -> None:
         """Check that generation can continue. Rank 0 calls it repeatedly while it waits for completions."""
-        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call, on rank 0."""
-        ...
 
     def close(self) -> None:
         """Release memory, connections and threads."""
-        ...
 
 
 class ReplicatedGenerator(PollAdapter):
@@ -50,13 +46,11 @@ class ReplicatedGenerator(PollAdapter):
     all get all completions. Under `controller` rank 0 alone calls, and it alone gets them.
     """
 
-    batched_polls = True
-
-    def __init__(self, model: LanguageModel, tokenizer: Detokenizer | None, **limits: Any) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
         self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._share)
-        super().__init__(_Rank0Engine(self.controller))
+        super().__init__(self.generator)
 
     def refresh(self) -> None:
         """Nothing to do: it keeps the weights that it was given."""
@@ -88,6 +82,12 @@ class ReplicatedGenerator(PollAdapter):
         )
         return interleave(shares, len(prompts))
 
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first: int
+    ) -> list[list[Completion]]:
+        """Makes all ranks call. Rank 0 alone calls it, in `poll`."""
+        return interleave(self.controller.call_all(_Call(prompts, samplings, n, first)), len(prompts))
+
     def _share(self, call: _Call) -> list[list[Completion]]:
         """Returns this rank's completions."""
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -105,24 +105,6 @@ class _Call:
     first: int
 
 
-class _Rank0Engine:
-    """An engine for rank 0 to call, which makes all ranks call."""
-
-    def __init__(self, controller: Rank0Controller[_Call, list[list[Completion]]]) -> None:
-        self.controller = controller
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        n: int = 1,
-        *,
-        first: int = 0,
-    ) -> list[list[Completion]]:
-        shares = self.controller.call_all(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
-        return interleave(shares, len(prompts))
-
-
 def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
     """Returns `count` items in their order, of which rank r of n had r, r + n, r + 2n, …"""
     return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
@@ -131,7 +113,7 @@ def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
 class SyncedGenerator(ReplicatedGenerator):
     """A copy of an engine's model, with the engine's weights at every call. It works in every layout of the engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Detokenizer | None, **limits: Any) -> None:
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
         self.engine = engine
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import graph_obstacle
@@ -21,7 +22,7 @@ from postlude.generate.recorded import DecodeCapacity, RecordedBuffers, Recorded
 from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
-from postlude.generate.stop_strings import Detokenizer, StopStrings, completion_text
+from postlude.generate.text_stream import StopStrings, completion_text
 from postlude.generate.unrecorded import UnrecordedScheduler
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.cpu_matmul import blas_fp32_matmul
@@ -52,7 +53,7 @@ class Generator:
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: Detokenizer | None = None,
+        tokenizer: ChatTokenizer | None = None,
         *,
         max_batch_tokens: int = 65_536,
         max_sequences: int = 256,

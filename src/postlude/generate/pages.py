@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.decode_cache import Copy
@@ -31,43 +31,37 @@ class RunningCompletion:
         return self.reach < self.state.max_length
 
 
-class Pages(Protocol):
+class Pages(ABC):
     """How the scheduler takes and returns pages."""
 
+    @abstractmethod
     def can_ever_hold(self, completion: CompletionState) -> bool:
         """Whether it has room when it runs alone."""
-        ...
 
-    def add(self, completions: Sequence[CompletionState], total: int) -> None:
+    def add(self, completions: Sequence[CompletionState], total: int) -> None:  # noqa: B027 - not all have to
         """More completions will want room, so that `total` run or wait."""
-        ...
 
+    @abstractmethod
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
         """Whether it can join the running ones now, with `MARGIN` tokens to spare."""
-        ...
 
+    @abstractmethod
     def take(self, row: int, tokens: int) -> list[int]:
         """Returns pages for so many tokens of a sequence in this row."""
-        ...
 
+    @abstractmethod
     def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
         """Returns the pages of one more sequence with the same first `tokens`, and what has to be copied to them."""
-        ...
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:  # noqa: B027 - not all have to
         """One fewer holds each of these."""
-        ...
 
+    @abstractmethod
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
         """Take room for the next token of each. Returns those with new pages, or None if there is not enough."""
-        ...
-
-    def commit(self, running: Sequence[RunningCompletion]) -> None:
-        """Make the room that was taken. The running ones are in the first rows."""
-        ...
 
 
-class PagePool:
+class PagePool(Pages):
     """Pages of `PAGE_SIZE` tokens: which are free, and how many hold each of the others."""
 
     def __init__(self, count: int, longest: int) -> None:
@@ -78,9 +72,6 @@ class PagePool:
     def can_ever_hold(self, completion: CompletionState) -> bool:
         """See `Pages`."""
         return pages_for(completion.max_length) <= self.longest
-
-    def add(self, completions: Sequence[CompletionState], total: int) -> None:
-        """See `Pages`. The pool has a fixed size."""
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
         """See `Pages`. Counts a copy of the last page of its prompt."""
@@ -113,9 +104,6 @@ class PagePool:
             each.pages += self._take(1)
         return wanting
 
-    def commit(self, running: Sequence[RunningCompletion]) -> None:
-        """See `Pages`. The pool has a fixed size."""
-
     def _take(self, count: int) -> list[int]:
         taken = [self.free.pop() for _ in range(count)]
         self._hold(taken)
@@ -126,7 +114,7 @@ class PagePool:
             self._holders[page] += 1
 
 
-class RowPages:
+class RowPages(Pages):
     """The pages of a `RowCache`: one a row, all of `capacity` tokens, which grows with the longest sequence.
 
     The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` more.
@@ -166,16 +154,13 @@ class RowPages:
         """See `Pages`."""
         return self.take(row, tokens + 1), [(page, row, tokens) for page in pages if page != row]
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """See `Pages`. A page goes with its row."""
-
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
         """See `Pages`."""
         self._needed = max((each.reach for each in running), default=0)
         return None if self._capacity_for(len(running), self._needed) is None else []
 
     def commit(self, running: Sequence[RunningCompletion]) -> None:
-        """See `Pages`."""
+        """Resize the cache to the room that was taken. The running ones are in the first rows."""
         capacity = self._capacity_for(len(running), self._needed)
         assert capacity is not None
         self.capacity = capacity

@@ -116,51 +116,35 @@ class RolloutEngine(Protocol):
 
         `sampling` is one for all prompts, or one per prompt.
         """
-        ...
 
 
 @runtime_checkable
-class AsyncRolloutEngine(RolloutEngine, Protocol):
+class AsyncRolloutEngine(Protocol):
     """An engine that accepts requests while others run, and returns each completion when it finishes."""
-
-    def submit(self, request: Request) -> int:
-        """Submits a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
-        ...
-
-    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
-        ...
-
-
-class ConversationEngine(AsyncRolloutEngine, Protocol):
-    """An engine that `Conversations` can use."""
 
     batched_polls: bool
     """Whether `poll` blocks until all submitted requests finish, so that many should be submitted before it."""
 
+    def submit(self, request: Request) -> int:
+        """Submits a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
+
+    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
+        """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
+
 
 class PollAdapter:
-    """Adds `submit` and `poll` to an engine that only has `generate`, such as the native generator.
+    """Gives an engine that has `generate`, such as the native generator, `submit` and `poll`.
 
     The next `poll` generates all submitted requests as one batch. Completions depend on the seed of their request, not
     on the rest of the batch.
     """
 
+    batched_polls = True
+
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: dict[int, Request] = {}
         self._tickets = itertools.count()
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        n: int = 1,
-        *,
-        first: int = 0,
-    ) -> list[list[Completion]]:
-        """See `RolloutEngine.generate`."""
-        return self._engine.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
         """Queues a request for the next `poll`. Returns its ticket."""
@@ -176,7 +160,12 @@ class PollAdapter:
             batch = {ticket: request for ticket, request in waiting.items() if (request.n, request.first) == (n, first)}
             prompts = [request.prompt for request in batch.values()]
             samplings = [request.sampling for request in batch.values()]
-            results = self._engine.generate(prompts, samplings, n, first=first)
+            results = self._generate(prompts, samplings, n, first)
             for ticket, completions in zip(batch, results, strict=True):
                 finished += [FinishedCompletion(ticket, number, one) for number, one in enumerate(completions)]
         return finished
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first: int
+    ) -> list[list[Completion]]:
+        return self._engine.generate(prompts, samplings, n, first=first)

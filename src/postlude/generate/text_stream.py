@@ -1,10 +1,49 @@
-"""TextStream: the text of a completion whose tokens come a few at a time."""
+"""The text of a completion whose tokens come a few at a time: stop strings in it, and the pieces that are certain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from postlude.generate.stop_strings import UNFINISHED, Detokenizer
+from postlude.data.chat_tokenizer import ChatTokenizer
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a letter whose bytes have not all come
+
+
+class _NewText:
+    """Decodes the tokens of one completion as they come."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self._settled = 0  # tokens before this are no longer decoded
+        self._read = 0  # tokens before this have given their text
+
+    def after(self, tokens: Sequence[int]) -> str:
+        """Returns the text of new tokens; `tokens` are all so far. An unfinished letter waits for its last byte."""
+        context, text = (
+            self.tokenizer.decode(part, skip_special_tokens=self.skip_special_tokens)
+            for part in (tokens[self._settled : self._read], tokens[self._settled :])
+        )
+        if text.endswith(UNFINISHED):
+            return ""
+        # A tokenizer may write a token by what stands before it, so the newest ones are decoded again as context.
+        self._settled, self._read = self._read, len(tokens)
+        return text[len(context) :]
+
+
+class StopStrings:
+    """Searches the text of one completion, special tokens included, for any of `stops`."""
+
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._reach = max(map(len, self.stops)) - 1  # letters before the newest that may belong to a stop string
+        self._tail = ""
+        self._new_text = _NewText(tokenizer, skip_special_tokens=False)
+
+    def found(self, tokens: Sequence[int]) -> str | None:
+        """Returns the stop string that the newest token completes, if any. `tokens` are all so far."""
+        searched = self._tail + self._new_text.after(tokens)
+        self._tail = searched[max(0, len(searched) - self._reach) :]
+        return min((stop for stop in self.stops if stop in searched), key=searched.find, default=None)
 
 
 class TextStream:
@@ -13,34 +52,28 @@ class TextStream:
     Held back are letters whose bytes have not all come, and what may be the beginning of one of `stops`.
     """
 
-    def __init__(self, tokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self.text = ""
         """All text that was returned."""
         self._held = ""
         self._reach = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
-        self._settled = 0  # tokens before this are no longer decoded
-        self._read = 0  # tokens before this have given their text
+        self._new_text = _NewText(tokenizer, skip_special_tokens=True)
 
     def add(self, tokens: Sequence[int], whole: str | None = None) -> str:
         """Returns the text that is certain after these tokens. `whole` is the whole text, once there is one."""
         self._tokens += tokens
-        piece = self._settle() if whole is None else whole[len(self.text) :]
+        if whole is None:
+            known = self._held + self._new_text.after(self._tokens)
+            end = max(0, len(known) - self._reach)
+            piece, self._held = known[:end], known[end:]
+        else:
+            piece = whole[len(self.text) :]
         self.text += piece
         return piece
 
-    def _settle(self) -> str:
-        context = self._decode(self._tokens[self._settled : self._read])
-        text = self._decode(self._tokens[self._settled :])
-        if text.endswith(UNFINISHED):
-            return ""
-        # A tokenizer may write a token by what stands before it, so the newest ones are decoded again as context.
-        self._settled, self._read = self._read, len(self._tokens)
-        known = self._held + text[len(context) :]
-        end = len(known) - self._reach if self._reach else len(known)
-        self._held = known[max(0, end) :]
-        return known[: max(0, end)]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+def completion_text(tokenizer: ChatTokenizer, tokens: Sequence[int], stopped_by: str | None) -> str:
+    """Returns the text of a completion without special tokens, up to the stop string that ended it."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text if stopped_by is None else text.partition(stopped_by)[0]

@@ -44,11 +44,12 @@ class UnrecordedScheduler(Scheduler):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.row_cache = cache = RowCache(next(model.parameters()).device)
+        self.row_pages = RowPages(cache, max_batch_tokens, max_sequences, drafted=int(draft))
         super().__init__(
             model,
             DecodeRows(max_sequences, 0, max_stops(completions), cache.device),
             cache,
-            RowPages(cache, max_batch_tokens, max_sequences, drafted=int(draft)),
+            self.row_pages,
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
             group=group,
@@ -82,7 +83,7 @@ class UnrecordedScheduler(Scheduler):
             self._move_into(len(self.running))
             joining = self._admit()
             if self.running:
-                self.pages.commit(self.running)
+                self.row_pages.commit(self.running)
             if joining.sequences or not joining.completions:
                 return joining
             self._begin(joining, torch.empty(0, device=self.device))

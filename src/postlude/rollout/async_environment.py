@@ -120,7 +120,6 @@ class AsyncEnvironment(Environment):
             turn = read_turn(result.value)
         except ValueError as error:
             return TurnResult(self.failures.invalid(error))
-        self.failures.scored += turn.done
         if not turn.done and len(episode.turns) >= self.max_turns:
             unfinished = unfinished_score(self.unfinished_reward)
             return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from postlude.data.chat import Encoder
-from postlude.generate.protocol import Completion, ConversationEngine, FinishedCompletion, Request
+from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import AssistantTurn, Environment, Episode, Transcript, TurnResult, is_chat
 from postlude.rollout.rewards import Score
@@ -110,7 +110,7 @@ class Conversations:
 
     def __init__(
         self,
-        engine: ConversationEngine,
+        engine: AsyncRolloutEngine,
         environment: Environment,
         encoder: Encoder,
         *,

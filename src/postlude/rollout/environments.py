@@ -114,15 +114,6 @@ class Environment(ABC):
         """Returns the results that are there. Waits up to `timeout` seconds for the first, or without limit if None."""
         return [(episode, _add_result(episode, result)) for episode, result in self._poll(timeout)]
 
-    def step(self, episodes: Sequence[Episode], turns: Sequence[AssistantTurn | str]) -> list[TurnResult]:
-        """Gives each episode its next completion and waits for all results."""
-        if len(episodes) != len(turns):
-            raise ValueError(f"{len(episodes)} episodes got {len(turns)} completions. Give one of each.")
-        for episode, turn in zip(episodes, turns, strict=True):
-            self.submit(episode, AssistantTurn(turn) if isinstance(turn, str) else turn)
-        results = self.collect(len(episodes), None)
-        return [results[id(episode)][1] for episode in episodes]
-
     def collect(self, count: int, timeout: float | None) -> dict[int, tuple[Episode, TurnResult]]:
         """Returns `count` results by the id of their episode, or as many as come within `timeout` seconds."""
         results: dict[int, tuple[Episode, TurnResult]] = {}

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from postlude.data.chat_template import Message
 from postlude.pool.open_pool import open_pool
-from postlude.pool.worker_pool import FAILURE_KINDS, CallResult, FailureKind, PoolFactory
+from postlude.pool.worker_pool import CallResult, FailureKind, PoolFactory
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +50,7 @@ class FailureCounter:
         if failed_reward is not None and not math.isfinite(failed_reward):
             raise ValueError(f"failed_reward is {failed_reward}, but a reward is a finite number.")
         self.name, self.failed_reward = name, failed_reward
-        self.failures: Counter[FailureKind] = Counter(dict.fromkeys(FAILURE_KINDS, 0))
-        self.scored = 0
+        self.failures: Counter[FailureKind] = Counter()
 
     def failed(self, result: CallResult) -> Score:
         """Counts a failed call and returns its score."""
@@ -64,17 +62,11 @@ class FailureCounter:
         return self._count("invalid", f"{self.name} {error}")
 
     def _count(self, kind: FailureKind, message: str) -> Score:
-        self.scored += 1
         self.failures[kind] += 1
         if self.failures[kind] == 1:
             fate = "is left out" if self.failed_reward is None else f"gets reward {self.failed_reward:g}"
             log.warning("%s The sample %s; such failures are counted.", message, fate)
         return Score(self.failed_reward or 0.0, {kind: 1.0}, message, excluded=self.failed_reward is None)
-
-    def report(self) -> dict[str, float]:
-        """Returns how many calls were scored, and how many failed by kind, since the start."""
-        counts = {f"failed/{kind}": float(self.failures[kind]) for kind in FAILURE_KINDS}
-        return {"scored": float(self.scored), "failed": float(self.failures.total()), **counts}
 
 
 def failure_message(name: str, result: CallResult) -> str:
@@ -89,7 +81,7 @@ class RewardPool(FailureCounter):
     A sample whose call raises, takes more than `timeout` seconds, ends its process, or returns anything but finite
     numbers is excluded from training, or earns `failed_reward` if that is a number. Failures are counted by kind. A
     function that cannot be loaded raises here. With workers=0 this process makes the calls, without a time limit.
-    `pool_factory` opens the pool elsewhere. Use it as a context manager, or `close` it.
+    `pool_factory` opens the pool elsewhere.
     """
 
     def __init__(
@@ -142,23 +134,13 @@ class RewardPool(FailureCounter):
         """Ends the workers."""
         self.pool.close()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _score(self, result: CallResult) -> Score:
         if result.failure is not None:
             return self.failed(result)
         try:
-            score = read_score(result.value)
+            return read_score(result.value)
         except ValueError as error:
             return self.invalid(error)
-        self.scored += 1
-        return score
 
 
 def check_reward_signature(reward: str | None) -> None:

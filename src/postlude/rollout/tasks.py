@@ -37,11 +37,9 @@ class Tasks(Protocol):
 
     def __len__(self) -> int:
         """The number of tasks."""
-        ...
 
     def __getitem__(self, index: int) -> Task:
         """One task."""
-        ...
 
 
 @dataclass(frozen=True)

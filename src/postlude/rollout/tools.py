@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
@@ -60,19 +60,16 @@ class ToolReply:
             return f"error: there is no tool {name!r}; there are {', '.join(self._loaded)}"
         try:
             value = self._loaded[name](**arguments)
-            value = _run(value) if inspect.iscoroutine(value) else value
+            if inspect.iscoroutine(value):
+                import asyncio  # noqa: PLC0415 - so that an error in a config is found without it
+
+                value = asyncio.run(value)
         except Exception as error:  # the model reads it and may correct its call
             return f"error: {type(error).__name__}: {error}"
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tools": tuple(self.tools), "reward": self.reward, "_loaded": {}}
-
-
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    import asyncio  # noqa: PLC0415 - so that an error in a config is found without it
-
-    return asyncio.run(coroutine)
 
 
 def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from postlude.engine import Engine
-from postlude.generate.protocol import Completion, FinishedCompletion, Request
-from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.protocol import FinishedCompletion, Request
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.weights.sync import DiskSync, NetworkSync, SyncOptions, WeightSync
 from postlude.world.agreement import Rank0Controller, on_rank0
@@ -59,17 +58,6 @@ class ServerEngine:
         """Makes all ranks send weights if no server can generate without them. Rank 0 calls it while all wait."""
         if self.sync is not None and self.sync.is_blocked():
             self.controller.call_all(None)
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        n: int = 1,
-        *,
-        first: int = 0,
-    ) -> list[list[Completion]]:
-        """Returns the servers' completions. Call it on rank 0 only."""
-        return self.client.generate(prompts, sampling, n, first=first)
 
     def submit(self, request: Request) -> int:
         """Sends a request without waiting. Call it on rank 0 only."""

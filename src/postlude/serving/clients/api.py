@@ -20,7 +20,6 @@ class SendRequest(Protocol):
 
     async def __call__(self, method: str, path: str, body: Any = None) -> Any:
         """Returns the JSON of the reply, or raises one of `errors`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
-from postlude.generate.stop_strings import completion_text
+from postlude.generate.text_stream import completion_text
 from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
@@ -23,7 +24,7 @@ from postlude.serving.clients.postlude import PostludeAPI
 from postlude.serving.clients.remote_server import RemoteServer, Weights
 from postlude.serving.clients.server_pool import Counts, ServerPool
 from postlude.serving.clients.sglang import SGLangAPI
-from postlude.serving.clients.text import TextAPI, Tokenizer
+from postlude.serving.clients.text import TextAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
 from postlude.user_code import load_callable
@@ -52,13 +53,15 @@ class GenerationClient:
     generator reports, start vLLM with `--logprobs-mode processed_logprobs` and use no top-k, top-p or min-p.
     """
 
+    batched_polls = False
+
     def __init__(
         self,
         urls: str | Sequence[str],
         model: str | None = None,
         *,
         api: str = "auto",
-        tokenizer: Tokenizer | None = None,
+        tokenizer: ChatTokenizer | None = None,
         api_key: str | None = None,
         timeout: float = 600.0,
         retries: int = 5,
@@ -259,7 +262,7 @@ async def _gather(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
             task.cancel()
 
 
-def make_api(name: str, tokenizer: Tokenizer | None, extra: Mapping[str, Any] | None) -> ServerAPI:
+def make_api(name: str, tokenizer: ChatTokenizer | None, extra: Mapping[str, Any] | None) -> ServerAPI:
     """Returns the API of this name, for one server."""
     match name:
         case "text":

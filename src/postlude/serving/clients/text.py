@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.protocol import Completion, FinishReason, Request
-from postlude.generate.stop_strings import Detokenizer
 from postlude.serving.clients.api import FINISH_REASONS, SendRequest, ServerAPI
 from postlude.serving.clients.openai import COMPLETIONS, only_choice
 from postlude.serving.errors import InvalidResponse
@@ -17,14 +17,6 @@ TRANSFORMERS_SERVE: Mapping[str, Any] = MappingProxyType({"generation_config": '
 
 Without them it ignores the temperature, unless the model's generation_config.json samples; then it uses top-k 50.
 """
-
-
-class Tokenizer(Detokenizer, Protocol):
-    """The part of a transformers tokenizer that converts between token ids and text."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
-        """Returns the tokens of text, with the special tokens at its ends unless told otherwise."""
-        ...
 
 
 class TextAPI(ServerAPI):
@@ -45,7 +37,7 @@ class TextAPI(ServerAPI):
     exact_tokens = False
     omits_stop_tokens = True
 
-    def __init__(self, tokenizer: Tokenizer, extra: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, extra: Mapping[str, Any] | None = None) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError("text_only's tokenizer has no eos_token_id to end completions with; set its eos_token.")
         self.tokenizer, self.extra = tokenizer, dict(extra or {})
@@ -88,11 +80,11 @@ class TextAPI(ServerAPI):
         return _encoded(self.tokenizer, choice["text"], FINISH_REASONS[reason])
 
 
-def _prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+def _prompt_text(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
     """Returns the text that the server encodes to exactly these tokens."""
     for skipped in (0, 1):  # a tokenizer may add a token at the beginning, which must not be in the text
         text = tokenizer.decode(prompt[skipped:], skip_special_tokens=False)
-        if list(tokenizer.encode(text)) == prompt:
+        if tokenizer(text)["input_ids"] == prompt:
             return text
     raise ValueError(
         f"a prompt has {len(prompt)} tokens that its text does not encode to, so a text-only server would read another "
@@ -100,8 +92,8 @@ def _prompt_text(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, reason: FinishReason) -> Completion:
-    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+def _encoded(tokenizer: ChatTokenizer, text: str, reason: FinishReason) -> Completion:
+    tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if reason == "stop" and tokenizer.eos_token_id is not None:
         tokens.append(tokenizer.eos_token_id)
     return Completion(tokens, [], [], reason, text)

@@ -57,11 +57,9 @@ class ServerProcess(Protocol):
 
     def exit_reason(self) -> str | None:
         """Returns why it ended, as a clause that follows its address; None while it runs."""
-        ...
 
     def stop(self) -> None:
         """Stop it, and free its resources."""
-        ...
 
 
 class ServerLauncher(Protocol):
@@ -69,7 +67,6 @@ class ServerLauncher(Protocol):
 
     def start(self, command: ServerCommand) -> ServerProcess:
         """Start a server without waiting until it is ready."""
-        ...
 
 
 class LocalLauncher:

@@ -11,12 +11,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from postlude.checks import USER_ERRORS
-from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Progress, Request
@@ -95,8 +94,7 @@ class GenerationServer:
         self._pending: dict[int, _Pending] = {}
         max_body = BODY_BYTES + TOKEN_BYTES * generator.max_batch_tokens
         self._http = HTTPServer(self._handle, key=key, max_body=max_body)
-        tokenizer = cast("ChatTokenizer | None", generator.tokenizer)
-        openai = OpenAIRoutes(self, name, tokenizer, generator.max_batch_tokens)
+        openai = OpenAIRoutes(self, name, generator.tokenizer, generator.max_batch_tokens)
         self._routes: dict[tuple[str, str], Callable[[HTTPRequest], Awaitable[Any]]] = {
             ("GET", "/health"): self._get_health,
             ("GET", MODELS): self._get_models,

@@ -57,15 +57,12 @@ class Backend(Protocol):
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model."""
-        ...
 
     async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
         """Returns the completions of each request."""
-        ...
 
     def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
         """Yields their tokens as they come."""
-        ...
 
 
 class _Body(BaseModel):

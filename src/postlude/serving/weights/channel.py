@@ -7,7 +7,7 @@ others, whose workers have no timeout of their own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -27,15 +27,12 @@ class Channel(Protocol):
 
     def start_send(self, data: Tensor) -> None:
         """Start to send bytes, [n] uint8, to every worker. They must not change until `is_done`."""
-        ...
 
     def is_done(self) -> bool:
         """Whether the send is complete. Raises `ChannelError` if it failed."""
-        ...
 
     def close(self) -> None:
         """Close the channel, also during a send."""
-        ...
 
 
 class ChannelRendezvous(Protocol):
@@ -44,11 +41,9 @@ class ChannelRendezvous(Protocol):
     @property
     def info(self) -> dict[str, Any]:
         """The address to join at, as fields of vLLM's `init_info`."""
-        ...
 
     def open(self, timeout: float) -> Channel:
         """Wait for all workers. They must join at the same time, within `timeout` seconds."""
-        ...
 
 
 def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tuple[dict[str, Channel], dict[str, str]]:
@@ -69,7 +64,7 @@ def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tup
 
 
 def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> dict[str, str]:
-    """Send bytes through all channels in parallel. Returns the failures by server, whose channels are closed."""
+    """Send bytes through all channels in parallel. Returns the failures by server."""
     failed: dict[str, str] = {}
 
     def attempt(url: str, action: Callable[[], Any]) -> bool:
@@ -89,11 +84,4 @@ def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> d
             failed |= dict.fromkeys(waiting, f"did not receive weights within {timeout:g} s")
             break
         time.sleep(POLL_SECONDS)
-    close_all(channels[url] for url in failed)
     return failed
-
-
-def close_all(channels: Iterable[Channel]) -> None:
-    """Close channels."""
-    for channel in channels:
-        channel.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -128,14 +128,6 @@ class TransferCoordinator:
         else:
             return True
         return False
-
-
-def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the union of every rank's mapping."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        merged |= part
-    return merged
 
 
 def assign_ranks(urls: Sequence[str], previous: Mapping[str, int], ranks: int) -> dict[str, int]:

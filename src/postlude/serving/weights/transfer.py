@@ -21,11 +21,11 @@ from postlude.serving.clients.api import TensorSpecs
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.clients.vllm import SEND_BYTES
-from postlude.serving.weights.channel import Channel, ChannelRendezvous, close_all, open_all, send_all
-from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, assign_ranks, merge
+from postlude.serving.weights.channel import Channel, ChannelRendezvous, open_all, send_all
+from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, assign_ranks
 from postlude.serving.weights.gloo import GlooRendezvous
 from postlude.serving.weights.nccl import NCCLRendezvous
-from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
+from postlude.world.agreement import gather_and_decide, on_rank0
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -91,8 +91,7 @@ class WeightTransfer:
 
     def close(self) -> None:
         """Close the channels."""
-        close_all(self.channels.values())
-        self.channels.clear()
+        self._close(list(self.channels))
 
     def _connect(self, coordinator: TransferCoordinator | None, targets: Sequence[TransferTarget]) -> list[str]:
         """Open channels to servers that were connected since the last transfer. Returns the servers that are ready."""
@@ -123,10 +122,11 @@ class WeightTransfer:
 
     def _decide(self, part: Mapping[str, Part], decide: Callable[[dict[str, Part]], Result]) -> Result:
         """Returns what rank 0 decides, given the merged mappings of all ranks."""
-        try:
-            return gather_and_decide(lambda: part, lambda parts: decide(merge(parts)), self.group)
-        except RankFailure as failure:
-            raise failure.cause from None
+
+        def merge_and_decide(parts: list[Mapping[str, Part]]) -> Result:
+            return decide({url: value for each in parts for url, value in each.items()})
+
+        return gather_and_decide(lambda: part, merge_and_decide, self.group, raise_cause=True)
 
     def _close(self, urls: Mapping[str, str] | Sequence[str]) -> None:
         for url in urls:
