@@ -318,7 +318,7 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         "foretold_s": foretold.seconds,
         "time_ratio": foretold.seconds / rest["step"],
         "in_flight": in_flight,
-        "foretold_in_flight": list(foretold.in_flight),
+        "foretold_in_flight": list(foretold.timeline.peak_in_flight),
         "peak_bytes": peak,
         "foretold_peak_bytes": foretold_peak,
         "memory_ratio": foretold_peak / peak,

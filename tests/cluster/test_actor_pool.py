@@ -6,12 +6,13 @@ import time
 import urllib.request
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postlude.cluster.actor_pool import TRIES, ActorPool, ActorPoolFactory
+from postlude.cluster.actor_pool import TRIES, ActorPool
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
 from postlude.pool.open_pool import open_pool
@@ -48,13 +49,13 @@ def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
 
 
 def test_outcomes_are_those_of_processes_here(local_ray: None) -> None:
-    assert str(outcomes(ActorPoolFactory(cpus=0.5))) == str(outcomes(None))  # as text: not every number equals itself
+    assert str(outcomes(partial(ActorPool, cpus=0.5))) == str(outcomes(None))  # as text: not every number equals itself
 
 
 def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
     import ray
 
-    with RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPoolFactory()) as pool:
+    with closing(RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPool)) as pool:
         tickets = [pool.submit(("", "x" * size, {})) for size in range(12)]
         (victim,) = busy(pool.pool, 1)
         ray.kill(victim.actor)
@@ -69,9 +70,7 @@ def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
 @pytest.mark.thorough
 def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None:
     with (
-        closing(
-            open_pool("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPoolFactory())
-        ) as workers,
+        closing(open_pool("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPool)) as workers,
         pytest.raises(WorkerError, match=r"no/such/file.py:reward cannot be loaded: .*no/such/file.py"),
     ):
         workers.call_all([("", "", {})])
@@ -79,7 +78,7 @@ def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None
 
 @pytest.mark.thorough
 def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ray: None) -> None:
-    with closing(open_pool(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
+    with closing(open_pool(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPool)) as workers:
         good, bad, other = workers.call_all([("stay",), ("go",), ("stay",)])
         assert (good.value, other.value) == ("stay", "stay")
         assert (bad.failure, bad.error) == ("died", f"end_parent was lost with its worker {TRIES} times.")

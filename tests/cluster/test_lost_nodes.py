@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from postlude.cluster.actor_pool import ActorPoolFactory
+from postlude.cluster.actor_pool import ActorPool
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
 from postlude.pool.open_pool import open_pool
@@ -62,7 +62,7 @@ def nodes(*cpus: int) -> Iterator[Any]:
 
 
 def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
-    with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPoolFactory())) as workers:
+    with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPool)) as workers:
         tickets = [workers.submit(("", "x" * size, {})) for size in range(60)]
         busy(workers, 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)

@@ -59,7 +59,7 @@ def test_overlap_exposes_only_the_ends() -> None:
     hidden = simulate_step(Layout(), cost, microbatches=10, overlap=True)
     assert (plain.seconds, plain.exposed) == (80, 20)
     assert (hidden.seconds, hidden.exposed) == (62, 2)  # the first forward and the last backward are alone
-    assert (plain.in_flight, hidden.in_flight) == ((1,), (2,))
+    assert (plain.timeline.peak_in_flight, hidden.timeline.peak_in_flight) == ((1,), (2,))
 
 
 def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
@@ -69,7 +69,7 @@ def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
     filled = simulate_step(layout, lambda a: cost[a.kind], microbatches=8, overlap="zero_bubble")
     assert (plain.seconds, filled.seconds) == (24 + 9, 24 + 3)
     assert (plain.bubble, filled.bubble) == (pytest.approx(9 / 33), pytest.approx(3 / 27))
-    assert filled.in_flight == plain.in_flight == (4, 3, 2, 1)
+    assert filled.timeline.peak_in_flight == plain.timeline.peak_in_flight == (4, 3, 2, 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -97,7 +97,7 @@ def test_a_forecast_with_zero_bubble_is_faster_and_counts_what_is_put_off() -> N
     plain, filled = forecast(model), forecast(model, overlap="zero_bubble")
     assert filled.step.bubble < plain.step.bubble
     assert filled.step.seconds < plain.step.seconds
-    assert filled.step.in_flight == plain.step.in_flight
+    assert filled.step.timeline.peak_in_flight == plain.step.timeline.peak_in_flight
     held = [[each.activations for each in found.memory] for found in (plain, filled)]
     assert held[1][0] == held[0][0]
     assert all(more > less for less, more in zip(held[0][1:], held[1][1:], strict=True))

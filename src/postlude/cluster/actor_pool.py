@@ -25,18 +25,6 @@ MAX_FAILED_STARTS = 8  # actors in a row that may be lost before they have loade
 LOG = logging.getLogger("postlude")
 
 
-@dataclass(frozen=True)
-class ActorPoolFactory:
-    """Makes pools of actors with `cpus` each. The cluster may take `start_timeout` seconds to have room for one."""
-
-    cpus: float = 1.0
-    start_timeout: float = START_LIMIT
-
-    def __call__(self, function: bytes, name: str, count: int, timeout: float) -> WorkerPool:
-        """Returns a pool of `count` workers, which start with the first call."""
-        return ActorPool(function, name, count, timeout, self.cpus, self.start_timeout)
-
-
 class WorkerActor:
     """An actor with one worker process beside it."""
 
@@ -73,13 +61,21 @@ class ActorPool(WorkerPool):
     """Actors, and a thread that sends them calls and receives results. `changed` guards what it shares with callers.
 
     Only the thread touches actors, and never while it holds `changed`, since Ray may have to deliver a result first.
-    Actors start with the first call: of a run's ranks only one makes calls.
+    Actors, with `cpus` each, start with the first call: of a run's ranks only one makes calls. The cluster may take
+    `start_timeout` seconds to have room for one.
     """
 
     lost: int
 
     def __init__(
-        self, function: bytes, name: str, count: int, timeout: float, cpus: float, start_timeout: float
+        self,
+        function: bytes,
+        name: str,
+        count: int,
+        timeout: float,
+        *,
+        cpus: float = 1.0,
+        start_timeout: float = START_LIMIT,
     ) -> None:
         super().__init__(name)
         self.function, self.count, self.timeout, self.cpus, self.lost = function, count, timeout, cpus, 0
@@ -90,7 +86,6 @@ class ActorPool(WorkerPool):
         self.replies: deque[tuple[_Worker, Any]] = deque()
         self.workers: list[_Worker] = []
         self.idle_since: float | None = None  # since when no worker is ready
-        self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         self.thread.start()
 
     def _stop_workers(self) -> None:
@@ -118,21 +113,18 @@ class ActorPool(WorkerPool):
         reply.future().add_done_callback(receive)
 
     def _run(self) -> None:
-        try:
-            self.wake_event.wait()
-            while not self.closed:
-                while len(self.workers) < self.count:
-                    self.workers.append(self._start_worker())
-                for worker, calls in self._assign_calls():
-                    self._on_reply(worker, worker.actor.call.remote(calls))
-                self.wake_event.wait(self._wait_seconds())
-                self.wake_event.clear()
-                for worker in self._receive_replies():
-                    _kill(worker)
-        except BaseException as error:  # callers raise it
-            with self.changed:
-                self.error = error
-                self.changed.notify_all()
+        self.wake_event.wait()  # for the first call
+        super()._run()
+
+    def _step(self) -> None:
+        while len(self.workers) < self.count:
+            self.workers.append(self._start_worker())
+        for worker, calls in self._assign_calls():
+            self._on_reply(worker, worker.actor.call.remote(calls))
+        self.wake_event.wait(self._wait_seconds())
+        self.wake_event.clear()
+        for worker in self._receive_replies():
+            _kill(worker)
 
     def _wait_seconds(self) -> float | None:
         """Returns the seconds until the next deadline; None if there is none. Raises if no node has room for long."""

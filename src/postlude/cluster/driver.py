@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from postlude.cluster.actor_pool import ActorPoolFactory
-from postlude.cluster.forwarded_view import DriverDisplay, ForwardedViews
+from postlude.cluster.actor_pool import ActorPool
+from postlude.cluster.forwarded_view import DriverDisplay, ForwardedView
 from postlude.cluster.message_relay import MessageRelay
 from postlude.cluster.rank_actors import RankActors, RankLost, RankResult, RunFailure, failure_of
 from postlude.cluster.ray_cluster import LOCAL, ResourceNeeds, connected_to_ray
@@ -27,7 +27,7 @@ from postlude.recipes.run.directory import RunDirectory
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
-from postlude.recipes.run.signals import DUPLICATE_SECONDS, stop_message
+from postlude.recipes.run.signals import DUPLICATE_SECONDS, StopRequested, stop_message
 from postlude.recipes.run.start_mode import StartMode
 from postlude.world.failure_report import GRACE, RankError
 from postlude.world.signals import SIGNALS, ending_signals
@@ -69,21 +69,13 @@ class RayJob:
         return ResourceNeeds(self.ranks, cpus, gpus, other_cpus, servers, getattr(rollout, "gpus", 0.0))
 
 
-class Interrupted(Exception):
-    """A signal ended the ranks before they could save."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 def run_on_ray(job: RayJob, address: str = LOCAL) -> RunOutcome:
     """Run a job on a cluster. Returns the outcome of rank 0."""
     needs = job.needs(address)
     try:
         with connected_to_ray(address, needs), DriverSignals() as signals:
             return _run_with_restarts(job, needs, signals, can_grow=address != LOCAL)
-    except Interrupted as interrupted:
+    except StopRequested as interrupted:
         signal.raise_signal(interrupted.number)  # with the usual handler
         raise SystemExit(128 + interrupted.number) from None
 
@@ -106,14 +98,14 @@ class DriverSignals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise `Interrupted` after a second signal, or if ranks took too long to stop."""
+        """Raise `StopRequested` after a second signal, or if ranks took too long to stop."""
         if self.stop_now or (self.first and time.monotonic() - self.received_at > STOP_TIMEOUT):
-            raise Interrupted(self.first)
+            raise StopRequested(self.first)
 
     def check_before_start(self) -> None:
-        """Raise `Interrupted` after a signal: there is nothing to save yet."""
+        """Raise `StopRequested` after a signal: there is nothing to save yet."""
         if self.first:
-            raise Interrupted(self.first)
+            raise StopRequested(self.first)
 
     def _receive(self, number: int, _: Any) -> None:
         if not self.first:
@@ -144,7 +136,7 @@ def _run_with_restarts(job: RayJob, needs: ResourceNeeds, signals: DriverSignals
             outcome: RunOutcome = results[0].value  # type: ignore[union-attr]
             return outcome
         if signals.first:
-            raise Interrupted(signals.first)
+            raise StopRequested(signals.first)
         if not failure.can_restart:
             raise failure.error
         before, saved = saved, _newest_checkpoint(job)
@@ -179,8 +171,10 @@ def _run_ranks(
         addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         logs = Path(job.config.run).expanduser().absolute() / SERVERS
         runtime = Runtime(
-            view=ForwardedViews(relay),
-            pool_factory=ActorPoolFactory(job.settings.cpus_per_worker, max(START_LIMIT, job.timeout)),
+            view=partial(ForwardedView, relay),
+            pool_factory=partial(
+                ActorPool, cpus=job.settings.cpus_per_worker, start_timeout=max(START_LIMIT, job.timeout)
+            ),
             launcher=RayLauncher(logs, single_machine=not can_grow and len(addresses) == 1),
         )
         options = {"nproc": job.ranks, "timeout": job.timeout, "device": job.device}

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from postlude.recipes.report.live import LiveView
 from postlude.recipes.run.directory import flatten, is_rank0
 
 
-@dataclass(frozen=True)
-class ForwardedViews:
-    """Makes views that the driver shows."""
-
-    relay: Any
-
-    def __call__(self, total: int, *, title: str = "postlude", start: int = 0, unit: str = "step") -> ForwardedView:
-        """Returns a view."""
-        return ForwardedView(self.relay, {"total": total, "title": title, "start": start, "unit": unit})
-
-
 class ForwardedView:
     """Sends rank 0's progress to the driver's `LiveView`. On other ranks it does nothing."""
 
-    def __init__(self, relay: Any, settings: dict[str, Any]) -> None:
-        self.relay, self.settings, self.silent = relay, settings, not is_rank0()
+    def __init__(self, relay: Any, total: int, *, title: str = "postlude", start: int = 0, unit: str = "step") -> None:
+        self.relay, self.silent = relay, not is_rank0()
+        self.settings = {"total": total, "title": title, "start": start, "unit": unit}
 
     def __enter__(self) -> Self:
         self._send("start of view", self.settings)

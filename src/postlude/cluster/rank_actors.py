@@ -20,7 +20,7 @@ import torch
 
 from postlude.cluster.message_relay import forward_output, forward_signals
 from postlude.cluster.ray_cluster import ResourceNeeds, check_capacity, death_reason, missing_capacity
-from postlude.world.failure_report import RankError, RankStatus
+from postlude.world.failure_report import RankError, RankStatus, first_failure, first_stopped
 from postlude.world.launcher import run_on_ranks
 from postlude.world.ports import ReservedPort
 from postlude.world.signals import SIGNALS
@@ -201,22 +201,18 @@ def failure_of(results: dict[int, RankResult | RankLost], size: int) -> RunFailu
     lost = {rank: result.reason for rank, result in results.items() if isinstance(result, RankLost)}
     ended = {rank: result for rank, result in results.items() if isinstance(result, RankResult)}
     statuses = {rank: result.status for rank, result in ended.items() if result.status is not None}
-    failed = [rank for rank, status in statuses.items() if status.state == "failed"]
-    if failed and (not lost or any(statuses[rank].user_error for rank in failed)):
-        first = min(failed, key=lambda rank: statuses[rank].time)
-        status = statuses[first]
-        named = RankError(
-            f"rank {first} of {size} failed: {status.text}", status.traceback, user_error=status.user_error
-        )
+    failed = {rank: status for rank, status in statuses.items() if status.state == "failed"}
+    if failed and (not lost or any(status.user_error for status in failed.values())):
+        first = min(failed, key=lambda rank: (failed[rank].time, rank))
         original = ended[first].error if size == 1 else None  # a single rank needs no name
+        named = first_failure(failed, size)
+        assert named is not None
         return RunFailure(original or named, ended[first].device_failed)
     if lost:
         rank, reason = min(lost.items())
         return RunFailure(RankError(f"rank {rank} of {size} was lost: {reason}"), can_restart=True)
-    stopped = [status for status in statuses.values() if status.state == "stopped"]
-    if stopped:
-        first_stopped = min(stopped, key=lambda status: (status.time, status.text, status.traceback))
-        return RunFailure(RankError(first_stopped.text, first_stopped.traceback), can_restart=True)
+    if stopped := first_stopped(statuses):
+        return RunFailure(stopped, can_restart=True)
     return RunFailure(RankError(f"rank {min(statuses)} of {size} ended without a result."), can_restart=False)
 
 

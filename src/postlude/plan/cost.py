@@ -17,7 +17,6 @@ from functools import cached_property
 from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
-from postlude.model.blocks import BLOCKS, Block
 from postlude.options import Recompute, WeightStorage
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
@@ -66,32 +65,23 @@ class CostModel:
     """Numbers of fp32 that the optimizer keeps on the GPU for each parameter."""
     frozen: int = 0
     """Parameters of other models in memory: a reference, a teacher."""
-    blocks: Mapping[str, type[Block]] | None = None
     known: ModelParameterCount | None = None
     """The parameters of a rank of this layout, if they are counted already."""
 
     @cached_property
     def sizes(self) -> ModelParameterCount:
         """The parameters of a rank of this layout."""
-        return self.known or count_parameters(self.config, self.layout, self.blocks or BLOCKS)
+        return self.known or count_parameters(self.config, self.layout)
 
     @cached_property
     def costs(self) -> Mapping[tuple[str, int], ActionCost]:
         """The cost of a forward and a backward of each stage, between the first microbatch and the last."""
-        return {
-            (kind, index): self._cost(kind, Stage(index, self.layout.stages), once=False)
-            for index in range(self.layout.stages)
-            for kind in "FB"
-        }
+        return self._costs(once=False)
 
     @cached_property
     def once(self) -> Mapping[tuple[str, int], ActionCost]:
         """The same for the action that gathers weights for all microbatches, or reduces gradients after all."""
-        return {
-            (kind, index): self._cost(kind, Stage(index, self.layout.stages), once=True)
-            for index in range(self.layout.stages)
-            for kind in "FB"
-        }
+        return self._costs(once=True)
 
     def __call__(self, action: Action) -> ActionCost:
         """Returns an action's cost. In a pipeline, a stage's first forward gathers, and its last backward reduces."""
@@ -171,6 +161,10 @@ class CostModel:
 
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
+
+    def _costs(self, *, once: bool) -> dict[tuple[str, int], ActionCost]:
+        stages = [Stage(index, self.layout.stages) for index in range(self.layout.stages)]
+        return {(kind, stage.index): self._cost(kind, stage, once=once) for stage in stages for kind in "FB"}
 
     def _cost(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
         config, layout, hardware = self.config, self.layout, self.hardware

@@ -33,18 +33,12 @@ class StepTime:
         makespan = self.timeline.makespan
         return 1 - sum(self.timeline.busy) / (makespan * len(self.timeline.schedule)) if makespan else 0.0
 
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """For each pipeline rank, the most forwards that await their backward."""
-        return self.timeline.peak_in_flight
-
 
 @dataclass(frozen=True)
 class StepForecast:
     """The time and the memory of a step."""
 
     model: CostModel
-    overlap: Overlap
     step: StepTime
     memory: list[MemoryEstimate]
     """Of each pipeline rank."""
@@ -127,7 +121,7 @@ def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
         transfer_seconds=model.transfer_seconds,
         after=model.step_seconds,
     )
-    return StepForecast(model, overlap, step, memory_of(model, overlap=overlap))
+    return StepForecast(model, step, memory_of(model, overlap=overlap))
 
 
 def memory_of(model: CostModel, *, overlap: Overlap) -> list[MemoryEstimate]:

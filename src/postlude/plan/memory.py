@@ -7,13 +7,12 @@ number of microbatches in flight. The blocks' configs give what each keeps for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
@@ -72,7 +71,6 @@ def estimate_memory(
     gather_once: bool = False,
     weights: WeightStorage = "fp32",
     mtp: bool = True,
-    blocks: Mapping[str, type[Block]] = BLOCKS,
     sizes: ModelParameterCount | None = None,
 ) -> list[MemoryEstimate]:
     """Returns the estimate of each pipeline rank.
@@ -83,7 +81,7 @@ def estimate_memory(
     multi-token-prediction depths are held, but neither run nor trained. `sizes` are the model's in this layout,
     if they are known already.
     """
-    sizes = sizes or count_parameters(config, layout, blocks)
+    sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
     weight_bytes = STORED if weights == "fp32" else NARROW
     estimates = []

@@ -87,9 +87,7 @@ def total(parts: Iterable[ParameterCount]) -> ParameterCount:
     return sum(parts, ParameterCount())
 
 
-def count_parameters(
-    config: ModelConfig, layout: Layout | None = None, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> ModelParameterCount:
+def count_parameters(config: ModelConfig, layout: Layout | None = None) -> ModelParameterCount:
     """Counts the parameters that the first rank of each stage of a layout uses; by default of one rank."""
     mesh = Mesh.without_processes(layout or Layout())
     pattern = config.pattern
@@ -97,12 +95,12 @@ def count_parameters(
     vocabulary = ParameterCount(_local_rows(config.vocab_size, mesh) * config.hidden_size)
     with torch.device("meta"):
         layers = {
-            kind: _count(layer := LogicalLayer(pattern.layer(index), config, mesh, blocks), layer.blocks)
+            kind: _count(layer := LogicalLayer(pattern.layer(index), config, mesh, BLOCKS), layer.blocks)
             for kind, index in kinds.items()
         }
         depth = ParameterCount()
         if pattern.mtp:
-            one = MTPDepth(0, config, mesh, blocks)
+            one = MTPDepth(0, config, mesh, BLOCKS)
             depth = _count(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
     return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, ParameterCount(config.hidden_size))
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from postlude.layout import Layout, Stage
-from postlude.model.blocks import BLOCKS
 from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast, memory_of
@@ -47,7 +46,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
             fitting += 1
             key = layout.tp, layout.ep
             if key not in counted:
-                counted[key] = count_parameters(start.config, layout, start.blocks or BLOCKS)
+                counted[key] = count_parameters(start.config, layout)
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
             least = min(least, needed)

@@ -37,12 +37,6 @@ class SimulatedTimeline:
         )
 
     @property
-    def bubble(self) -> float:
-        """Idle time over busy time, of all ranks together."""
-        busy = sum(self.busy)
-        return self.makespan * len(self.schedule) / busy - 1 if busy else 0.0
-
-    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each rank, the most forwards that awaited their backward at a time."""
         return tuple(round(peak_held(entries, lambda _: 1)) for entries in self.schedule)

@@ -16,7 +16,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -39,9 +38,9 @@ class ProcessPool(WorkerPool):
     def __init__(self, function: bytes, name: str, count: int, timeout: float) -> None:
         super().__init__(name)
         self.function, self.timeout = function, timeout
-        self.wake_receiver, self.wake_sender = _pipe()
+        read, write = os.pipe()
+        self.wake_receiver, self.wake_sender = Connection(read, writable=False), Connection(write, readable=False)
         self.processes = [_WorkerProcess(function, timeout) for _ in range(count)]
-        self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         try:
             for process in self.processes:
                 while not process.ready:
@@ -61,15 +60,6 @@ class ProcessPool(WorkerPool):
             self.processes.pop().end()
         self.wake_receiver.close()
         self.wake_sender.close()
-
-    def _run(self) -> None:
-        try:
-            while not self.closed:
-                self._step()
-        except BaseException as error:  # such as a new worker that cannot load the function: `poll` raises it
-            with self.changed:
-                self.error = error
-                self.changed.notify_all()
 
     def _step(self) -> None:
         """Sends calls to idle workers, then waits for replies, for the nearest deadline, or for `_wake`."""
@@ -247,12 +237,6 @@ class _WorkerProcess:
         self.process.wait()
         self.calls.close()
         self.replies.close()
-
-
-def _pipe() -> tuple[Connection, Connection]:
-    """Returns the reading and the writing end of a pipe within this process."""
-    read, write = os.pipe()
-    return Connection(read, writable=False), Connection(write, readable=False)
 
 
 def _parse(frame: bytes) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class CallResult:
 class WorkerPool:
     """Calls that wait for a worker, and results that wait to be polled.
 
-    A subclass runs the workers, usually from a thread: it takes tickets from `waiting` and records results with
-    `_record`. `changed` guards everything that the thread and callers share.
+    A subclass runs the workers, usually in `_step`, from `thread`: it takes tickets from `waiting` and records results
+    with `_record`. `changed` guards everything that the thread and callers share.
     """
 
     lost: int | None = None
@@ -64,7 +64,7 @@ class WorkerPool:
         self.error: BaseException | None = None
         self.closed = False
         self.changed = threading.Condition()
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
         self._tickets = itertools.count()
         atexit.register(self.close)
 
@@ -128,9 +128,21 @@ class WorkerPool:
             self._wake()
             self.changed.notify_all()
         atexit.unregister(self.close)
-        if self.thread is not None and self.thread.is_alive() and self.thread is not threading.current_thread():
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join()
         self._stop_workers()
+
+    def _run(self) -> None:
+        try:
+            while not self.closed:
+                self._step()
+        except BaseException as error:  # such as a new worker that cannot load the function: `poll` raises it
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def _step(self) -> None:
+        """Sends calls to workers, and waits for replies or for `_wake`. The thread calls it again and again."""
 
     def _wake(self) -> None:
         """Makes the thread look at the shared state again, if there is one; called with `changed` held."""

@@ -51,10 +51,3 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
         "dpo": Preference(beta=0.1, nll=0.2),
     }
 )
-
-
-def get_objective(name: str) -> Objective:
-    """Returns one of `OBJECTIVES`."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"objective {name!r} is unknown; there are {', '.join(OBJECTIVES)}.")
-    return OBJECTIVES[name]

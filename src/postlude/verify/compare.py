@@ -26,7 +26,7 @@ from postlude.model.blocks import BLOCKS
 from postlude.objectives import MTP, Objective
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.cases import BUDGET, Case, batches
-from postlude.verify.choices import TOLERANCES, get_objective
+from postlude.verify.choices import OBJECTIVES, TOLERANCES
 from postlude.world.mesh import Mesh
 
 
@@ -157,7 +157,9 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
 
 def _objective(case: Case, config: ModelConfig) -> Objective:
     """Returns the case's objective, with multi-token prediction if the model has depths."""
-    objective = get_objective(case.objective)
+    if case.objective not in OBJECTIVES:
+        raise ValueError(f"objective {case.objective!r} is unknown; there are {', '.join(OBJECTIVES)}.")
+    objective = OBJECTIVES[case.objective]
     return MTP(objective=objective, weight=0.3) if config.pattern.mtp else objective
 
 

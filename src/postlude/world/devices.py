@@ -122,8 +122,8 @@ def assign_devices(ranks: Sequence[VisibleDevices]) -> list[DeviceAssignment]:
     if without_gpu:
         with_gpu = next(number for number, visible in enumerate(ranks) if visible.gpus)
         refusal = (
-            f"rank {_list(without_gpu)} of {len(ranks)} sees no GPU, but rank {with_gpu} does; give every rank one, or "
-            "start all of them on the CPU (device cpu)."
+            f"rank {list_ranks(without_gpu, 4)} of {len(ranks)} sees no GPU, but rank {with_gpu} does; give every rank "
+            "one, or start all of them on the CPU (device cpu)."
         )
         return [DeviceAssignment(refusal=refusal)] * len(ranks)
     ranks_of_host: dict[str, int] = {}
@@ -138,7 +138,7 @@ def assign_devices(ranks: Sequence[VisibleDevices]) -> list[DeviceAssignment]:
         takers.setdefault(visible.gpus[gpu], []).append(number)
         chosen.append(gpu)
     sharing = [numbers for numbers in takers.values() if len(numbers) > 1]
-    shared = f"ranks {_list(sharing[0])} of {len(ranks)} share a GPU" if sharing else ""
+    shared = f"ranks {list_ranks(sharing[0], 4)} of {len(ranks)} share a GPU" if sharing else ""
     one_machine = len({visible.host for visible in ranks}) == 1
     return [DeviceAssignment(gpu, shared, one_machine) for gpu in chosen]
 
@@ -154,5 +154,6 @@ def agree_on_device(store: Store, rank: int, size: int, visible: VisibleDevices)
     return DeviceAssignment(**json.loads(store.get(f"assignment/{rank}")))
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+def list_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """Returns the numbers of ranks, for a message."""
+    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

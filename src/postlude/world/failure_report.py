@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from postlude.checks import USER_ERRORS
+from postlude.world.devices import list_ranks
 
 GRACE = 3.0  # seconds that a stopping rank gives the others to report
 CONNECTION_LOST = re.compile(
@@ -220,7 +221,9 @@ class FailureReporter:
                 continue
             ranks_by_problem.setdefault(problem, []).append(rank)
         if ranks_by_problem:
-            problems = (f"rank {_list(ranks)} of {self.size} {problem}" for problem, ranks in ranks_by_problem.items())
+            problems = (
+                f"rank {list_ranks(ranks)} of {self.size} {problem}" for problem, ranks in ranks_by_problem.items()
+            )
             return RankError("; ".join(problems) + ".")
         return RankError(f"all {self.size} ranks waited for one another; do they call the same collectives?")
 
@@ -279,10 +282,6 @@ def _connect(rank: int, size: int, timeout: float, host: bool) -> TCPStore:
         ) from error
 
 
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
 def first_failure(statuses: dict[int, RankStatus], size: int) -> RankError | None:
     """Returns the error of the rank that was the first to fail by its own error, if one did."""
     failed = [(status.time, rank) for rank, status in statuses.items() if status.state == "failed"]
@@ -291,6 +290,12 @@ def first_failure(statuses: dict[int, RankStatus], size: int) -> RankError | Non
     _, rank = min(failed)
     status = statuses[rank]
     return RankError(f"rank {rank} of {size} failed: {status.text}", status.traceback, user_error=status.user_error)
+
+
+def first_stopped(statuses: dict[int, RankStatus]) -> RankError | None:
+    """Returns the error of the rank that was the first to stop because it waited for another, if one did."""
+    stopped = sorted((each.time, each.text, each.traceback) for each in statuses.values() if each.state == "stopped")
+    return RankError(*stopped[0][1:]) if stopped else None
 
 
 def _is_from_collective(error: BaseException | None) -> bool:

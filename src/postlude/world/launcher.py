@@ -46,6 +46,7 @@ from postlude.world.failure_report import (
     RankStatus,
     RendezvousStores,
     first_failure,
+    first_stopped,
     hosts_store,
     run_with_timeout,
 )
@@ -327,10 +328,7 @@ def _launch_error(reports: Path, size: int, rank: int, code: int) -> RankError:
     if code < 0:
         watchdog = " NCCL's watchdog does that to a rank that waited too long." if -code == signal.SIGABRT else ""
         return RankError(f"rank {rank} of {size} was killed by {signal.Signals(-code).name}.{watchdog}")
-    stopped = sorted((each.time, each.text, each.traceback) for each in statuses.values() if each.state == "stopped")
-    if stopped:
-        return RankError(*stopped[0][1:])
-    return RankError(f"rank {rank} of {size} ended with exit code {code} and no result.")
+    return first_stopped(statuses) or RankError(f"rank {rank} of {size} ended with exit code {code} and no result.")
 
 
 def _ended_by_signal(error: RankError) -> bool:
