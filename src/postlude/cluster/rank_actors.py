@@ -6,7 +6,6 @@ Each actor becomes a rank by torchrun's environment variables, so `postlude.worl
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ import torch
 
 from postlude.cluster.message_relay import forward_output, forward_signals
 from postlude.cluster.ray_cluster import ResourceNeeds, check_capacity, death_reason, missing_capacity
+from postlude.world.agreement import if_picklable
 from postlude.world.failure_report import RankError, RankStatus, first_failure, first_stopped
 from postlude.world.launcher import run_on_ranks
 from postlude.world.ports import ReservedPort
@@ -79,7 +79,7 @@ class RankActor:
         except BaseException as error:
             out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError)
             device_failed = isinstance(error, torch.AcceleratorError) and not out_of_memory
-            return RankResult(status=RankStatus.of(error), error=_if_picklable(error), device_failed=device_failed)
+            return RankResult(status=RankStatus.of(error), error=if_picklable(error), device_failed=device_failed)
 
 
 class RankActors:
@@ -214,11 +214,3 @@ def failure_of(results: dict[int, RankResult | RankLost], size: int) -> RunFailu
     if stopped := first_stopped(statuses):
         return RunFailure(stopped, can_restart=True)
     return RunFailure(RankError(f"rank {min(statuses)} of {size} ended without a result."), can_restart=False)
-
-
-def _if_picklable(error: BaseException) -> BaseException | None:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
-    return error

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from postlude.data.batch import Batch
     from postlude.data.bins import plan_bins
     from postlude.data.context_parallel import shard_context
-    from postlude.data.microbatch import IGNORE, CPShard, Microbatch
+    from postlude.data.microbatch import IGNORE, Microbatch
     from postlude.data.packing import pack, scatter, unpack
 
-__all__ = ["IGNORE", "Batch", "CPShard", "Microbatch", "pack", "plan_bins", "scatter", "shard_context", "unpack"]
+__all__ = ["IGNORE", "Batch", "Microbatch", "pack", "plan_bins", "scatter", "shard_context", "unpack"]
 
 _HOMES = {
     "batch": ("Batch",),
     "bins": ("plan_bins",),
     "context_parallel": ("shard_context",),
-    "microbatch": ("IGNORE", "CPShard", "Microbatch"),
+    "microbatch": ("IGNORE", "Microbatch"),
     "packing": ("pack", "scatter", "unpack"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -68,7 +68,10 @@ class CompletionState:
     def add(self, token: int, logprob: float, sampled_logprob: float) -> bool:
         """Append the next token. Returns whether the completion is done."""
         if math.isnan(logprob):
-            self.error = nan_error(self)
+            self.error = FloatingPointError(
+                f"the model's logits after {self.length} tokens are not numbers. Look at its weights, or at the "
+                "training step that made them."
+            )
             return True
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -86,21 +89,8 @@ class CompletionState:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def cancel(self) -> None:
-        """It will not start, so its prompt waits for one fewer."""
-        if not self.tokens:
-            self.prompt.unstarted -= 1
-
     def name_version(self, version: str) -> None:
         """Record the weight version of the tokens that have none yet."""
         start = self.versions[-1].end if self.versions else 0
         if start < len(self.tokens):
             self.versions.append(VersionSpan(version, start, len(self.tokens)))
-
-
-def nan_error(completion: CompletionState) -> FloatingPointError:
-    """Returns the error for logits that are not numbers."""
-    return FloatingPointError(
-        f"the model's logits after {completion.length} tokens are not numbers. Look at its weights, or at the training "
-        "step that made them."
-    )

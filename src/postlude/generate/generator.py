@@ -201,15 +201,11 @@ class Generator:
             raise ValueError(f"stop={sampling.stop!r} needs text to look in; give the Generator a tokenizer.")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = PromptState(tokens, sampling, unstarted=n)
-        return [
-            CompletionState(
-                prompt, rng_key(sampling.seed, index, first + number), stop_tokens, self._stop_strings(sampling)
-            )
-            for number in range(n)
-        ]
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        return StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
+        completions = []
+        for number in range(first, first + n):
+            stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
+            completions.append(CompletionState(prompt, rng_key(sampling.seed, index, number), stop_tokens, stops))
+        return completions
 
     def finished(self, completion: CompletionState) -> Completion:
         """Returns the result of a completion that is finished."""

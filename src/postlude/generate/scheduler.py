@@ -146,7 +146,8 @@ class Scheduler(ABC):
                 self._leave(each)
                 return
         self.waiting.remove(completion)
-        completion.cancel()
+        if not completion.tokens:
+            completion.prompt.unstarted -= 1
         if not completion.prompt.unstarted and completion.prompt in self.prefilled:
             self._forget(completion.prompt)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.hf.tensor_source import TensorSource
+from postlude.hf.family import TensorSource
 from postlude.hf.tensor_sources import SafetensorsSource
 
 LINE = 4096  # words of 8 bytes that are summed without regard to their order

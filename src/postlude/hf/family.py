@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from postlude.hf.mtp_names import LAYER, MTPNames
 from postlude.model import ModelConfig
-
-if TYPE_CHECKING:
-    from postlude.hf.tensor_source import TensorSource
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 NOT_IN_HF = ("value_head.weight",)  # Hugging Face models have no such tensor
@@ -82,6 +79,19 @@ def row_range(hf_name: str, start: int, stop: int, shape: Sequence[int]) -> Tens
 
 
 Names: TypeAlias = Mapping[str, "str | TensorMapping"]
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, read one by one. `tensor_sources.py` has the implementations."""
+
+    def names(self) -> Iterable[str]:
+        """Returns the names of all tensors."""
+
+    def take(self, name: str) -> Tensor:
+        """Returns one tensor. It is taken once, so a source may release it."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of one tensor, without reading it."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import NOT_IN_HF, Family, HFTensor, copy_from_hf, map_to_hf, overlap
+from postlude.hf.family import NOT_IN_HF, Family, HFTensor, TensorSource, copy_from_hf, map_to_hf, overlap
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.read_model import (
     GGUF_NEEDS,
@@ -26,7 +26,6 @@ from postlude.hf.read_model import (
     weights_path,
     with_mtp,
 )
-from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from postlude.hf.tensor_source import TensorSource
+from postlude.hf.family import TensorSource
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of the shared exponent

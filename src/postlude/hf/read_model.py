@@ -15,10 +15,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family
+from postlude.hf.family import Family, TensorSource
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, read_postlude_config
-from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import CheckpointSource, SafetensorsSource, hf_config
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block

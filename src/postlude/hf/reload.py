@@ -7,8 +7,8 @@ from pathlib import Path
 
 from postlude.hf.checksum import ChecksummedSource
 from postlude.hf.families import FAMILIES
+from postlude.hf.family import TensorSource
 from postlude.hf.load import check_tensors, fill
-from postlude.hf.tensor_source import TensorSource
 from postlude.hf.tensor_sources import SafetensorsSource
 from postlude.model import LanguageModel
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from postlude.hf.tensor_source import TensorSource
+from postlude.hf.family import TensorSource
 
 ONE = re.compile(r"(mtp\..+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED, DOWN = ".gate_up_proj", ".down_proj"

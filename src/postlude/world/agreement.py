@@ -15,6 +15,7 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 Argument = TypeVar("Argument")
+Failure = TypeVar("Failure", bound=BaseException)
 WAIT_FOR_RANK0 = timedelta(days=7)  # how long a rank waits for rank 0's next call
 
 
@@ -153,8 +154,13 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
     except Exception as error:
-        try:
-            sendable: Exception = pickle.loads(pickle.dumps(error))
-        except Exception:  # it cannot be pickled, but its message can
-            sendable = RuntimeError(f"{type(error).__name__}: {error}")
-        return None, sendable
+        return None, if_picklable(error) or RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def if_picklable(error: Failure) -> Failure | None:
+    """Returns a copy of an error, or None if it cannot be sent to another process."""
+    try:
+        copy: Failure = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return copy
