@@ -203,7 +203,7 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
     heard: list[str] = []
     engine: Any = SimpleNamespace(
         pool=SimpleNamespace(servers=[]),
-        remove_server=lambda url, problem, replaced: heard.append(f"{url} {problem}"),
+        remove_server=lambda url, problem: heard.append(f"{url} {problem}"),
         add_server=heard.append,
         cancel_expected=heard.append,
     )

@@ -186,12 +186,12 @@ class GenerationClient:
         """Add a server. It gets the newest weights before its first request."""
         self.run(self.pool.add(self._make_server(url)))
 
-    def remove_server(self, url: str, problem: str, *, replaced: bool = False) -> None:
-        """Removes a server; its requests go to others. `problem` is the reason, which follows the URL in messages.
+    def remove_server(self, url: str, problem: str) -> None:
+        """Removes a server; its requests go to others, or wait for the next `add_server`, until `cancel_expected`.
 
-        If it is to be `replaced`, requests also wait for the next `add_server`, until `cancel_expected`.
+        `problem` is the reason, which follows the URL in messages.
         """
-        self.run(self.pool.remove(url, problem, replaced=replaced))
+        self.run(self.pool.remove(url, problem))
 
     def cancel_expected(self, problem: str) -> None:
         """Stops waiting for the replacement of a removed server. `problem` is the reason; it begins with a URL."""

@@ -268,18 +268,15 @@ class ServerPool:
         self.servers.append(server)
         self._start_connecting(server)
 
-    async def remove(self, url: str, problem: str, *, replaced: bool) -> None:
-        """Remove the server at `url`. If it is to be `replaced`, requests wait for the next `add`."""
+    async def remove(self, url: str, problem: str) -> None:
+        """Remove the server at `url`, which is to be replaced: requests wait for the next `add`."""
         for server in [server for server in self.servers if server.url == url]:
             self.servers.remove(server)
             server.state, server.problem = "excluded", problem
             self.counts.failed += 1
             server.connection.cancel_requests()
             server.connection.close()
-        if replaced:
-            self.expected += 1
-        else:
-            self.removed.append(f"{url} {problem}")
+        self.expected += 1
         await self._notify()
 
     async def cancel_expected(self, problem: str) -> None:

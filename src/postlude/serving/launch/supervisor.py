@@ -135,7 +135,7 @@ class ServerSupervisor:
         name, again = slot.name, slot.restarts_left > 0
         LOG.warning("%s %s. %s", name, problem, "It is restarted." if again else "It has no restarts left.")
         if in_use:
-            client.remove_server(slot.process.url, problem, replaced=True)
+            client.remove_server(slot.process.url, problem)
         old, slot.process = slot.process, None
         try:
             old.stop()
