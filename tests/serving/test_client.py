@@ -266,7 +266,7 @@ def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> No
     assert (one.tokens, one.text, one.finish_reason) == ([*b"so", tokenizer.eos_token_id], "so", "stop")
 
 
-class StartMode:
+class BosTokenizer:
     """A tokenizer of bytes that begins every text with token 256, as Llama's does with its own."""
 
     eos_token_id: int | None = 257
@@ -274,15 +274,15 @@ class StartMode:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join("<s>" if token == 256 else chr(token) for token in token_ids)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         start = [256] if add_special_tokens else []
-        return start + [token for part in text.split("<s>") for token in (256, *part.encode())][1:]
+        return {"input_ids": start + [token for part in text.split("<s>") for token in (256, *part.encode())][1:]}
 
 
 def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServer) -> None:
     reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
     text_server.reply = lambda body: (200, {}, reply)
-    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=StartMode())
+    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=BosTokenizer())
     ((one,),) = engine.generate([[256, *b"hi", 256]], SamplingParams())
     assert text_server.seen[0]["prompt"] == "hi<s>"
     assert one.tokens == [256]
@@ -294,7 +294,7 @@ def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServe
 
 
 def test_what_text_cannot_say_is_refused(text_server: TextServer) -> None:
-    tokenizer = StartMode()
+    tokenizer = BosTokenizer()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
     for ends in (SamplingParams(stop=("\n",)), SamplingParams(stop_tokens=(10,))):
         with pytest.raises(ValueError, match=r"a request has stop=.* does not report which of them ended"):
