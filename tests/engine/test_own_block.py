@@ -5,6 +5,7 @@ It is the block of examples/block.py and docs/architecture.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from postlude import LanguageModel, Layout
 from postlude.generate.distributed import SyncedGenerator
+from postlude.model.block_config import LayerMetric
 from postlude.model.blocks import Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import SYMBOLS, Pattern
@@ -76,6 +78,13 @@ class CountingConfig(BlockConfig):
     def flops(self, hidden_size: int) -> float:
         return 1.0
 
+    @property
+    def metric_sums(self) -> Mapping[str, int]:
+        return {"tokens": 1, "starts": 2}
+
+    def metrics(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, LayerMetric]:
+        return {"tokens": LayerMetric(sums["tokens"][0])}
+
 
 class Counting(Block):
     """Changes nothing, and keeps the tokens of each step: counted on every rank, added up after the step."""
@@ -91,7 +100,9 @@ class Counting(Block):
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         if self.training:
-            self.tokens += len(hidden) if context.real is None else context.real.sum()
+            tokens = torch.ones(len(hidden)) if context.real is None else context.real
+            self.tokens += tokens.sum()
+            self.metric_sums.add({"tokens": tokens.sum()})
         return 0.0 * hidden
 
     def count_buffers(self) -> tuple[Tensor, ...]:
@@ -116,7 +127,11 @@ def counting(group: Any, layout: str) -> list[list[float]]:
     engine.forward_backward(batch(1, (5, 7)), policy)
     engine.forward_backward(batch(2, (4,)), policy)
     engine.optimizer_step()
-    train(engine, [3])
+    metrics, vectors = (result := engine.forward_backward(batch(3), policy)).metrics, result.layer_vectors
+    engine.optimizer_step()
+    names = ("counting/layer_01/tokens", "counting/tokens", "counting/tokens_worst")
+    assert [metrics[name] for name in names] == [sum(LENGTHS)] * 3
+    assert vectors == {"counting/layer_01/starts": [0.0, 0.0]}
     return [tensor.tolist() for name, tensor in engine.tensors.items() if name.endswith("totals")]
 
 

@@ -56,7 +56,9 @@ def batch() -> Batch:
 def learned(group: Any, layout: str, given: Batch, options: dict[str, Any]) -> dict[str, Any]:
     engine = build(layout, config(), optimizer=AdamW(lr=1e-2), mtp=True, **options)
     result = engine.forward_backward(given, MTP(objective=SFT()))
-    found = {"loss": torch.tensor(result.loss), "changed": result.metrics.get("routing/changed")}
+    found = {"loss": torch.tensor(result.loss), "changed": result.metrics.get("moe/routing_changed")}
+    layers = {**result.metrics, **result.layer_vectors}
+    found["layers"] = {name: torch.tensor(value) for name, value in layers.items() if name.startswith("moe/")}
     found["gradients"] = {name: tensor.clone() for name, tensor in engine.gradients()}
     found["logprobs"] = torch.cat(engine.logprobs(given).logprob)
     engine.optimizer_step()
@@ -75,7 +77,9 @@ def assert_one(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         assert_equal(found["gradients"][name], gradient, name)
-    assert found["changed"] == expected["changed"]
+    assert found["layers"].keys() == expected["layers"].keys()
+    for name, value in expected["layers"].items():
+        assert_equal(found["layers"][name], value, name)
     for name, bias in found["biases"].items():
         assert torch.equal(bias, expected["biases"][name]), name
 
@@ -119,7 +123,7 @@ def test_overlapped_equals_plain_to_the_bit(ranks: Any, expected: dict[str, Any]
 
 def changed(group: Any, layout: str, given: Batch) -> float | None:
     engine = build(layout, config("[*E]|[*E]{2}"))
-    return engine.forward_backward(given, SFT()).metrics.get("routing/changed")
+    return engine.forward_backward(given, SFT()).metrics.get("moe/routing_changed")
 
 
 @pytest.mark.parametrize("router", [0, 2])

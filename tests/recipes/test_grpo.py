@@ -331,7 +331,7 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
     settings = (*REPLAY, "--environment.max_turns=3", "--old_logprobs=recompute", "--objective.kl.coefficient=0.1")
     (rows,) = ranks(1, trained, str(tmp_path / "replayed"), *talk, *settings)
     assert rows[-1]["turns_mean"] == 2
-    assert rows[-1]["routing/changed"] == 0, "the weights are still those that sampled"
+    assert rows[-1]["moe/routing_changed"] == 0, "the weights are still those that sampled"
     assert rows[-1]["rollout_kl"] < 1e-9
 
 

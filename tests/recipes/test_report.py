@@ -162,6 +162,59 @@ def test_every_metric_has_its_curve(tmp_path: Path) -> None:
     assert "random" in page.text
 
 
+def expert_run(directory: Path, steps: int = 4, layers: int = 2, experts: int = 4) -> Path:
+    """In the last layer expert 0 gets everything, in the others all get the same."""
+    directory.mkdir(parents=True)
+    with RunDirectory(directory) as run:
+        for step in range(1, steps + 1):
+            names = [f"moe/layer_{layer:02d}" for layer in range(layers - 1)] + ["moe/mtp_1_layer_00"]
+            loads = {name: [8.0] * experts for name in names} | {names[-1]: [32.0] + [0.0] * (experts - 1)}
+            run.log_layers(step, {f"{name}/load": load for name, load in loads.items()})
+            worst = {f"{name}/load_max_over_mean": max(load) * experts / sum(load) for name, load in loads.items()}
+            run.log(step, {"loss": 1.0, "moe/load_max_over_mean": 2.5, **worst}, phase="sft")
+    return directory
+
+
+def test_load_is_a_heat_map_of_experts_over_steps_for_each_layer(tmp_path: Path) -> None:
+    target = write_report([expert_run(tmp_path / "run")], tmp_path)
+    page, text = Page(target), target.read_text()
+    assert page.curves == ["loss", "moe/load_max_over_mean"], "layers are rows of a map, and no curves"
+    figures = dict(re.findall(r'data-heat="(.*?)"(.*?)</figure>', text))
+    assert list(figures) == ["moe/load_max_over_mean", "moe/layer_00/load", "moe/mtp_1_layer_00/load"]
+    even, idle = figures["moe/layer_00/load"], figures["moe/mtp_1_layer_00/load"]
+    rows = "".join(f"M0 {row}h4" for row in range(4))
+    assert re.findall(r'<path( class="idle")?[^>]* d="(.*?)"', even) == [("", rows)], "one shade, four steps each"
+    assert re.findall(r'<path( class="idle")?[^>]* d="(.*?)"', idle) == [
+        (' class="idle"', "M0 1h4M0 2h4M0 3h4"),
+        ("", "M0 0h4"),
+    ]
+    assert "most: 0, 4 times the mean\n3 of 4 without any" in idle
+    assert re.findall(r'd="(.*?)"', figures["moe/load_max_over_mean"]) == ["M0 0h4", "M0 1h4"], "two layers, two shades"
+    assert "Load of the busiest expert by layer" in page.text
+
+
+def test_heat_maps_of_a_large_model_stay_small(tmp_path: Path) -> None:
+    run = expert_run(tmp_path / "run", steps=3, layers=60, experts=256)
+    (run / "layers.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step} | {f"moe/layer_{layer:02d}/load": noise.tolist() for layer in range(60)}) + "\n"
+            for step, noise in enumerate(np.random.default_rng(0).integers(0, 99, (12, 256)), start=1)
+        )
+    )
+    target = write_report([run], tmp_path)
+    assert target.stat().st_size < 2_000_000
+    assert target.read_text().count('viewBox="0 0 6 256"') == 60, "fewer columns, all experts"
+
+
+def test_runs_without_experts_or_without_the_file_have_no_heat_maps(tmp_path: Path) -> None:
+    dense = example_run(tmp_path / "dense", steps=3)
+    assert not (dense / "layers.jsonl").exists()
+    assert "data-heat" not in write_report([dense], tmp_path / "dense.html").read_text()
+    old = expert_run(tmp_path / "old")
+    (old / "layers.jsonl").unlink()
+    assert re.findall('data-heat="(.*?)"', write_report([old], tmp_path).read_text()) == ["moe/load_max_over_mean"]
+
+
 def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
     target = write_report([example_run(tmp_path / "run", steps=20)], tmp_path / "report.html")
     page = Page(target)

@@ -39,7 +39,7 @@ from postlude.recipes.run.machine_info import machine_info
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
-FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml")
+FILES = ("metrics.jsonl", "layers.jsonl", "samples.jsonl", "config.yaml")
 
 
 def metrics(step: int) -> dict[str, Any]:
@@ -49,6 +49,7 @@ def metrics(step: int) -> dict[str, Any]:
 def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> None:
     """What a recipe does: log, sample, save."""
     for step in range(first, last + 1):
+        run.log_layers(step, {"moe/layer_00/load": [0.0, float(step)]})
         run.log(step, metrics(step), phase="sft")
         run.sample(step, [Sample("p", f"answer {step}", 0.5, {"right": 1.0}, [1], ["a"], [-0.1])] * 2)
         if step % save_every == 0:
@@ -85,7 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: in
     killed.resume()
     train(killed, 1, killed_at)
     kill(killed)
-    for name in FILES[:2]:
+    for name in FILES[:3]:
         with (tmp_path / "killed" / name).open("a") as file:
             file.write(torn)
     with open_run(tmp_path / "killed", CONFIG) as run:

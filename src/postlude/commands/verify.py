@@ -78,11 +78,11 @@ def _table(reports: Sequence[Report], tolerance: float) -> Table:
     """Returns a table of the differences, at most 80 columns wide."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
-    for name in ("objective", "loss", "log-prob", "entropy", "gradient", ""):
+    for name in ("objective", "loss", "log-prob", "entropy", "gradient", "layers", ""):
         table.add_column(name, no_wrap=True)
     for report in reports:
         layout = str(report.case.layout)[7:-1].replace(" ", "") or "one rank"
-        offs = (report.loss, report.logprob, report.entropy, report.worst[1])
+        offs = (report.loss, report.logprob, report.entropy, report.worst[1], report.layer_metrics)
         verdict = "equal" if report.passes(tolerance) else "[red]differs[/red]"
         table.add_row(layout, report.case.objective, *(f"{off:.1e}" for off in offs), verdict)
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from postlude.data import Batch
 from postlude.engine import checkpoint, export, gradients, optimizers, streaming
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
+from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.reference import Reference
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
@@ -137,7 +138,7 @@ class Engine:
             lambda stage: init_or_load_weights(stage, source, self.family, seed, families)
         )
         self.failure_state = FailureState()
-        self.metric_index = MetricIndex()
+        self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
         self.step = self.skipped = 0
         # What the optimizer's own step counts are restored from: the step at which it began, its steps without any
         # gradient, and the first step of each parameter that joined later.
@@ -217,12 +218,10 @@ class Engine:
                     self.parameters[name].grad = None  # earlier passes are already summed in the first stage's copy
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, metrics), recorder)
             gradients.complete(self.parameters, self.shared, self.mesh)
-            for block in self.local_stages.blocks:
-                for name, (numerator, denominator) in block.metrics().items():
-                    metrics.add_ratio(name, numerator, denominator)
+            metrics.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
             values = metrics.reduce(self._reports_results)
         self.failure_state.raise_refused(metrics.refused, "forward_backward", gradients=True)
-        return self._result(values, local)
+        return self._result(values, local, metrics.layer_totals)
 
     def count(self, *batches: Batch) -> dict[str, float]:
         """Returns the denominators of a step of these batches: `counts` for the `forward_backward` of each."""
@@ -252,9 +251,11 @@ class Engine:
             LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size), self.metric_index
         )
 
-    def _result(self, metrics: dict[str, float], local: LocalBatch) -> Result:
-        reductions = dict(self.metric_index.slots.keys())
-        return Result(metrics.pop("loss"), metrics, len(local.plan.bins), local.plan.tokens, reductions)
+    def _result(self, metrics: dict[str, float], local: LocalBatch, layer_totals: Sequence[float] = ()) -> Result:
+        layers = self.layer_metrics.compute(layer_totals)
+        reductions = dict(self.metric_index.slots.keys()) | layers.reductions
+        loss, plan = metrics.pop("loss"), local.plan
+        return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors)
 
     def optimizer_step(self) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients."""

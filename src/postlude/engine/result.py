@@ -20,6 +20,8 @@ class Result:
     tokens: int
     reductions: Mapping[str, Reduction] = field(default_factory=dict)
     """How each metric was reduced, so that those of several passes can be combined."""
+    layer_vectors: Mapping[str, list[float]] = field(default_factory=dict)
+    """Sums of each layer that have several numbers, such as the load of each expert: "moe/layer_03/load"."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ class MetricAccumulator:
         self.scale = scale
         self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
-        self.ratios: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+        self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
+        self.layer_totals: list[float] = []  # [n] over all ranks, after `reduce`
         self.refused: Exception | None = None
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
@@ -214,21 +215,15 @@ class MetricAccumulator:
                 numerators.append(torch.where(kept, values * weights, 0.0).sum())
                 denominators.append(weights.sum())
 
-    def add_ratio(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
-        """Records scalars of this rank, whether or not it has outputs: the metric is Σ numerator / Σ denominator."""
-        _, numerators, denominators = self.ratios.setdefault(name, ("mean", [], []))
-        numerators.append(numerator)
-        denominators.append(denominator)
-
     @torch.no_grad()
     def reduce(self, reports_results: bool) -> dict[str, float]:
-        """Returns one number per metric, the same on every rank.
+        """Returns one number per metric, the same on every rank, and sets `layer_totals`.
 
         Metrics of outputs are taken only from ranks with `reports_results`. If one rank has `refused` a loss, every
         rank gets its error in `refused`, and {} is returned. All numbers go through one sum and one maximum, with one
         synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """
-        entries = {**(self.entries if reports_results else {}), **self.ratios}
+        entries = self.entries if reports_results else {}
         local = {(name, reduction): _combine(reduction, *rest) for name, (reduction, *rest) in entries.items()}
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
@@ -244,6 +239,7 @@ class MetricAccumulator:
             dist.all_gather_object(names_by_rank, list(local))
             self.metric_index.add(name for names in names_by_rank for name in names)
             sums, highest = self._reduced(local, single_rank)
+        self.layer_totals = sums[3 * self.metric_index.size :]
         values = {}
         for (name, reduction), slot in self.metric_index.slots.items():
             first, second, present = sums[3 * slot : 3 * slot + 3]
@@ -254,10 +250,10 @@ class MetricAccumulator:
     def _reduced(
         self, local: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
     ) -> tuple[list[float], list[float]]:
-        """Returns three sums per slot; and the maximum of the digest, of its negation, of the ranks that refused a
-        loss, and of one number per slot.
+        """Returns three sums per slot, followed by the layers' sums; and maxima.
 
-        A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
+        The maxima are those of the digest, of its negation, of the ranks that refused a loss, and of one number per
+        slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
         """
         known, size = self.metric_index.has(local), self.metric_index.size
         device = next(
@@ -273,13 +269,14 @@ class MetricAccumulator:
             slot = self.metric_index.slots[name]
             sums[slot, 0], sums[slot, 1], highest[METRICS + slot] = first, second, extreme
             sums[slot, 2].fill_(1.0)
-        both = torch.cat((sums.flatten(), highest))
+        summed = [sums.flatten()] + ([] if self.layer_sums is None else [self.layer_sums.to(device)])
+        both, end = torch.cat((*summed, highest)), sum(map(len, summed))
         if not single_rank:
             both = both.cpu() if dist.get_backend() == "gloo" else both
-            dist.all_reduce(both[: 3 * size])
-            dist.all_reduce(both[3 * size :], dist.ReduceOp.MAX)
+            dist.all_reduce(both[:end])
+            dist.all_reduce(both[end:], dist.ReduceOp.MAX)
         numbers = both.tolist()
-        return numbers[: 3 * size], numbers[3 * size :]
+        return numbers[:end], numbers[end:]
 
 
 def _combine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,6 +16,15 @@ def default_heads(width: int, size: int) -> tuple[int, int]:
     while size > 1 and (width % size or width // size < 4):
         size //= 2
     return width // size, size
+
+
+@dataclass(frozen=True)
+class LayerMetric:
+    """One number that describes a block of one layer in one pass."""
+
+    value: float
+    worst: Literal["max", "min"] = "max"
+    """Which layer is the worst: the one with the largest or the smallest value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,18 @@ class BlockConfig:
     def has_aux_losses(self) -> bool:
         """Whether it adds auxiliary losses to the objective's."""
         return False
+
+    @property
+    def metric_sums(self) -> Mapping[str, int]:
+        """The sums that a block adds to `Block.metric_sums` in training, with their sizes, in the order of reduction.
+
+        Sums of more than one number are written to `layers.jsonl` too, one list per layer and step.
+        """
+        return {}
+
+    def metrics(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, LayerMetric]:
+        """Returns the metrics of one block by name, from its sums over the tokens of all ranks."""
+        return {}
 
     selective_share: ClassVar[float] = 0.6  # share of saved activations that selective recompute keeps
 

@@ -70,16 +70,26 @@ class ModelConfig:
         at_both_ends = self.tied_head or self.pattern.mtp
         return frozenset(("embedding.weight",)) if at_both_ends else frozenset()
 
+    @cached_property
+    def named_blocks(self) -> dict[str, BlockConfig]:
+        """The config of every block of every stage by its global name, those of MTP depths last."""
+        trunk = {f"layers.{index}": self.pattern.layer(index) for index in range(len(self.pattern))}
+        ahead = {
+            f"mtp.{depth}.layers.{layer.index}": layer
+            for depth in range(self.mtp_module_count)
+            for layer in self.pattern.depth_layers(depth)
+        }
+        return {
+            f"{within}.{name}": self.blocks[symbol]
+            for within, layer in (trunk | ahead).items()
+            for symbol, name in zip(layer.blocks, layer.names, strict=True)
+        }
+
     @property
     def routers(self) -> dict[str, tuple[int, int]]:
         """(top_k, experts) of each router of the trunk, by block name, in the order of `Microbatch.routing`."""
-        layers = map(self.pattern.layer, range(len(self.pattern)))
-        choices = {
-            f"layers.{layer.index}.{name}": self.blocks[symbol].router_shape
-            for layer in layers
-            for symbol, name in zip(layer.blocks, layer.names, strict=True)
-        }
-        return {name: choice for name, choice in choices.items() if choice[0]}
+        shapes = {name: block.router_shape for name, block in self.named_blocks.items() if name.startswith("layers.")}
+        return {name: shape for name, shape in shapes.items() if shape[0]}
 
     def with_selection_bias_rate(self, rate: float) -> ModelConfig:
         """Returns the config with routers whose selection biases move by `rate` after each optimizer step."""

@@ -73,7 +73,7 @@ class DecodeState(Protocol):
 
 
 class ForwardContext:
-    """One microbatch's packing and positions, shared rotary tables, and reported values.
+    """One microbatch's packing and positions, and shared rotary tables.
 
     The microbatch is this context-parallel rank's, the same on its tensor-parallel ranks. Between blocks each of those
     holds the hidden states of its own shard of the tokens.
@@ -98,7 +98,6 @@ class ForwardContext:
         self.routers = routers
         self.recorder = recorder
         self.real = self._real()
-        self.reports: dict[str, Tensor] = {}
         self._counters: Tensor | None = None
         self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
@@ -166,20 +165,8 @@ class ForwardContext:
                 dist.all_reduce(values, group=axis.group)
         return values
 
-    def token_mean(self, values: Tensor) -> Tensor:
-        """Each rank's sum over its tokens -> the mean over the microbatch's real tokens."""
-        tokens = (
-            torch.ones_like(values) * len(self.microbatch) / self.mesh.tp.size if self.real is None else self.real.sum()
-        )
-        total, count = self.total(torch.stack((values.detach(), tokens.to(values.dtype)))).unbind()
-        return total / count.clamp_min(1.0)
-
     def is_first_call(self, name: str) -> bool:
         """Whether this is the first call with `name`: recomputed layers must not count twice."""
         first = name not in self._done
         self._done.add(name)
         return first
-
-    def report(self, name: str, value: Tensor) -> None:
-        """Reports a value for the log under a unique name, without gradient."""
-        self.reports[name] = value.detach()

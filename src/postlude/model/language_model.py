@@ -369,7 +369,6 @@ class LanguageModel(FSDPUnit):
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,
-            reports=context.reports,
         )
 
     def _embed(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -195,6 +195,5 @@ def _output(
         hidden=hidden,
         head=replace(inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=counted),
         microbatch=microbatch,
-        reports=context.reports,
         mtp=None,
     )

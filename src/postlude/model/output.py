@@ -6,8 +6,8 @@ processors too, so custom processors use the same interface.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -169,8 +169,7 @@ class OutputInputs:
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
     take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for other
-    values. `reports` are metrics of this stage's blocks, such as router balance. `mtp` runs the MTP
-    depths, if the model has any.
+    values. `mtp` runs the MTP depths, if the model has any.
     """
 
     hidden: Tensor
@@ -178,7 +177,6 @@ class OutputInputs:
     microbatch: Microbatch
     layout: Layout
     config: ModelConfig
-    reports: Mapping[str, Tensor] = field(default_factory=dict)
     mtp: MTPDepths | None = None
 
     def depths(self, *, stop_trunk: bool = False, stop_head: bool = False) -> Iterator[OutputInputs]:

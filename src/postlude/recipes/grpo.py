@@ -200,7 +200,8 @@ class GRPOTrainer(Trainer):
         minibatches = [self._with_logprobs(minibatch) for minibatch in batch.minibatches]
         results = [self.train_batch(minibatch, self.objective) for minibatch in minibatches]
         metrics: StepMetrics = {
-            name: REDUCE[self.reductions.get(name, "mean")]([result[name] for result in results]) for name in results[0]
+            name: REDUCE[self.reductions.get(name, "mean")]([result[name] for result in results if name in result])
+            for name in dict.fromkeys(name for result in results for name in result)
         }
         if self.config.starts_from_rollout:  # the first minibatch is trained with the weights that sampled it
             # The old log-probs are the rollout's own, so their difference is 0 and says nothing: None.

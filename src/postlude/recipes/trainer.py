@@ -131,7 +131,8 @@ class Trainer(ABC):
         self.resume_hint = ""
         self.stop_signal = 0
         self.signals = StopSignals(verbose=is_rank0())
-        self.reductions: dict[str, Reduction] = {}  # how each of the objective's metrics is combined over minibatches
+        self.reductions: dict[str, Reduction] = {}  # how each metric is combined over minibatches
+        self.layer_vectors: dict[str, list[float]] = {}  # sums over the step's minibatches
         self.health = Health(config.limits, config.max_skipped_steps, verbose=is_rank0())
         self.timer = PhaseTimer()
 
@@ -249,7 +250,7 @@ class Trainer(ABC):
 
     def run_training_step(self) -> StepMetrics:
         """Runs one training step, then evaluates, logs and saves if due. Returns the metrics of the step."""
-        phase, self.state_before_step = self.phase, self.state()
+        phase, self.state_before_step, self.layer_vectors = self.phase, self.state(), {}
         metrics = self.train_step()
         self.step, self.state_before_step = self.step + 1, None
         if "tokens" in metrics:
@@ -257,6 +258,7 @@ class Trainer(ABC):
         metrics |= self._evaluate_if_due()
         metrics |= self._sync_stop_signal_and_memory()
         metrics |= self.timer.take()
+        self.run.log_layers(self.step, self.layer_vectors)
         self.run.log(self.step, metrics, phase=phase)
         self.health.check_step(metrics, self.step)
         every = self.config.save_every
@@ -270,6 +272,9 @@ class Trainer(ABC):
             result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.config.mtp, self.loss_column))
             update = self.engine.optimizer_step()
         self.reductions.update(result.reductions)
+        for name, vector in result.layer_vectors.items():
+            before = self.layer_vectors.get(name, [0.0] * len(vector))
+            self.layer_vectors[name] = [sum(pair) for pair in zip(before, vector, strict=True)]
         self.health.check_update(result.loss, update.skipped, self.step + 1)
         metrics = {LOSS: result.loss, **result.metrics, "grad_norm": update.grad_norm, "lr": update.lr}
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}

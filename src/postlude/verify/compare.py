@@ -15,6 +15,7 @@ from torch import Tensor
 
 from postlude.data import pack, unpack
 from postlude.engine import Engine
+from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.scale import LossNormalizer
 from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
@@ -32,13 +33,17 @@ from postlude.world.mesh import Mesh
 
 @dataclass(frozen=True)
 class Report:
-    """The difference of a layout from one rank, relative to the largest value: loss, per-token results, gradients."""
+    """The difference of a layout from one rank, relative to the largest value.
+
+    Loss, per-token results, gradients, and what layers measure (`layer_metrics`), such as the load of every expert.
+    """
 
     case: Case
     loss: float
     logprob: float
     entropy: float
     gradients: Mapping[str, float]
+    layer_metrics: float = 0.0
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -49,7 +54,8 @@ class Report:
         """Returns whether everything is within the tolerance, by default that of the dtype."""
         if tolerance is None:
             tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
-        return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *self.gradients.values()))
+        single = (self.loss, self.logprob, self.entropy, self.layer_metrics)
+        return all(off <= tolerance for off in (*single, *self.gradients.values()))
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class ComputedValues:
     logprob: Tensor
     entropy: Tensor
     gradients: Mapping[str, Tensor]
+    layer_metrics: Mapping[str, Tensor]
 
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
@@ -119,7 +126,10 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
-        values[name] = ComputedValues(result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients)
+        layers = _tensors({**result.metrics, **result.layer_vectors})
+        values[name] = ComputedValues(
+            result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients, layers
+        )
     return values
 
 
@@ -127,7 +137,7 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
     """Returns what one rank computes: every microbatch in turn, with plain autograd."""
     source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
-    objective = _objective(case, model.config)
+    objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
     for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
         whole = pack(
@@ -146,13 +156,19 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
             added = scale.loss(model(each, output_processor=lambda inputs, _: objective(inputs)), each)
             added.backward()
             loss += float(added.detach())
+        layers = layer_metrics.compute(layer_metrics.take_sums(model.blocks, torch.device(device)).tolist())
         model.eval()
         with torch.no_grad():
             stats = [model(each, output_processor=_score) for each in microbatches]
         logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
-        values[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source))
+        measured = _tensors({**layers.numbers, **layers.vectors})
+        values[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source), measured)
     return values
+
+
+def _tensors(values: Mapping[str, float | list[float]]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
 def _objective(case: Case, config: ModelConfig) -> Objective:
@@ -185,7 +201,7 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
 
 def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
     """Returns the largest difference of all batches."""
-    loss = logprob = entropy = 0.0
+    loss = logprob = entropy = layer_metrics = 0.0
     gradients: dict[str, float] = {}
     for name, reference in expected.items():
         ours = actual[name]
@@ -195,7 +211,10 @@ def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[s
         for parameter, gradient in reference.gradients.items():
             off = _difference(ours.gradients[parameter], gradient)
             gradients[parameter] = max(gradients.get(parameter, 0.0), off)
-    return Report(case, loss, logprob, entropy, gradients)
+        for metric, value in reference.layer_metrics.items():
+            missing = torch.tensor(float("nan"))
+            layer_metrics = max(layer_metrics, _difference(ours.layer_metrics.get(metric, missing), value))
+    return Report(case, loss, logprob, entropy, gradients, layer_metrics)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

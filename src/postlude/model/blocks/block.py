@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
+from postlude.model.metric_sums import MetricSums
 from postlude.model.parallel import ColumnLinear, FSDPUnit, Linear, NoNorm, RMSNorm, Role, local, role_of
 from postlude.model.steps import LayerStep, compute
 from postlude.ops.norm import Norm, uses_kernel
@@ -49,6 +50,7 @@ class Block(nn.Module):
         super().__init__()
         config.check_layout(mesh.layout, name)
         self.name = name  # global, such as "layers.17.moe"
+        self.metric_sums = MetricSums(config.metric_sums)
         self.mesh = mesh
         pre, post = config.norm in ("pre", "both"), config.norm in ("post", "both")
         self.residual_scale = config.residual_scale
@@ -92,12 +94,9 @@ class Block(nn.Module):
         """
         return ()
 
-    def metrics(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Returns (numerator, denominator) by metric name, counted in training since the last call, and resets them.
-
-        Both are float64 scalars; the metric is their quotient over all blocks and ranks.
-        """
-        return {}
+    def take_metric_sums(self) -> Tensor | None:
+        """Returns what training forwards added to `metric_sums` since the last call, [n] float64; None if nothing."""
+        return self.metric_sums.take()
 
     def after_optimizer_step(self) -> None:
         """Runs after an optimizer step, with what was counted since the last one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from postlude.checks import Bounds
 from postlude.layout import Layout, nearest_degrees
-from postlude.model.block_config import BlockConfig
+from postlude.model.block_config import BlockConfig, LayerMetric
 from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
@@ -87,6 +87,32 @@ class MoEConfig(GatedConfig):
     def router_shape(self) -> tuple[int, int]:
         """top_k, and the number of experts."""
         return self.top_k, self.experts
+
+    @property
+    def metric_sums(self) -> Mapping[str, int]:
+        """Slots of each expert; the rest are sums over tokens, replayed slots, or ranks (the selection bias)."""
+        names = ("entropy", "z", "balance", "changed", "given", "bias_range", "bias_count")
+        return {"load": self.experts, **dict.fromkeys(names, 1)}
+
+    def metrics(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, LayerMetric]:
+        """Load, idle experts and entropy; the balance loss, selection bias and replay where the router has them."""
+        load, slots = sums["load"], sum(sums["load"])
+        if not slots:
+            return {}
+        tokens = slots / self.top_k
+        values = {
+            "load_max_over_mean": LayerMetric(max(load) * self.experts / slots),
+            "idle_experts": LayerMetric(sum(count == 0 for count in load) / self.experts),
+            "entropy": LayerMetric(sums["entropy"][0] / tokens, worst="min"),
+            "z_loss": LayerMetric(sums["z"][0] / tokens),
+        }
+        if self.balance_coefficient:
+            values["balance_loss"] = LayerMetric(sums["balance"][0] / tokens)
+        if self.selection_bias:
+            values["selection_bias_range"] = LayerMetric(sums["bias_range"][0] / sums["bias_count"][0])
+        if sums["given"][0]:
+            values["routing_changed"] = LayerMetric(sums["changed"][0] / sums["given"][0])
+        return values
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,9 +203,6 @@ class MoE(Block):
         super().__init__(config, model, name, mesh)
         self.config = config
         self.moves_bias = config.selection_bias and config.selection_bias_rate > 0
-        self._replays: list[
-            Tensor
-        ] = []  # each [2]: given choices that the router would not have made, and all given ones
         router = FP32Linear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
         self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
@@ -224,13 +247,13 @@ class MoE(Block):
         """The load of each expert."""
         return (self.load,) if self.moves_bias else ()
 
-    def metrics(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """The share of given choices that the router would not have made."""
-        counted, self._replays = self._replays, []
-        if not counted:
-            return {}
-        changed, given = torch.stack(counted).sum(0).double()
-        return {"routing/changed": (changed, given)}
+    @torch.no_grad()
+    def take_metric_sums(self) -> Tensor | None:
+        """Adds the range of the selection bias, which every rank holds alike, and a count of those ranks."""
+        if self.config.selection_bias and self.metric_sums.total is not None:
+            span = self.selection_bias.max() - self.selection_bias.min()
+            self.metric_sums.add({"bias_range": span, "bias_count": torch.ones_like(span)})
+        return super().take_metric_sums()
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
@@ -250,13 +273,13 @@ class MoE(Block):
         choice = self.replay(self.choose(scores.detach()), context)
         if context.decode_state is not None:
             context.decode_state.record_routing(self.name, choice)
-        counts = self.count(choice, context)
         weights = scores.gather(-1, choice)
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         weights = (weights * self.config.weight_scale).to(tokens.dtype)
         shared = recomputed(self.shared, inside, tokens) if self.shared is not None else None
-        weights = self.balance(weights, logits, scores, counts, context)
+        if self.training:
+            weights = self.balance(weights, logits, scores, choice, context)
         if self.latent_down is not None:
             tokens = recomputed(self.latent_down, inside, tokens)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
@@ -307,6 +330,11 @@ class MoE(Block):
     def choose(self, scores: Tensor) -> Tensor:
         """Returns the experts of each token, [T, top_k]."""
         config = self.config
+        if config.selection_bias and self.selection_bias.dtype != torch.float32:
+            raise TypeError(
+                f"{self.name} has its selection bias in {self.selection_bias.dtype}, where small steps of it are lost; "
+                "cast parameters alone, as load_model(dtype=...) does."
+            )
         ranking = scores + self.selection_bias if config.selection_bias else scores
         if config.groups > 1:
             grouped = ranking.unflatten(-1, (config.groups, -1))  # [T, groups, experts / groups]
@@ -326,19 +354,16 @@ class MoE(Block):
         known = (given >= 0).all(-1, keepdim=True)
         if self.training and context.is_first_call(f"{self.name}.replay"):
             others = known & ~(given[:, :, None] == choice[:, None, :]).any(-1)
-            self._replays.append(torch.stack((others.sum(), known.sum() * self.config.top_k)))
+            self.metric_sums.add({"changed": others.sum(), "given": known.sum() * self.config.top_k})
         return torch.where(known, given, choice)
 
     @torch.no_grad()
-    def count(self, choice: Tensor, context: ForwardContext) -> Tensor | None:
+    def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
         """Counts the slots of each expert in this rank's tokens of each sequence, without padding: fp32 [n, experts].
 
-        Without a balance loss all sequences count as one. Without a selection bias either, returns None. The sum over
-        sequences is added to `load`.
+        Without a balance loss all sequences count as one.
         """
         experts = self.config.experts
-        if not (self.config.balance_coefficient or self.config.selection_bias):
-            return None
         real = torch.ones_like(choice, dtype=torch.float32)
         if context.real is not None:
             real = real * context.real[:, None]
@@ -346,44 +371,42 @@ class MoE(Block):
         if self.config.balance_coefficient:
             rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
-        counts = real.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), real.flatten()).view(rows, experts)
-        if self.config.selection_bias:
-            if self.load.dtype != torch.float32:
-                raise TypeError(
-                    f"{self.name} counts its load in {self.load.dtype}, where counts and small steps of the bias are "
-                    "lost; cast parameters alone, as load_model(dtype=...) does."
-                )
-            if self.moves_bias and self.training and context.is_first_call(f"{self.name}.load"):
-                self.load += counts.sum(0)
-        return counts
+        return real.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), real.flatten()).view(rows, experts)
 
     def balance(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor | None, context: ForwardContext
+        self, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: ForwardContext
     ) -> Tensor:
         """Attaches the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
 
-        They are means over the whole batch, and minimised in training only. An expert's share is over a whole sequence,
-        wherever its tokens are: `counts` [n, experts] are this rank's.
+        They are means over the whole batch. An expert's share is over a whole sequence, wherever its tokens are.
+        The metrics and the load are counted here too, once if the layer is recomputed.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
-        attach = add_aux_loss if self.training else _skip_aux_loss
-        if config.balance_coefficient and counts is not None:
-            counts = context.total(counts)
-            share = counts / counts.sum(-1, keepdim=True).clamp_min(1.0)
-            probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+        counts = self.count(choice, context)
+        probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+        sums = {"load": counts.sum(0)}
+        if config.balance_coefficient:
+            totals = context.total(counts)
+            share = totals / totals.sum(-1, keepdim=True).clamp_min(1.0)
             # A sum over tokens, like every loss.
             evenness = config.experts * weighted_sum(context.drop_padding(probability), share, context.sequence_index)
-            context.report(f"{self.name}.balance", context.token_mean(evenness))
-            weights = attach(weights, evenness * (config.balance_coefficient / batch_tokens))
+            sums["balance"] = evenness.detach()
+            weights = add_aux_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
             squares = context.drop_padding(logits.logsumexp(-1).square()).sum()
-            context.report(f"{self.name}.z", context.token_mean(squares))
-            weights = attach(weights, squares * (config.z_coefficient / batch_tokens))
+            weights = add_aux_loss(weights, squares * (config.z_coefficient / batch_tokens))
+        if context.is_first_call(f"{self.name}.metrics"):
+            self.metric_sums.add(sums | self.describe(logits.detach(), probability.detach(), context))
+            if self.moves_bias:
+                self.load += sums["load"]
         return weights
 
-
-def _skip_aux_loss(weights: Tensor, loss: Tensor) -> Tensor:
-    return weights
+    def describe(self, logits: Tensor, probability: Tensor, context: ForwardContext) -> dict[str, Tensor]:
+        """Returns the sums of the routing entropy and of the squared logsumexp over this rank's tokens."""
+        entropy = torch.special.entr(probability).sum(-1)
+        logsumexp = logits[:, 0] - logits.log_softmax(-1)[:, 0]  # two kernels instead of logsumexp's nine
+        values = context.drop_padding(torch.stack((entropy, logsumexp.square()), dim=-1)).sum(0)
+        return {"entropy": values[0], "z": values[1]}
 
 
 class Experts(FSDPUnit):

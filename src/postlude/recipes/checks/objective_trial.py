@@ -5,7 +5,6 @@ No weights are read: hidden states are random and the head's weight is zero, in 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +66,6 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
         microbatch,
         Layout(),
         config,
-        reports=defaultdict(lambda: hidden.new_zeros(())),
         mtp=depths if microbatch.mtp_microbatches else None,
     )
     accumulator = MetricAccumulator(LossNormalizer([microbatch]))

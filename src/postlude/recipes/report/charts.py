@@ -235,7 +235,7 @@ def phases(run: RunData, index: int) -> str:
         for place, (name, total) in enumerate(totals.items(), start=APART)
     )
     steps = np.unique(np.concatenate([found.steps for found in series.values()]))
-    edges = _edges(steps)
+    edges = step_edges(steps)
     means = {name: _column_means(found, edges) for name, found in series.items()}
     y = Ruler(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
     left = _margin(y)
@@ -251,7 +251,7 @@ def phases(run: RunData, index: int) -> str:
         )
         drawn.append(f'<path class="fill" {colour(place)} d="{path}"/>')
         bottoms = tops
-    tips = _catchers(
+    tips = catchers(
         edges,
         x,
         (
@@ -267,7 +267,7 @@ def phases(run: RunData, index: int) -> str:
         else ""
     )
     return (
-        f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>seconds a step</code>'
+        f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>seconds a step</code>'
         f'<span>{format_duration(whole)}</span></figcaption><div class="share">{bar}</div>'
         f'<div class="legend inline">{legend}</div>{course}</figure>'
     )
@@ -278,7 +278,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
     steps = np.array([step for step, _ in run.distributions[key]], dtype=float)
     lists = [values for _, values in run.distributions[key]]
     low, high = _range(np.concatenate(lists))
-    edges = _edges(steps)
+    edges = step_edges(steps)
     borders = np.searchsorted(steps, edges)
     groups = [np.concatenate([np.array([]), *lists[first:last]]) for first, last in pairwise(borders)]
     y = Ruler(low, high, BOTTOM, TOP)
@@ -309,9 +309,9 @@ def distribution(run: RunData, index: int, key: str) -> str:
         for row in np.flatnonzero(last)
     )
     span = Ruler(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
-    course = f'{heat}<path class="median" d="{_path(medians)}"/>{_catchers(edges, x, map(_summary, groups))}'
+    course = f'{heat}<path class="median" d="{_path(medians)}"/>{catchers(edges, x, map(_summary, groups))}'
     return (
-        f'<figure class="r{index}"><figcaption>{_name(run, index)}<code>{escape(key)}</code><span>median '
+        f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>{escape(key)}</code><span>median '
         f'{format_number(float(np.median(groups[-1])))}</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{escape(key)} over the run" {colour(index)}>{_axes(span, y, course=not alone)}'
         f"{'' if alone else course}{bars}</svg></figure>"
@@ -338,10 +338,16 @@ def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
         place = y(value)
         parts.append(f'<line class="rule" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{place:.1f}" y2="{place:.1f}"/>')
         parts.append(f'<text x="{x.start - 5:.1f}" y="{place + 3:.1f}" text-anchor="end">{label}</text>')
-    steps = x.ticks(max(1, int((x.end - x.start) / 65)), whole=True) if course else []
-    for step, label in zip(steps, tick_labels(steps), strict=True):
-        parts.append(f'<text x="{x(step):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{label}</text>')
-    return "".join(parts)
+    return "".join(parts) + (step_labels(x) if course else "")
+
+
+def step_labels(x: Ruler) -> str:
+    """Returns the labels below a plot."""
+    steps = x.ticks(max(1, int((x.end - x.start) / 65)), whole=True)
+    return "".join(
+        f'<text x="{x(step):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{label}</text>'
+        for step, label in zip(steps, tick_labels(steps), strict=True)
+    )
 
 
 def _odd(series: Series, x: Ruler) -> str:
@@ -350,7 +356,7 @@ def _odd(series: Series, x: Ruler) -> str:
     return "".join(f'<path class="odd" d="M{place - 2.5} {BOTTOM - 5}l5 5m0-5l-5 5"/>' for place in sorted(places))
 
 
-def _catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
+def catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
     """Returns invisible columns with tooltips."""
     found = []
     for column, text in enumerate(texts):
@@ -363,10 +369,10 @@ def _catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
     return "".join(found)
 
 
-def _edges(steps: Floats) -> Floats:
-    """Returns the edges of at most COLUMNS intervals of steps, as whole numbers."""
+def step_edges(steps: Floats, columns: int = COLUMNS) -> Floats:
+    """Returns the edges of at most so many intervals of steps, as whole numbers."""
     first, last = int(steps.min()), int(steps.max()) + 1
-    return np.unique(np.linspace(first, last, min(COLUMNS, len(np.unique(steps))) + 1).round())
+    return np.unique(np.linspace(first, last, min(columns, len(np.unique(steps))) + 1).round())
 
 
 def _column_means(series: Series, edges: Floats) -> Floats:
@@ -396,7 +402,8 @@ def _range(values: Floats) -> tuple[float, float]:
     return low, high
 
 
-def _name(run: RunData, index: int) -> str:
+def run_label(run: RunData, index: int) -> str:
+    """Returns the name of a run with its colour."""
     return f'<span><i class="swatch" {colour(index)}></i>{escape(run.name)}</span>'
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from postlude.recipes.report.metrics import EVAL
 from postlude.recipes.report.summary import RunSummary, read_summary
-from postlude.recipes.run.directory import read_config, read_metrics, read_record, read_samples
+from postlude.recipes.run.directory import read_config, read_layers, read_metrics, read_record, read_samples
 
 SMOOTHED_FROM = 40  # values; shorter series are not smoothed
 CALM = 3.0  # total variation over range, below which a series is smooth already
@@ -58,6 +58,8 @@ class RunData:
     """By metric, then by phase, because losses of two phases cannot be compared. Held-out metrics are under ""."""
     distributions: Mapping[str, Sequence[tuple[int, Floats]]]
     """Lists of numbers by step: rewards, lengths, …"""
+    layers: Mapping[str, Sequence[tuple[int, Floats]]]
+    """Lists of one layer each by step, such as the load of its experts, by name: "moe/layer_03/load"."""
     samples: Sequence[Mapping[str, Any]]
     machine: Mapping[str, Any]
     """Versions, commit and device of the last start, or {}."""
@@ -112,10 +114,24 @@ def _read(path: Path, name: str) -> RunData:
         bands=bands,
         series={key: {part: _series(values) for part, values in parts.items()} for key, parts in numbers.items()},
         distributions={key: sorted(values.items()) for key, values in lists.items()},
+        layers=_layers(path),
         samples=samples,
         machine=_dotted(starts[-1]) if starts else {},
         summary=read_summary(path),
     )
+
+
+def _layers(path: Path) -> dict[str, list[tuple[int, Floats]]]:
+    """Returns layers.jsonl by name. Steps whose list has another length, as after a change of model, are left out."""
+    found: dict[str, list[tuple[int, Floats]]] = {}
+    for line in read_layers(path):
+        step = line.pop("step")
+        for name, values in line.items():
+            row = np.array(values, dtype=float)
+            steps = found.setdefault(name, [])
+            if not steps or len(row) == len(steps[0][1]):
+                steps.append((step, row))
+    return found
 
 
 def _series(values: Mapping[int, float]) -> Series:

@@ -26,6 +26,10 @@ SCORES = (f"{EVAL}{REWARD}", f"{EVAL}accuracy", f"{EVAL}{LOSS}")
 FALLING = (LOSS, f"{EVAL}{LOSS}")  # smaller is better
 
 
+LAYER = re.compile(r"(?P<block>\w+)/(?P<layer>(?:mtp_\d+_)?layer_\d+)/(?P<name>\w+)")  # metrics of one layer
+WORST = "_worst"  # of all layers
+
+
 @dataclass(frozen=True)
 class MetricInfo:
     """What a metric means, its range, and what to watch for."""
@@ -73,6 +77,12 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
             return None
         info = info.replaced("depth D", f"depth {depth[1]}").replaced("token D", f"token {depth[1]}")
         return replace(info, title=f"{info.title} ({depth[1]})")
+    if layer := LAYER.fullmatch(name):
+        info = metrics.get(f"{layer['block']}/{layer['name']}")
+        return info and replace(info, title=f"{info.title} ({layer['layer'].replace('_', ' ')})")
+    if name.removesuffix(WORST) in metrics:
+        info = metrics[name.removesuffix(WORST)]
+        return replace(info, title=f"{info.title}, worst layer", meaning=f"{info.meaning}; of the worst layer")
     if name.startswith(PARTS):
         return metrics[f"{PARTS}NAME"].replaced("NAME", name.removeprefix(PARTS))
     if name.startswith(TIME):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from postlude.recipes.report.charts import as_json, colour, curve, distribution, phases
 from postlude.recipes.report.data import RunData, read_runs
-from postlude.recipes.report.metrics import EVAL, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
+from postlude.recipes.report.heat_maps import layer_maps
+from postlude.recipes.report.metrics import EVAL, LAYER, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
 from postlude.recipes.report.samples import samples
 from postlude.recipes.report.summary import REPORT
 from postlude.recipes.report.tables import config, differences, held_out, machine, summaries
@@ -67,6 +68,7 @@ def _page(runs: Sequence[RunData]) -> str:
         _curves(runs),
         _times(runs),
         _distributions(runs),
+        layer_maps(runs),
         samples(runs),
         config(runs),
         machine(runs),
@@ -96,6 +98,7 @@ def _legend(runs: Sequence[RunData]) -> str:
 def _curves(runs: Sequence[RunData]) -> str:
     drawn = [(index, run) for index, run in enumerate(runs) if not run.summary.is_evaluation]  # evaluations are a table
     keys = list(dict.fromkeys(key for _, run in drawn for key in run.series if not key.startswith(TIME)))
+    keys = [key for key in keys if not LAYER.fullmatch(key)]  # heat maps show those
     known = [key for key in CURVES if key in keys]
     place = sum(key in keys for key in CURVES[:2])
     known[place:place] = sorted(

@@ -3,6 +3,7 @@
     config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
     run.json                    every start: time, host, versions, step
     metrics.jsonl               one JSON object a step
+    layers.jsonl                lists of each layer, one JSON object a step; only if a block has any (load of experts)
     samples.jsonl               one JSON object a sample
     tensorboard/                the metrics as event files
     cache/                      the dataset's rows as tokens
@@ -40,7 +41,7 @@ from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
 from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, LAYERS, SAMPLES = "metrics.jsonl", "layers.jsonl", "samples.jsonl"
 COMPLETE = "state.json"  # a checkpoint has it once it is complete
 DELETING = ".deleting"
 Value = TypeVar("Value")
@@ -79,6 +80,7 @@ class RunDirectory:
         self.changed = dict(changed or {})
         self._lock = lock
         self._metrics = JSONLinesFile(self.path / METRICS)
+        self._layers = JSONLinesFile(self.path / LAYERS)
         self._samples = JSONLinesFile(self.path / SAMPLES)
         self._loggers = MetricLoggers(loggers, self._run_info)
         self._step: int | None = None
@@ -104,6 +106,11 @@ class RunDirectory:
         self._step = step
         self._metrics.append([{"step": step, "phase": phase} | values])
         self._loggers.log(step, values)
+
+    def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
+        """Writes lists of a step that belong to one layer each, such as the load of its experts, for the report."""
+        if vectors:
+            self._layers.append([{"step": step} | {name: list(map(_shortest, row)) for name, row in vectors.items()}])
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes samples of a step, for the report."""
@@ -160,14 +167,14 @@ class RunDirectory:
         write_atomic(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def resume_at(self, step: int) -> None:
-        """Drops metrics and samples of later steps, which will be repeated. -1 drops everything, and so a torn line."""
+        """Drops what was logged of later steps, which will be repeated. -1 drops everything, and so a torn line."""
         later = [path for path in self.checkpoints() if checkpoint_step(path) > step]
         if later:
             raise ValueError(
                 f"{later[0]} is later than step {step}, where the run would resume. Move it away, or resume from it."
             )
         self._loggers.close()
-        for lines in (self._metrics, self._samples):
+        for lines in (self._metrics, self._layers, self._samples):
             lines.keep(lambda line: int(line["step"]) <= step)
         self._step = None if step < 0 else step
         self._resumed_at = step
@@ -190,6 +197,7 @@ class RunDirectory:
         """Writes everything to disk and releases the run."""
         try:
             self._metrics.close()
+            self._layers.close()
             self._samples.close()
             self._loggers.close()
         finally:
@@ -205,6 +213,9 @@ class ReadOnlyRun(RunDirectory):
     """The run of ranks other than 0: it knows the checkpoints and writes nothing."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
+        """Does nothing."""
+
+    def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
         """Does nothing."""
 
     def sample(self, step: int, samples: Sequence[Sample]) -> None:
@@ -303,6 +314,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return JSONLinesFile(run / METRICS).read()
 
 
+def read_layers(run: Path) -> list[dict[str, Any]]:
+    """Returns the lines of layers.jsonl; [] for a run without it."""
+    return JSONLinesFile(run / LAYERS).read()
+
+
 def read_samples(run: Path) -> list[dict[str, Any]]:
     """Returns the samples of a run: the fields of `Sample`, and `step`."""
     return JSONLinesFile(run / SAMPLES).read()
@@ -398,6 +414,11 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
         raise TypeError(
             f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."
         ) from error
+
+
+def _shortest(number: float) -> float:
+    """Returns a whole number as an int, which JSON writes without ".0"."""
+    return int(number) if float(number).is_integer() else number
 
 
 def _plain(value: Any) -> Any:
