@@ -22,6 +22,7 @@ from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
 from postlude.recipes.rollouts import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
+from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
@@ -159,6 +160,14 @@ def test_every_layout_gives_the_same_losses(
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4), layout
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), layout
             assert found.get("rewards") == expected.get("rewards"), layout
+        if settings[-1:] == MOE:  # before weights have moved, choices are the same to the last one
+            first, other = (read_layers(tmp_path / name / "run") for name in ("one", layout))
+            assert first[0] == other[0]
+            assert [line["step"] for line in first] == [1, 2, 3]
+            slots = 4 * 2 * alone[1]["tokens"]  # layers, experts a token, both minibatches
+            assert sum(sum(load) for name, load in first[1].items() if name != "step") == slots
+            assert not [name for name in alone[-1] if name.startswith("moe/") and explain(name) is None]
+            assert spread[0]["moe/entropy_worst"] == pytest.approx(alone[0]["moe/entropy_worst"], rel=1e-5)
 
 
 def prompts(group: Any, directory: str) -> tuple[list[str], set[str]]:

@@ -179,7 +179,7 @@ def test_load_is_a_heat_map_of_experts_over_steps_for_each_layer(tmp_path: Path)
     target = write_report([expert_run(tmp_path / "run")], tmp_path)
     page, text = Page(target), target.read_text()
     assert page.curves == ["loss", "moe/load_max_over_mean"], "layers are rows of a map, and no curves"
-    figures = dict(re.findall(r'data-heat="(.*?)"(.*?)</figure>', text))
+    figures = dict(re.findall(r'data-heat="(.*?)"(.*?)</figure>', text, re.DOTALL))
     assert list(figures) == ["moe/load_max_over_mean", "moe/layer_00/load", "moe/mtp_1_layer_00/load"]
     even, idle = figures["moe/layer_00/load"], figures["moe/mtp_1_layer_00/load"]
     rows = "".join(f"M0 {row}h4" for row in range(4))
@@ -189,7 +189,9 @@ def test_load_is_a_heat_map_of_experts_over_steps_for_each_layer(tmp_path: Path)
         ("", "M0 0h4"),
     ]
     assert "most: 0, 4 times the mean\n3 of 4 without any" in idle
-    assert re.findall(r'd="(.*?)"', figures["moe/load_max_over_mean"]) == ["M0 0h4", "M0 1h4"], "two layers, two shades"
+    assert re.findall(r' d="(.*?)"', figures["moe/load_max_over_mean"]) == ["M0 0h4", "M0 1h4"], (
+        "two layers, two shades"
+    )
     assert "Load of the busiest expert by layer" in page.text
 
 

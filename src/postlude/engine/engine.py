@@ -247,14 +247,12 @@ class Engine:
         """Returns empty metrics for a pass. All ranks raise before it begins if a denominator is unknown."""
         known = local.counts if counts is None else counts
         check_counts(objective, known, len(self.config.pattern.mtp))
-        return MetricAccumulator(
-            LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size), self.metric_index
-        )
+        normalizer = LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size)
+        return MetricAccumulator(normalizer, self.metric_index)
 
     def _result(self, metrics: dict[str, float], local: LocalBatch, layer_totals: Sequence[float] = ()) -> Result:
-        layers = self.layer_metrics.compute(layer_totals)
-        reductions = dict(self.metric_index.slots.keys()) | layers.reductions
-        loss, plan = metrics.pop("loss"), local.plan
+        layers, plan = self.layer_metrics.compute(layer_totals), local.plan
+        loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
         return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors)
 
     def optimizer_step(self) -> StepResult:
