@@ -24,7 +24,17 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("workloads", "peers", "train_step", "rl_iteration", "growth", "weight_sync", "asynchrony", "report")
+    names = (
+        "workloads",
+        "peers",
+        "train_step",
+        "rl_iteration",
+        "growth",
+        "weight_sync",
+        "asynchrony",
+        "report",
+        "layer_metrics",
+    )
 
     def imported(name: str) -> ModuleType:
         return __import__(name)
@@ -106,6 +116,11 @@ def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
     assert "train_step" in found
     for kind, cases in found.items():
         assert report.placed(page, kind, "\n".join(report.TABLES[kind](cases))) == page
+
+
+def test_the_cost_of_layer_metrics_is_measured(load: Any) -> None:
+    benchmark = load("layer_metrics")
+    assert benchmark.measure(benchmark.SMALL, "cpu", repeats=1).keys() == {"with_ms", "without_ms", "share"}
 
 
 SMOKES = {

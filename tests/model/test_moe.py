@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
@@ -195,6 +198,31 @@ def test_side_losses_are_minimised_in_training_alone() -> None:
     router = "layers.0.moe.router.weight"
     assert_equal(evaluating[router], plain[router])
     assert (training[router] - plain[router]).abs().max() > 1e-4
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, views aside: each is about one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_metrics_take_few_operators() -> None:
+    moe, counted = block(), []
+    microbatch = small_microbatch(16)
+    for measured in (False, True):
+        context = ForwardContext(microbatch)
+        if not measured:
+            context.is_first_call("layers.0.moe.metrics")  # as in a layer that is recomputed
+        with Operators() as operators:
+            moe.route(torch.randn(16, HIDDEN), context)
+        counted.append(operators.count)
+    assert 5 < counted[1] - counted[0] <= 16
 
 
 def test_the_selection_bias_keeps_fp32() -> None:

@@ -22,11 +22,8 @@ class MetricSums:
         Call it in training, and once per microbatch: see `ForwardContext.is_first_call`.
         """
         device = next(iter(sums.values())).device
-        parts = [
-            sums[name].reshape(size).float() if name in sums else torch.zeros(size, device=device, dtype=torch.float32)
-            for name, size in self.sizes.items()
-        ]
-        added = torch.cat(parts)
+        zeros = torch.zeros(max(self.sizes.values()), dtype=torch.float32, device=device)  # one kernel for all
+        added = torch.cat([sums.get(name, zeros[:size]).reshape(size).float() for name, size in self.sizes.items()])
         self.total = added.double() if self.total is None else self.total.add_(added)
 
     def take(self) -> Tensor | None:

@@ -382,28 +382,34 @@ class MoE(Block):
         The metrics and the load are counted here too, once if the layer is recomputed.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
+        measures = context.is_first_call(f"{self.name}.metrics")
+        if not (measures or config.has_aux_losses):
+            return weights
         counts = self.count(choice, context)
-        probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
         sums = {"load": counts.sum(0)}
         if config.balance_coefficient:
             totals = context.total(counts)
             share = totals / totals.sum(-1, keepdim=True).clamp_min(1.0)
-            # A sum over tokens, like every loss.
-            evenness = config.experts * weighted_sum(context.drop_padding(probability), share, context.sequence_index)
+            real = context.drop_padding(self.probability(scores))
+            evenness = config.experts * weighted_sum(real, share, context.sequence_index)  # a sum, like every loss
             sums["balance"] = evenness.detach()
             weights = add_aux_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
             squares = context.drop_padding(logits.logsumexp(-1).square()).sum()
             weights = add_aux_loss(weights, squares * (config.z_coefficient / batch_tokens))
-        if context.is_first_call(f"{self.name}.metrics"):
-            self.metric_sums.add(sums | self.describe(logits.detach(), probability.detach(), context))
+        if measures:
+            self.metric_sums.add(sums | self.describe(logits.detach(), scores.detach(), context))
             if self.moves_bias:
                 self.load += sums["load"]
         return weights
 
-    def describe(self, logits: Tensor, probability: Tensor, context: ForwardContext) -> dict[str, Tensor]:
+    def probability(self, scores: Tensor) -> Tensor:
+        """Returns scores that sum to one, [T, experts]."""
+        return scores if self.config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+
+    def describe(self, logits: Tensor, scores: Tensor, context: ForwardContext) -> dict[str, Tensor]:
         """Returns the sums of the routing entropy and of the squared logsumexp over this rank's tokens."""
-        entropy = torch.special.entr(probability).sum(-1)
+        entropy = torch.special.entr(self.probability(scores)).sum(-1)
         logsumexp = logits[:, 0] - logits.log_softmax(-1)[:, 0]  # two kernels instead of logsumexp's nine
         values = context.drop_padding(torch.stack((entropy, logsumexp.square()), dim=-1)).sum(0)
         return {"entropy": values[0], "z": values[1]}
