@@ -77,7 +77,7 @@ def _numbers(run: RunData, index: int, metric: str, layers: Mapping[str, Series]
     span = f"{format_number(low)} to {format_number(high)}"
     known = explain(metric)
     tip = f"{known.meaning}\nlook for: {known.watch}" if known else metric
-    caption = f'<b data-tip="{escape(tip)}">{escape(title(metric))} by layer</b><code>{escape(metric)}</code>'
+    caption = f'<b data-tip="{escape(tip)}">{escape(title(metric))}</b><code>{escape(metric)}</code>'
     return _figure(run, index, metric, f"{caption}<span>{span}</span>", edges, values, levels, names, describe)
 
 
