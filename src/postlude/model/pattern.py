@@ -26,8 +26,8 @@ SYMBOLS: Final[Mapping[str, str]] = {
     "-": "mlp",
     "E": "moe",
 }
-TERMINAL: Final = frozenset("-E")
-"""Symbols that end their group: nothing in a logical layer comes after its MLP or MoE."""
+TERMINAL: Final = frozenset("E")
+"""Symbols that end their group: nothing in a logical layer comes after its MoE. Any other block may stand anywhere."""
 
 MAXIMUM_BLOCKS: Final = 10_000
 _PUNCTUATION: Final = frozenset("[](){}|/")
