@@ -71,6 +71,61 @@ def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> 
     assert "mtp" not in str(load_model(tmp_path / "without" / "model").state_dict().keys())
 
 
+PROCESSORS = """
+def nll(depth, inputs, context):
+    logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+    return -context.get("scale", 1.0) * logprob
+
+def unfinished(depth, inputs):
+    return None
+
+def summed(depth, inputs, context):
+    return nll(depth, inputs, context).sum()
+"""
+
+
+@pytest.mark.slow
+def test_a_processor_of_your_own_is_named_in_a_recipe(ranks: Ranks, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    (tmp_path / "mine.py").write_text(PROCESSORS)
+    plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch_size=4", "--held_out.rows=3", "--export=false")
+    own = (*plain, "--mtp.weight=0.5", f"--mtp.processor={tmp_path}/mine.py:nll")
+    (default,) = ranks(1, metrics, "sft", *plain, "--mtp.weight=0.5", f"--run={tmp_path}/default")
+    (mine,) = ranks(1, metrics, "sft", *own, f"--run={tmp_path}/mine")
+    (half,) = ranks(1, metrics, "sft", *own, f"--run={tmp_path}/half", "--mtp.context.scale=0.5")
+    for one, other in zip(default, mine, strict=True):
+        for name, named in (("loss", "loss"), ("mtp_1/nll", "mtp_1/loss"), ("eval/mtp_1/nll", "eval/mtp_1/loss")):
+            if name in one:
+                assert other[named] == pytest.approx(one[name], rel=1e-5)
+    first = next(row for row in mine if "mtp_1/loss" in row)
+    scaled = next(row for row in half if "mtp_1/loss" in row)
+    assert scaled["mtp_1/loss"] == pytest.approx(0.5 * first["mtp_1/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nil", "mine.py has no nil; did you mean nll?"),
+        ("unfinished", "An MTP processor is called as processor(depth, inputs, context) and returns a loss for each"),
+        (
+            "summed",
+            "mine.py:summed failed in its trial call: ValueError: the MTP processor returned a tensor of shape ()",
+        ),
+    ],
+)
+def test_a_processor_that_cannot_be_called_is_a_sentence(
+    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path)
+    (tmp_path / "mine.py").write_text(PROCESSORS)
+    named = f"--mtp.processor={tmp_path}/mine.py:{name}"
+    assert main(["sft", f"--data.path={tmp_path}/rows.jsonl", f"--run={tmp_path}/run", "--device=cpu", named]) == 2
+    sentence = capsys.readouterr().err
+    assert says in sentence
+    assert len(sentence.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -> None:

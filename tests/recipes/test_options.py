@@ -181,6 +181,8 @@ ELSEWHERE = {
     "overlap": "it changes no number; tests/engine/test_overlap.py and test_zero_bubble.py",
     "gather_once": "it changes no number; tests/engine/test_sharding.py",
     "selection_bias_rate": "tests/engine/test_training.py: test_a_selection_bias_moves_by_its_own_rate_alone",
+    "mtp.processor": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
+    "mtp.context": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
     "optimizer.moments": "tests/engine/test_optimizers.py",
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
     "dtype": "test_grpo.py: test_what_is_computed_in",

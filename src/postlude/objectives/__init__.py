@@ -8,7 +8,7 @@ from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
 from postlude.objectives.kl import ReferenceKL
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
-from postlude.objectives.mtp import MTP, MTPProcessor
+from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
 from postlude.objectives.policy import PolicyGradient
 from postlude.objectives.preference import Preference
 from postlude.objectives.sft import SFT
@@ -29,6 +29,7 @@ __all__ = [
     "RolloutCorrection",
     "ValueLoss",
     "largest",
+    "load_mtp_processor",
     "load_objective",
     "mean",
     "smallest",

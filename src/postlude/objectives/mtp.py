@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,6 +10,7 @@ from postlude.checks import Bounds
 from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, Objective, mean
 from postlude.objectives.weights import weighted_nll, weighted_targets
+from postlude.user_code import load_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,19 @@ class MTPProcessor(Protocol):
     def __call__(self, depth: int, inputs: OutputInputs, context: Any) -> Tensor:
         """Returns the losses [T] of depth 1, 2, …; `inputs.microbatch` is aligned to the predicted tokens."""
         ...
+
+
+def load_mtp_processor(where: str) -> MTPProcessor:
+    """Loads path/to/file.py:name, a function of depth, inputs and context. The file is run: name only trusted ones."""
+    processor: MTPProcessor = load_callable(where, kind="function of depth, inputs and context")
+    try:
+        inspect.signature(processor).bind(1, None, None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{where} does not take what it is given: {error}. An MTP processor is called as "
+            "processor(depth, inputs, context) and returns a loss for each token, [T]."
+        ) from error
+    return processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +84,10 @@ class MTP:
         return loss
 
     def _loss(self, depth: int, inputs: OutputInputs) -> Loss:
-        targets, weights, count = weighted_targets(inputs.microbatch, self.over)
         if self.processor is not None:
-            values = self.processor(depth, inputs, self.context)
+            values = _losses(self.processor(depth, inputs, self.context), inputs)
             return Loss(values, self.over, {f"mtp_{depth}/loss": mean(values, self.over, depth=depth)}, depth=depth)
+        targets, weights, count = weighted_targets(inputs.microbatch, self.over)
         result = inputs.head.objective(inputs.hidden, targets, weighted_nll, weights, target_count=count, hit=True)
         assert result.stats.hit is not None
         metrics = {
@@ -80,3 +95,20 @@ class MTP:
             f"mtp_{depth}/accepted": mean(result.stats.hit.float(), self.over, depth=depth),
         }
         return Loss(result.loss, self.over, metrics, depth=depth)
+
+
+def _losses(values: Tensor, inputs: OutputInputs) -> Tensor:
+    """Returns what a processor returned for a depth, with a gradient for the depth even if it depends on nothing."""
+    import torch
+
+    is_tensor = isinstance(values, torch.Tensor)
+    if not is_tensor or values.shape != (len(inputs.microbatch),):
+        what = f"a tensor of shape {tuple(values.shape)}" if is_tensor else f"a {type(values).__name__}"
+        raise ValueError(
+            f"the MTP processor returned {what}, but this microbatch has {len(inputs.microbatch)} tokens. Return "
+            "one loss for each of them, [T]; inputs.gather(values) makes them of values for `hidden`."
+        )
+    # A processor may skip a microbatch without targets. FSDP would wait for the gradients of those ranks.
+    if values.requires_grad or not inputs.hidden.requires_grad:
+        return values
+    return values + 0.0 * inputs.gather(inputs.hidden.float().sum(-1))

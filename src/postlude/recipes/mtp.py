@@ -6,7 +6,7 @@ from postlude.hf.family import Family
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_model, read_model_with_mtp, with_mtp
 from postlude.model import ModelConfig, Pattern
-from postlude.objectives import MTP, Objective
+from postlude.objectives import MTP, Objective, load_mtp_processor
 from postlude.recipes.config.settings import MTPSettings
 
 
@@ -36,12 +36,26 @@ def describe_mtp(model: str, mtp: MTPSettings) -> str:
     return f"{named}, the model's own" if own else f"{named}, fresh: the model has none"
 
 
-def with_mtp_loss(objective: Objective, mtp: MTPSettings | None, over: str, *, counted: bool = True) -> Objective:
-    """Adds the MTP loss over the tokens of column `over`. With counted=False it adds metrics only."""
-    if mtp is None:
-        return objective
-    weight = mtp.weight if counted else 0.0
-    return MTP(objective=objective, weight=weight, over=over, stop_trunk=mtp.stop_trunk, stop_head=mtp.stop_head)
+class MTPLoss:
+    """Adds the MTP loss of a config to objectives, over the tokens of column `over`. It loads the processor once."""
+
+    def __init__(self, mtp: MTPSettings | None, over: str) -> None:
+        self.mtp, self.over = mtp, over
+        self.processor = load_mtp_processor(mtp.processor) if mtp is not None and mtp.processor is not None else None
+
+    def __call__(self, objective: Objective, *, counted: bool = True) -> Objective:
+        """Returns the objective with the loss. With counted=False it has the metrics only."""
+        if self.mtp is None:
+            return objective
+        return MTP(
+            objective=objective,
+            weight=self.mtp.weight if counted else 0.0,
+            over=self.over,
+            stop_trunk=self.mtp.stop_trunk,
+            stop_head=self.mtp.stop_head,
+            processor=self.processor,
+            context=self.mtp.context,
+        )
 
 
 def _default_layers(family: Family | None, config: ModelConfig) -> tuple[str, ...]:

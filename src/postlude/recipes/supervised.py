@@ -17,7 +17,6 @@ from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
 from postlude.recipes.dataset import CACHE, EncodedRows, IndexedRows, RowBatches
-from postlude.recipes.mtp import with_mtp_loss
 from postlude.recipes.report.metrics import EVAL, LOSS
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -81,8 +80,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """Returns the objective on the held-out rows."""
         batch, _ = self.make_batch(self.rows.held_out, held_out=True)
         # Multi-token prediction is reported, but is not part of the compared loss.
-        objective = with_mtp_loss(self.objective, self.config.mtp, self.loss_column, counted=False)
-        result = self.engine.evaluate_loss(batch, objective)
+        result = self.engine.evaluate_loss(batch, self.with_mtp_loss(self.objective, counted=False))
         return {f"{EVAL}{LOSS}": result.loss} | {f"{EVAL}{name}": value for name, value in result.metrics.items()}
 
     def state(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from postlude.optimizer import OptimizerConfig
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
-from postlude.recipes.mtp import model_source, with_mtp_loss
+from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.report.summary import read_summary, summary_lines
@@ -107,6 +107,7 @@ class Trainer(ABC):
         check_run(config.run, self.plain_config, may_change=MAY_CHANGE)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = load_tokenizer(config.model)
+        self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
         self.engine = Engine(
             model_source(config.model, config.mtp),
             layout=config.layout,
@@ -269,7 +270,7 @@ class Trainer(ABC):
     def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:
         """Runs one optimizer step on a batch; a training step may have several. Returns its metrics."""
         with self.timer("train"):
-            result = self.engine.forward_backward(batch, with_mtp_loss(objective, self.config.mtp, self.loss_column))
+            result = self.engine.forward_backward(batch, self.with_mtp_loss(objective))
             update = self.engine.optimizer_step()
         self.reductions.update(result.reductions)
         for name, vector in result.layer_vectors.items():

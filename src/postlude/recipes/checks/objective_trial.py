@@ -16,8 +16,10 @@ from postlude.data.chat import EncodedSequence
 from postlude.engine.scale import LossNormalizer, MetricAccumulator
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
-from postlude.objectives import Objective
+from postlude.objectives import SFT, Objective
 from postlude.ops.linear_logprobs import LogitConfig
+from postlude.recipes.config.settings import MTPSettings
+from postlude.recipes.mtp import MTPLoss
 from postlude.user_code import UserCodeError, describe_error
 
 SEQUENCES = tuple(
@@ -27,20 +29,35 @@ SEQUENCES = tuple(
 
 
 def try_objective(
-    objective: Objective, where: str, batch: Batch, config: ModelConfig, dtype: torch.dtype, devices: Sequence[str]
+    objective: Objective,
+    where: str,
+    batch: Batch,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    devices: Sequence[str],
+    kind: str = "objective",
 ) -> None:
     """Calls an objective and its backward. Raises if it fails on all of `devices`.
 
-    `where` is path/to/file.py:name, or the name of a built-in objective.
+    `where` is path/to/file.py:name, or the name of a built-in objective; messages call it a `kind`.
     """
     for last, device in enumerate(devices, start=1):
         try:
             _call(objective, batch, config, dtype, device)
         except (Exception, SystemExit) as error:
             if last == len(devices):
-                raise UserCodeError(_failure(error, where, batch)) from error
+                raise UserCodeError(_failure(error, kind, where, batch)) from error
         else:
             return
+
+
+def try_mtp_processor(
+    mtp: MTPSettings, batch: Batch, config: ModelConfig, dtype: torch.dtype, devices: Sequence[str]
+) -> None:
+    """Loads the MTP processor of a config, and tries it at each depth, as `try_objective` does."""
+    assert mtp.processor is not None
+    objective = MTPLoss(mtp, "tokens")(SFT())
+    try_objective(objective, mtp.processor, batch, config, dtype, devices, "MTP processor")
 
 
 def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
@@ -76,9 +93,9 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
         value.backward()
 
 
-def _failure(error: BaseException, where: str, batch: Batch) -> str:
+def _failure(error: BaseException, kind: str, where: str, batch: Batch) -> str:
     path = where.rpartition(":")[0]
     reason = describe_error(error, Path(path).expanduser().absolute()) if path else describe_error(error)
     names = [name for name in batch.columns if name != "routing"]
     listed = "" if all(name in reason for name in names) else f" The columns there are {', '.join(names)}."
-    return f"the objective {where} failed in its trial call: {reason}.{listed} Fix it, and start again."
+    return f"the {kind} {where} failed in its trial call: {reason}.{listed} Fix it, and start again."

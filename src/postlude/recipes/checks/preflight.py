@@ -33,12 +33,13 @@ from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import total_parameters
-from postlude.recipes.checks.objective_trial import try_objective
+from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
     EvaluationSettings,
+    MTPSettings,
     ObjectiveFile,
     SamplingSettings,
     TrainingConfig,
@@ -189,6 +190,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     yield from model_checks(inputs)
     if (mtp := inputs.config.mtp) is not None:
         yield Check("mtp", lambda: describe_mtp(inputs.config.model, mtp), after=("model",))
+        if mtp.processor is not None:
+            yield Check("mtp.processor", lambda: _mtp_processor(inputs, mtp, trial), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))
@@ -433,12 +436,20 @@ def _disk(inputs: PreflightInputs) -> str:
 
 
 def _objective(inputs: PreflightInputs, trial: Batch) -> str:
-    objective, start = inputs.config.objective, inputs.launch
+    objective = inputs.config.objective
     built = build_objective(objective)
     name = objective.file if isinstance(objective, ObjectiveFile) else type(built).__name__
-    devices = ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
-    try_objective(built, name, trial, inputs.model[1], inputs.dtype, devices)
+    try_objective(built, name, trial, inputs.model[1], inputs.dtype, _trial_devices(inputs.launch))
     return f"{name}, which returns a loss"
+
+
+def _mtp_processor(inputs: PreflightInputs, mtp: MTPSettings, trial: Batch) -> str:
+    try_mtp_processor(mtp, trial, inputs.model[1], inputs.dtype, _trial_devices(inputs.launch))
+    return f"{mtp.processor}, which returns a loss for each token"
+
+
+def _trial_devices(start: LaunchInfo) -> list[str]:
+    return ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
 
 
 def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, settings: TurnSettings) -> None:

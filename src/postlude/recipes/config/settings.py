@@ -200,6 +200,11 @@ class MTPSettings(Settings):
     """Stop the gradient of this loss before the trunk and the embedding."""
     stop_head: bool = False
     """Stop the gradient of this loss before the output head."""
+    processor: Code | None = None
+    """A loss of yours in place of the negative log-likelihood: path/to/file.py:name, a function of depth, inputs and
+    context that returns a loss for each token."""
+    context: dict[str, Any] = Field(default_factory=dict)
+    """What the processor gets as context."""
 
 
 class TrainingConfig(RunConfig):
