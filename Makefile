@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving lint format clean
+.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving test-peers lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-fast  the tests that matter while editing"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
+	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL and NeMo RL on the CPU, in a separate environment"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     format and fix the code with ruff"
 
@@ -47,13 +48,13 @@ demo-async: $(READY)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(PYTEST) -m "not gpu and not serving and not thorough"
+	$(PYTEST) -m "not gpu and not serving and not peers and not thorough"
 
 test-all: lint
-	$(PYTEST) -m "not gpu and not serving"
+	$(PYTEST) -m "not gpu and not serving and not peers"
 
 test-fast: $(READY)
-	$(PYTEST) -m "not gpu and not serving and not slow and not thorough" -x -q
+	$(PYTEST) -m "not gpu and not serving and not peers and not slow and not thorough" -x -q
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -71,6 +72,27 @@ $(SERVING)/.ready:
 test-serving: $(READY) $(SERVING)/.ready
 	VLLM_PYTHON=$(CURDIR)/$(SERVING)/bin/python $(BIN)/python -m pytest -m serving -s
 
+# Other frameworks, beside $(VENV) and without their dependencies: verl wants an older transformers, and none of them a
+# CPU build of torch. megatron-core and skyrl are made for Python 3.12; what is used of them runs on 3.11 as well. NeMo RL
+# has no wheel: NEMO_RL is a git repository of its sources.
+PEERS   := .venv-peers
+NEMO_RL ?= https://github.com/NVIDIA-NeMo/RL
+
+$(PEERS)/.ready: $(READY)
+	rm -rf $(PEERS)
+	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps --only-binary=:all: --python-version 3.12 \
+		megatron-core==0.19.2 skyrl==0.4.0 verl==0.9.1
+	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps 'tensordict<=0.10.0' pyvers cloudpickle orjson \
+		importlib_metadata zipp codetiming omegaconf antlr4-python3-runtime==4.9.3 hydra-core dill pylatexenc
+	git clone --quiet --depth 1 --no-checkout --branch v0.7.0 $(NEMO_RL) $(PEERS)/nemo-rl-sources \
+		&& git -C $(PEERS)/nemo-rl-sources archive HEAD nemo_rl | tar -x -C $(PEERS) \
+		|| echo "The sources of NeMo RL cannot be fetched from $(NEMO_RL): its tests are skipped."
+	rm -rf $(PEERS)/nemo-rl-sources
+	touch $(PEERS)/.ready
+
+test-peers: $(READY) $(PEERS)/.ready
+	PYTHONPATH=$(CURDIR)/$(PEERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m peers -s -p no:warnings tests/peers
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,4 +103,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(SERVING) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) $(PEERS) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import peers
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
 
+import peers
 from postlude import load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import peers
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, StoppingCriteria, StoppingCriteriaList
 from workloads import SHAPES, Clock, Results, attempt, forget, log_normal, peak_gib
 
+import peers
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.sampling_params import SamplingParams

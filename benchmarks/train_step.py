@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import peers
 import torch
 from transformers import PretrainedConfig
 from workloads import (
@@ -38,6 +37,7 @@ from workloads import (
     profile,
 )
 
+import peers
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.objectives import SFT, Objective, PolicyGradient
 

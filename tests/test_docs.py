@@ -157,3 +157,13 @@ def test_links_lead_somewhere(page: Path) -> None:
                 headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
                 slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
                 assert heading in slugs, f"{page.name} links to {target}#{heading}"
+
+
+def test_the_cookbook_shows_the_processors_of_the_examples() -> None:
+    """And each has at most 25 lines."""
+    cookbook = (ROOT / "docs" / "cookbook.md").read_text()
+    paths = sorted((ROOT / "examples" / "peers").glob("*.py"))
+    assert len(paths) == 3
+    for path in paths:
+        assert f"(../examples/peers/{path.name})\n```python\n{path.read_text()}```" in cookbook
+        assert len(path.read_text().splitlines()) <= 25

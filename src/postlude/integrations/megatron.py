@@ -2,18 +2,21 @@
 
     model(..., labels=labels, output_processor=LogprobsProcessor(vocab_size=len(tokenizer), entropy=True))
 
-Megatron runs it on the last pipeline stage, after the final norm and after its own MTP loss.
+Megatron runs it on the last pipeline stage, after the final norm and after its own MTP loss. HybridModel, MambaModel
+and Megatron before 0.18 have no `output_processor`: there `logprobs_output_layer` replaces the output layer for a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
@@ -111,27 +114,47 @@ class LogprobsProcessor:
         if context is not None and not isinstance(context, MegatronContext):
             raise TypeError(f"output_processor_context must be a MegatronContext, but is a {type(context).__name__}.")
         context = context or MegatronContext()
-        temperature = self.temperature if context.temperature is None else context.temperature
+        stats = self._score(
+            hidden_states,
+            output_layer,
+            output_layer.weight if output_weight is None else output_weight,
+            self._targets(labels, loss_mask, context),
+            context.temperature,
+            _scale_of(scale_logits),
+            config,
+        )
+        results = {field.name: getattr(stats, field.name) for field in fields(stats)}
+        batch_first = {name: rows.transpose(0, 1).contiguous() for name, rows in results.items() if rows is not None}
+        return torch.stack([*batch_first.values()]) if self.returns == "tensor" else TokenStats(**batch_first)
+
+    def _score(
+        self,
+        hidden: Tensor,
+        layer: Any,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor | None,
+        logit_scale: float,
+        config: Any,
+    ) -> TokenStats:
+        """[s, b, h] or [s / tp, b, h], this rank's [padded vocabulary / tp, h] and [b, s] -> results of [s, b]."""
+        _check_layer(layer, weight, config)
+        temperature = self.temperature if temperature is None else temperature
         if isinstance(temperature, Tensor) and temperature.dim() == 2:
             temperature = temperature.t()
-
-        weight = output_layer.weight if output_weight is None else output_weight  # [padded vocabulary / tp, h]
-        _check_layer(output_layer, weight, config)
-        group, rows = output_layer.tp_group, weight.shape[0]
+        group, rows = layer.tp_group, weight.shape[0]
         size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         vocab_size = rows * size if self.vocab_size is None else self.vocab_size
         if vocab_size > rows * size:
             raise ValueError(f"vocab_size is {vocab_size}, but the output layer has {rows} rows x {size} ranks.")
-        targets, logit_scale = self._targets(labels, loss_mask, context), _scale_of(scale_logits)
         if size > 1:
-            gather = gather_from_sequence if output_layer.sequence_parallel else copy_to_group
-            hidden_states = gather(hidden_states, group)  # [s, b, h]
-
-        stats = linear_logprobs(
-            hidden_states,
+            gather = gather_from_sequence if layer.sequence_parallel else copy_to_group
+            hidden = gather(hidden, group)  # [s, b, h]
+        return linear_logprobs(
+            hidden,
             weight,
             targets.t(),
-            bias=None if output_layer.skip_bias_add else output_layer.bias,  # GPTModel drops a skipped bias
+            bias=None if layer.skip_bias_add else layer.bias,  # Megatron's models drop a skipped bias
             temperature=temperature,
             logit_scale=logit_scale,
             ignore_index=self.ignore_index,
@@ -145,9 +168,6 @@ class LogprobsProcessor:
             backend=self.backend,
             memory_budget=self.memory_budget,
         )
-        results = {field.name: getattr(stats, field.name) for field in fields(stats)}
-        batch_first = {name: rows.transpose(0, 1).contiguous() for name, rows in results.items() if rows is not None}
-        return torch.stack([*batch_first.values()]) if self.returns == "tensor" else TokenStats(**batch_first)
 
     def _targets(self, labels: Tensor | None, loss_mask: Tensor | None, context: MegatronContext) -> Tensor:
         """[b, s], `ignore_index` where nothing is to be projected."""
@@ -162,6 +182,82 @@ class LogprobsProcessor:
 def logprobs_output_processor(**hook: Any) -> TokenStats | Tensor:
     """`LogprobsProcessor()` as a function: the log-probs of the labels [b, s], over the padded vocabulary."""
     return LogprobsProcessor()(**hook)
+
+
+@contextmanager
+def logprobs_output_layer(
+    model: Any, processor: LogprobsProcessor, targets: Tensor, *, temperature: float | Tensor | None = None
+) -> Iterator[None]:
+    """Inside, a call of the model without labels returns [b, s, n] instead of logits: the log-prob of each target, and
+    then what `processor` asks of entropy and lse.
+
+        with logprobs_output_layer(model, LogprobsProcessor(entropy=True), targets=labels):
+            output = model(tokens, position_ids, attention_mask)
+        logprob, entropy = output.unbind(-1)
+
+    For Megatron models without `output_processor`. Another module, with the same parameters under the same names,
+    replaces `model.output_layer` until the end of the block, also after an error; no method is replaced. The backward
+    pass may run outside. On a pipeline stage without an output layer nothing changes.
+
+    Args:
+        model: a GPTModel, HybridModel or MambaModel: what DDP and Float16Module wrap, not the wrapper.
+        processor: with `returns="tensor"` or without topk and hit. Its `use_loss_mask` has no mask to use.
+        targets: [b, s] with Megatron's shift: entry i is the token after position i, or `ignore_index`.
+        temperature: a number or [b, s], instead of the processor's.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None or not model.post_process:
+        yield
+        return
+    if processor.topk or processor.hit:
+        raise ValueError("logprobs_output_layer returns logprob, entropy and lse alone. Drop topk and hit.")
+    if getattr(model.config, "mtp_num_layers", None):
+        raise ValueError("logprobs_output_layer needs a model without MTP, whose loss also calls the output layer.")
+    if getattr(model.config, "use_mup", False) and model.config.mup_output_mult != 1.0:
+        raise ValueError(
+            f"logprobs_output_layer cannot undo mup_output_mult = {model.config.mup_output_mult}, by which the model "
+            f"multiplies what its output layer returns. {BY_HAND}"
+        )
+    check = model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+    model.output_layer = _LogprobsLayer(layer, processor, targets, temperature, model.config)
+    try:
+        yield
+    finally:
+        model.output_layer = layer
+        check.remove()
+
+
+def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    for name in ("labels", "inference_context", "runtime_gather_output"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"Inside logprobs_output_layer call the model without {name}: it returns no logits.")
+
+
+class _LogprobsLayer(nn.Module):
+    """Has an output layer's place and parameters, and returns [s, b, n] results where that returned logits."""
+
+    def __init__(
+        self,
+        layer: Any,
+        processor: LogprobsProcessor,
+        targets: Tensor,
+        temperature: float | Tensor | None,
+        config: Any,
+    ) -> None:
+        super().__init__()
+        for name, parameter in layer.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self._arguments = (layer, processor, targets, temperature, config)
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """As a ColumnParallelLinear's: [s, b, h] -> [s, b, n] and no bias."""
+        layer, processor, targets, temperature, config = self._arguments
+        stats = processor._score(
+            hidden, layer, layer.weight if weight is None else weight, targets, temperature, 1.0, config
+        )
+        rows = [stats.logprob, *(row for row in (stats.entropy, stats.lse) if row is not None)]
+        return torch.stack(rows, dim=-1), None
 
 
 def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:

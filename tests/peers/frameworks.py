@@ -1,0 +1,165 @@
+"""Runs other frameworks' own code on the CPU: where it allocates on CUDA it gets CPU tensors, the rest is unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.equality import difference
+
+VOCABULARY, HIDDEN, LENGTH, BATCH = 64, 32, 8, 3
+NO_FUSION = dict.fromkeys(
+    ("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"), False
+)
+
+
+def report(framework: str, what: str, errors: dict[str, float]) -> None:
+    """Prints the version of a framework and the error of each number that was compared with it."""
+    try:
+        release = version(framework)
+    except PackageNotFoundError:  # sources without a wheel say it themselves
+        release = import_alone("nemo_rl.package_info").__shortversion__
+    numbers = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    print(f"\n{framework} {release}: {what}: {numbers}", flush=True)
+
+
+def errors_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the relative difference by name, one for all gradients: that of the parameter that is off most."""
+    assert ours.keys() == theirs.keys()
+    errors: dict[str, float] = {}
+    for name, expected in theirs.items():
+        key = "gradients" if name.startswith("gradient of") else name
+        errors[key] = max(errors.get(key, 0.0), difference(ours[name], expected))
+    return errors
+
+
+class _CpuTensors(TorchFunctionMode):
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
+
+
+def _layer_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.LayerNorm:
+    """What Megatron's own norm for CPUs returns, which refuses sequence parallelism: it would not add its gradients."""
+    return nn.LayerNorm(hidden_size, eps)
+
+
+@contextlib.contextmanager
+def megatron(tp: int = 1, pp: int = 1) -> Iterator[None]:
+    """Megatron's process groups over gloo, and its models on the CPU. They have no dropout, so no random state."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_CpuTensors())
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
+        stack.enter_context(mock.patch("torch.cuda.synchronize"))
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
+        parallel_state.initialize_model_parallel(tp, pp)
+        stack.callback(parallel_state.destroy_model_parallel)
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        yield
+
+
+def gpt_model(*, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    """Returns this rank's part of a small GPTModel whose weights depend on nothing but the sizes."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return seeded(
+        GPTModel(
+            transformer_config(dtype, num_layers=2, **config),
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+        ),
+        dtype,
+    )
+
+
+def transformer_config(dtype: torch.dtype, **config: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True, **NO_FUSION},
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **config,
+    )
+
+
+def seeded(model: Any, dtype: torch.dtype) -> Any:
+    """Large weights, so that distributions are far from uniform; the same on every rank where a rank has all of one."""
+    for name, parameter in model.named_parameters():
+        seed = sum(map(ord, name)) + dist.get_rank() * getattr(parameter, "tensor_model_parallel", False)
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            parameter.copy_(1 + 0.1 * values if "norm" in name and "weight" in name else 0.2 * values)
+    return model.to(dtype)
+
+
+def import_alone(name: str) -> Any:
+    """Imports a module without running its packages' __init__, which import servers that this test has no use for."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        if package not in sys.modules:
+            parents = sys.path if depth == 1 else sys.modules[".".join(parts[: depth - 1])].__path__
+            module = types.ModuleType(package)
+            module.__path__ = [str(place) for parent in parents if (place := Path(parent, parts[depth - 1])).is_dir()]
+            sys.modules[package] = module
+    return importlib.import_module(name)
+
+
+class Inputs:
+    """The same tokens on every rank: input_ids, position_ids, attention_mask (Megatron's: True is hidden), labels."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+        self.positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+        self.mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        self.labels = self.tokens.roll(-1, 1)
+        self.upstream = torch.randn(2, BATCH, LENGTH, generator=generator)  # of logprob and entropy
+
+    @property
+    def model(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A model's positional arguments."""
+        return self.tokens, self.positions, self.mask
+
+
+def with_gradients(model: Any, inputs: Inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the results and every parameter's gradient of their weighted sum."""
+    model.zero_grad()
+    length = results["logprob"].shape[1]
+    rows = [row.float() * up[:, :length] for row, up in zip(results.values(), inputs.upstream, strict=False)]
+    torch.stack([row for row in rows if row.requires_grad]).sum().backward()
+    gradients = {f"gradient of {name}": each.grad.clone() for name, each in model.named_parameters()}
+    return {name: row.detach() for name, row in results.items()} | gradients
