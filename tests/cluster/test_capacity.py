@@ -177,17 +177,17 @@ def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
         ray.init("local", num_cpus=4, num_gpus=1, _temp_dir=place, **QUIET)
         try:
-            ranks = RankActors(ResourceNeeds(1, 1.0, 0.6), lambda: None, 60.0)
+            ranks = RankActors(ResourceNeeds(1, 1.0, 0.6), lambda: None, 300.0)
             nodes = RayLauncher(tmp_path)
-            shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+            shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(900)"
             beside = nodes.start(saying(shown, gpus=0.4))
-            until(lambda: beside.exit_reason() is None and beside.url, 60.0)
+            until(lambda: beside.exit_reason() is None and beside.url, 300.0)
             another = nodes.start(saying(shown, gpus=0.4))
             until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
             time.sleep(1.0)
             assert (another.exit_reason(), another.url) == (None, ""), "no room for a third share"
             ranks.stop()
-            until(lambda: another.exit_reason() is None and another.url, 60.0)
+            until(lambda: another.exit_reason() is None and another.url, 300.0)
             beside.stop()
             another.stop()
         finally:

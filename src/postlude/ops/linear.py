@@ -37,7 +37,7 @@ def defer_wgrad(queue: DeferredWgrads | None) -> Iterator[None]:
 
 
 def bind_wgrad(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns the function bound to the current queue: called queue, its products defer to the same one."""
+    """Returns the function bound to the current queue: products that it makes later are deferred to the same one."""
     queue = _queue.get()
 
     def run(*arguments: Any) -> Result:
