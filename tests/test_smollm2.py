@@ -6,15 +6,31 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from postlude import export_hf, load_model, load_tokenizer, pack, unpack
+from postlude import (
+    AdamW,
+    Batch,
+    Engine,
+    Loss,
+    OutputInputs,
+    export_hf,
+    load_model,
+    load_tokenizer,
+    pack,
+    ranks,
+    unpack,
+)
+from postlude.data import IGNORE
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
+from postlude.objectives import SFT, Objective
 from postlude.serving.clients.client import GenerationClient
 from tests.equality import difference
 from tests.generate.test_generator import teacher_forced
@@ -97,6 +113,32 @@ def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
         ends = expected.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in expected else len(expected)
         assert completion.tokens[:ends] == expected[:ends]
     assert len(set(answered[-1][0].tokens)) > 8, answered[-1][0].text
+
+
+def through_logits(inputs: OutputInputs) -> Loss:
+    """The loss of the next tokens by a processor of one's own, from all logits in the way of a textbook."""
+    logits = inputs.head.logits(inputs.hidden).float()
+    return Loss(F.cross_entropy(logits, inputs.microbatch.targets, ignore_index=IGNORE, reduction="none"))
+
+
+def losses_of_ten_steps(gguf: Path, rows: list[list[int]], objective: Objective) -> list[float]:
+    with ranks():
+        engine = Engine(gguf, budget=64, optimizer=AdamW(lr=1e-4, max_grad_norm=None), compute_dtype=torch.float32)
+        losses = []
+        for _ in range(10):
+            losses.append(engine.forward_backward(Batch(rows), objective).loss)
+            engine.optimizer_step()
+        return losses
+
+
+@pytest.mark.thorough
+def test_ten_steps_on_real_text_through_the_hook_equal_the_default_loss(tokenizer, gguf: Path) -> None:
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS[:3]]
+    default, hook = (losses_of_ten_steps(gguf, rows, objective) for objective in (SFT(over="tokens"), through_logits))
+    assert hook == pytest.approx(default, rel=1e-3)  # AdamW divides gradients by their size, and so their rounding
+    assert hook[0] == pytest.approx(default[0], rel=1e-5)
+    assert all(later < earlier for earlier, later in pairwise(hook))
+    assert hook[-1] < 0.5 * hook[0]
 
 
 @pytest.fixture(scope="module")
