@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks:
         assert not unmoved
         assert alike
         assert exported.startswith("ValueError: no Hugging Face family describes this model, [C-]{2}[*-]{2}, so it has")
-        assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not say how it goes on from")
+        assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not support decoding, so its")
         assert (
             cut
             == "ValueError: layers.0.convolution reads neighbouring tokens, which cp=2 puts on other ranks. Use cp=1."

@@ -12,8 +12,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("vocab", [264, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limited", [False, True])
-def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, limited: bool) -> None:
+@pytest.mark.parametrize("filtered", [False, True])
+def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, filtered: bool) -> None:
     """Rows in any order, greedy and not, some idle, some at their last token, from all tokens or fewer."""
     generator = torch.Generator().manual_seed(vocab)
     size, count = 40, 24
@@ -36,7 +36,7 @@ def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, limited: 
         state.numbers.copy_(numbers)
         state.settings.copy_(settings)
         state.stops[3] = torch.arange(vocab, device=DEVICE)[:size] * (vocab // size)
-        sample_next(logits, rows, state, limited=limited, backend=backend)
+        sample_next(logits, rows, state, filtered=filtered, backend=backend)
         states.append(state)
     expected, actual = states
     assert torch.equal(actual.numbers, expected.numbers)
@@ -51,7 +51,7 @@ def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary
         state = DecodeRows(2, 1, 8, torch.device(DEVICE))
         state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, heat
         sample_next(
-            torch.full((2, 300), float("nan"), device=DEVICE), state.all, state, limited=False, backend="triton"
+            torch.full((2, 300), float("nan"), device=DEVICE), state.all, state, filtered=False, backend="triton"
         )
         assert state.results[:, 1].isnan().all()
         assert (state.numbers[TOKEN] < 300).all()

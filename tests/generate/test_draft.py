@@ -80,8 +80,8 @@ def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: py
     asked = [prompts(model)[place] for place in (1, 3, 0)]
     sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(asked))]
     expected = Generator(model).generate(asked, sampling)
-    evict = Scheduler._evict
-    monkeypatch.setattr(Scheduler, "_evict", lambda *given: (evicted.append(1), evict(*given)))
+    evict = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (evicted.append(1), evict(*given)))
     found = Generator(model, draft=draft, max_batch_tokens=90).generate(asked, sampling)
     assert_same(found, expected)
     assert evicted
@@ -107,7 +107,7 @@ def test_answers_do_not_depend_on_what_is_guessed(
         following = [(known[answer.key][len(answer.tokens)], shift(answer.length)) for answer in answers]
         return torch.tensor([(token + by) % model.config.vocab_size for token, by in following], dtype=torch.int64)
 
-    monkeypatch.setattr(Drafter, "guess", guess)
+    monkeypatch.setattr(Drafter, "propose", guess)
     found = Generator(model, draft="mtp", max_sequences=3).generate(asked, sampling, n=2)
     assert_same(found, expected)
     assert rate(found) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
@@ -228,7 +228,7 @@ def test_text_that_stops_an_answer_stops_it_between_two_tokens(monkeypatch: pyte
 
 
 def test_a_model_without_a_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'draft="mtp" guesses tokens by a .* but pattern \[\*-\]\{2\} has none\.'):
+    with pytest.raises(ValueError, match=r'draft="mtp" needs a .* but pattern \[\*-\]\{2\} has none\.'):
         Generator(small_model("[*-]{2}"), draft="mtp")
     with pytest.raises(ValueError, match="draft='ngram': give \"mtp\""):
         Generator(small_model(TRANSFORMER), draft="ngram")  # type: ignore[arg-type]

@@ -241,5 +241,5 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)
     for temperature in (0.0, 1.0):
-        with pytest.raises(FloatingPointError, match="after 3 tokens are not numbers"):
+        with pytest.raises(FloatingPointError, match="after 3 tokens are NaN"):
             Generator(model).generate([[1, 2, 3]], SamplingParams(temperature=temperature))

@@ -68,8 +68,8 @@ def test_recorded_choices_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch
 def test_answers_that_had_to_wait_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that outgrow the cache pass the model again when there is room."""
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
-    waited, evict = [], Scheduler._evict
-    monkeypatch.setattr(Scheduler, "_evict", lambda *given: (waited.append(1), evict(*given)))
+    waited, evict = [], Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (waited.append(1), evict(*given)))
     moe = model()
     found = answered(moe, max_batch_tokens=60, max_sequences=8)
     assert waited

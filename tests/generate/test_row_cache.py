@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
+from postlude.generate.eager_scheduler import EagerScheduler
 from postlude.generate.pages import RowPages, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
-from postlude.generate.unrecorded import UnrecordedScheduler
 from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.packing import Packing
@@ -92,12 +92,12 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     def decode(places: dict[str, int]) -> None:
         """The place of each row's new token."""
         lengths = torch.tensor([place + 1 for place in places.values()])
-        cache.announce(lengths, int(lengths.max()))
+        cache.begin_forward(lengths, int(lengths.max()))
         parts = [wholes[letter][:, place : place + 1] for letter, place in places.items()]
         check(cache.attend("block", *torch.cat(parts, dim=1), scores), places)
 
     def prefill(row: int, letter: str, length: int) -> None:
-        cache.announce(NOTHING, 0, prefill=Packing.from_lengths([length]), rows=[row])
+        cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([length]), rows=[row])
         check(cache.attend("block", *wholes[letter][:, :length], scores)[-1:], {letter: length - 1})
 
     def check(outputs: Tensor, places: dict[str, int]) -> None:
@@ -131,13 +131,13 @@ def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
     padding = torch.full((3, 3, 2, WIDTH), 7.0)
     cache = RowCache(torch.device("cpu"))
     cache.resize(2, 6)
-    cache.announce(NOTHING, 0, prefill=Packing.from_lengths([4, 3]), rows=[0], padding=3)
+    cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([4, 3]), rows=[0], padding=3)
     cache.attend("block", *torch.cat((wholes[:, 0, :4], padding), 1), scores)
-    cache.announce(torch.tensor([5]), 5, prefill=Packing.from_lengths([5, 3]), rows=[1], padding=3)
+    cache.begin_forward(torch.tensor([5]), 5, prefill=Packing.from_lengths([5, 3]), rows=[1], padding=3)
     output = cache.attend("block", *torch.cat((wholes[:, 0, 4:5], wholes[:, 1, :5], padding), 1), scores)
     assert_equal(output[0], expected[0][4], "the next token")
     assert_equal(output[1:6], expected[1][:5], "the sequence that starts")
-    cache.announce(torch.tensor([6, 6]), 6)
+    cache.begin_forward(torch.tensor([6, 6]), 6)
     output = cache.attend("block", *wholes[:, :, 5], scores)
     assert_equal(output, torch.stack([whole[5] for whole in expected]), "both go on")
 
@@ -173,17 +173,17 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         attended = [reference_attention(*each, packing, packing, scores) for each in firsts]
         return attended, [scan((each[0],), packing)[0] for each in firsts]
 
-    cache.announce(NOTHING, 0, prefill=Packing.from_lengths([2, 2, 2]), rows=[0, 1, 2])
+    cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([2, 2, 2]), rows=[0, 1, 2])
     forward(wholes[:, :, :2].flatten(1, 2))
-    cache.enter(torch.arange(3), torch.arange(3), [])
+    cache.start_rows(torch.arange(3), torch.arange(3), [])
     lengths = torch.tensor([2, 2, 2])
     for stays in ([2, 1, 1], [1, 1, 2], [1, 2, 2], [1, 1, 1]):
         kept = torch.tensor(stays)
         tokens = torch.stack([wholes[:, row, length : length + 2] for row, length in enumerate(lengths)], 1).clone()
         tokens[:, kept == 1, 1] = 7.0  # nothing that belongs there
-        cache.announce(lengths + 2, int(lengths.max()) + 2, each=2)
+        cache.begin_forward(lengths + 2, int(lengths.max()) + 2, tokens_per_row=2)
         found = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
-        cache.settle(kept)
+        cache.accept(kept)
         lengths = lengths + kept
         for row, (length, count) in enumerate(zip(lengths.tolist(), stays, strict=True)):
             for output, whole in zip(found, both(length), strict=True):
@@ -213,22 +213,20 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
         sampling = SamplingParams(max_new_tokens=source.randrange(1, 40))
         prompt = PromptState([0] * source.randrange(1, 30), sampling, unstarted=2)
         completions += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
-    scheduler = UnrecordedScheduler(
-        Uniform(), completions, max_batch_tokens=budget, max_sequences=8, max_prefill_tokens=40
-    )
-    evictions, evict, forward, cache = [], scheduler._evict, scheduler._forward, scheduler.row_cache
+    scheduler = EagerScheduler(Uniform(), completions, max_batch_tokens=budget, max_sequences=8, max_prefill_tokens=40)
+    evictions, evict, forward, cache = [], scheduler._preempt, scheduler._forward, scheduler.row_cache
 
     def checked(decoded, drafts, joining):
         lengths = [len(sequence) for sequence in joining.sequences]
         assert sum(lengths) <= 40 or len(lengths) == 1
         assert len(scheduler.running) <= cache.rows <= 8
         assert cache.rows * cache.capacity <= budget
-        assert all(each.reach - 1 <= cache.capacity for each in scheduler.running)
+        assert all(each.scheduled_length - 1 <= cache.capacity for each in scheduler.running)
         assert all(completion.length <= cache.capacity for completion in decoded)
         assert sorted(each.row for each in scheduler.running) == list(range(len(scheduler.running)))
         return forward(decoded, drafts, joining)
 
-    monkeypatch.setattr(scheduler, "_evict", lambda each: (evictions.append(each), evict(each)))
+    monkeypatch.setattr(scheduler, "_preempt", lambda each: (evictions.append(each), evict(each)))
     monkeypatch.setattr(scheduler, "_forward", checked)
     steps = 0
     while scheduler.busy:
@@ -249,7 +247,7 @@ def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
     running = [RunningCompletion(state, row, [row], 11) for row in range(2)]
     for reach in range(11, 71):
         for each in running:
-            each.reach = reach
+            each.scheduled_length = reach
         assert pages.extend(running) == []
         pages.commit(running)
         assert cache.capacity >= min(reach + drafted, 70)

@@ -11,8 +11,8 @@ import torch
 
 from postlude import load_model, load_tokenizer
 from postlude.generate.generator import Generator
+from postlude.generate.graph_scheduler import GraphBuffers
 from postlude.generate.protocol import Completion, Request
-from postlude.generate.recorded import RecordedBuffers
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.session import Session
@@ -30,14 +30,14 @@ DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark
 class Recorded(Generator):
     """Has fixed pages wherever the model is."""
 
-    def graph_obstacle(self) -> str | None:
+    def why_no_cuda_graph(self) -> str | None:
         return None
 
 
 class Stepped(Generator):
     """Has a page a row."""
 
-    def graph_obstacle(self) -> str | None:
+    def why_no_cuda_graph(self) -> str | None:
         return "for comparison"
 
 
@@ -103,12 +103,12 @@ def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatc
     """Nor does what tokens are drawn from: all, the likeliest k, or as many as have some probability."""
     model = dense(device)
     asked, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
-    for place, limited in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
-        samplings[place] = replace(samplings[place], **limited)
+    for place, filtered in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
+        samplings[place] = replace(samplings[place], **filtered)
     expected = Stepped(model).generate(asked, samplings, n=2)
     freed: list[int] = []
-    make_room = Scheduler._free_some
-    monkeypatch.setattr(Scheduler, "_free_some", lambda run: (freed.append(len(run.running)), make_room(run)))
+    make_room = Scheduler._free_pages
+    monkeypatch.setattr(Scheduler, "_free_pages", lambda run: (freed.append(len(run.running)), make_room(run)))
     assert_alike(Recorded(model, **limits).generate(asked, samplings, n=2), expected)
     assert bool(freed) == (limits == {"max_batch_tokens": 260})
 
@@ -194,7 +194,7 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     assert generator._buffers is not buffers
     generator.release(small=False)
     assert generator._buffers is not None
-    monkeypatch.setattr(RecordedBuffers, "small", False)
+    monkeypatch.setattr(GraphBuffers, "small", False)
     generator.release(small=False)
     assert generator._buffers is None
 
@@ -206,7 +206,7 @@ def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     for temperature in (0.0, 1.0):
-        with pytest.raises(FloatingPointError, match="after 3 tokens are not numbers"):
+        with pytest.raises(FloatingPointError, match="after 3 tokens are NaN"):
             generator.generate([[1, 2, 3]], SamplingParams(temperature=temperature, max_new_tokens=9))
     model.reset()
     sampling = SamplingParams(max_new_tokens=9)
@@ -238,10 +238,10 @@ def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way:
     assert_alike([[found[ticket, number].completion for number in range(2)] for ticket in tickets], expected)
     for ticket in bad:
         for number in range(2):
-            assert "after 5 tokens are not numbers" in str(found[ticket, number].error)
+            assert "after 5 tokens are NaN" in str(found[ticket, number].error)
     generator = way(model, max_sequences=3, max_batch_tokens=260)
     for _ in range(2):
-        with pytest.raises(FloatingPointError, match="after 2 tokens are not numbers"):
+        with pytest.raises(FloatingPointError, match="after 2 tokens are NaN"):
             generator.generate([[5, 7], *asked], [samplings[0], *samplings], n=2)
         assert_alike(generator.generate(asked, samplings, n=2), expected)
 
@@ -275,12 +275,12 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert generator._buffers is not None
     assert list(generator._buffers.steps._graphs) == [(8, False)]
-    assert generator.graph_obstacle() is None
-    assert "float64" in str(Generator(model.double()).graph_obstacle())
+    assert generator.why_no_cuda_graph() is None
+    assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 
 
 def test_what_is_not_steady_says_why() -> None:
     generator = Generator(load_model("tiny-dense"))
-    assert generator.graph_obstacle() == "the model is on cpu"
+    assert generator.why_no_cuda_graph() == "the model is on cpu"
     generator.routing = True
-    assert generator.graph_obstacle() == "routing=True keeps what routers choose"
+    assert generator.why_no_cuda_graph() == "routing=True records the experts of every token"

@@ -111,7 +111,7 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], devi
     tickets = [session.add(each) for each in requests[:2]]
     for _ in range(6):
         session.step()
-    session.renew(lambda: model.load_state_dict(new.state_dict()) and None, "a.2")
+    session.update_weights(lambda: model.load_state_dict(new.state_dict()) and None, "a.2")
     tickets.append(session.add(requests[2]))
     found = {}
     while session.busy:
@@ -138,7 +138,7 @@ def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Gene
     found = done(session)
     gone = tickets[1::2]
     for ticket in gone:
-        session.withdraw(ticket)
+        session.abort(ticket)
     while session.busy:
         found |= done(session)
     kept = range(0, len(tickets), 2)

@@ -17,7 +17,7 @@ def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int
     """How many tokens it took, and which stop string they completed."""
     watch, tokens = StopStrings(tokenizer, stops), list(text)
     for count in range(1, len(tokens) + 1):
-        found = watch.found(tokens[:count])
+        found = watch.find(tokens[:count])
         if found is not None:
             return count, found
     return len(tokens), None

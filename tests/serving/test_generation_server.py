@@ -239,7 +239,7 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
             found |= {(each.ticket, each.number): each.completion for each in engine.poll(timeout=60)}
         assert served._failure is None
     for status, words in replies:
-        assert (status, "logits after 2 tokens are not numbers" in words["error"]) == (500, True)
+        assert (status, "logits after 2 tokens are NaN" in words["error"]) == (500, True)
     for ticket, group in zip(tickets, here, strict=True):
         for number, answer in enumerate(group):
             assert found[ticket, number].tokens == answer.tokens

@@ -249,7 +249,7 @@ def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path:
 def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
     """It begins without weights, gets the trainer's before its first answer, and ends with the run.
 
-    The model's head is tied to its embedding, which this vLLM would not renew: it is given one of its own.
+    The model's head is tied to its embedding, which this vLLM would not update_weights: it is given one of its own.
     """
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}; `make test-serving` makes it")

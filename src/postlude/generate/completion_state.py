@@ -1,4 +1,4 @@
-"""CompletionState: one completion that is being generated, on the host."""
+"""CompletionState: the state of one completion on the host, while it waits or runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PromptState:
     tokens: Sequence[int]
     sampling: SamplingParams
     unstarted: int
-    """Completions that have not been placed in a row yet."""
+    """The number of its completions that have not started."""
 
 
 @dataclass(eq=False)
 class CompletionState:
-    """One completion that waits or runs."""
+    """One completion that waits, runs, or is done."""
 
     prompt: PromptState
     key: int
@@ -38,17 +38,17 @@ class CompletionState:
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
     undrafted: int = 1
-    """How many of its newest tokens the drafter has not read yet."""
+    """The number of its newest tokens that the drafter has not read."""
     drafted: int = 0
-    """Draft tokens that were checked."""
+    """Speculative tokens that were checked."""
     accepted: int = 0
-    """Draft tokens that were right."""
+    """Speculative tokens that were accepted."""
     routing: Tensor | None = None
-    """Once it is finished, the experts that its tokens were routed to, if they are recorded."""
+    """The experts that its tokens were routed to, set when it is finished, if they are recorded."""
     versions: list[VersionSpan] = field(default_factory=list)
-    """The weight versions that its tokens were sampled with, if they have names."""
+    """The weights versions that its tokens were sampled with, if they have names."""
     error: Exception | None = None
-    """Why it failed. Other completions go on."""
+    """Why it failed. Other completions continue."""
 
     @property
     def done(self) -> bool:
@@ -57,20 +57,20 @@ class CompletionState:
 
     @property
     def length(self) -> int:
-        """The tokens of the prompt and the completion so far."""
+        """The number of tokens of the prompt and the completion so far."""
         return len(self.prompt.tokens) + len(self.tokens)
 
     @property
     def max_length(self) -> int:
-        """The most tokens that prompt and completion may have."""
+        """The maximum number of tokens of prompt and completion."""
         return len(self.prompt.tokens) + self.prompt.sampling.max_new_tokens
 
     def add(self, token: int, logprob: float, sampled_logprob: float) -> bool:
-        """Append the next token. Returns whether the completion is done."""
+        """Appends the next token. Returns whether the completion is done."""
         if math.isnan(logprob):
             self.error = FloatingPointError(
-                f"the model's logits after {self.length} tokens are not numbers. Look at its weights, or at the "
-                "training step that made them."
+                f"the model's logits after {self.length} tokens are NaN. Check its weights, and the training step that "
+                "wrote them."
             )
             return True
         self.tokens.append(token)
@@ -80,8 +80,8 @@ class CompletionState:
             self.finish_reason = "stop"
         elif self.stop_strings is not None:
             try:
-                self.stopped_by = self.stop_strings.found(self.tokens)
-            except Exception as error:  # of the tokenizer, at these tokens
+                self.stopped_by = self.stop_strings.find(self.tokens)
+            except Exception as error:  # raised by the tokenizer for these tokens
                 self.error = error
                 return True
             self.finish_reason = "stop" if self.stopped_by is not None else None
@@ -89,8 +89,8 @@ class CompletionState:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def name_version(self, version: str) -> None:
-        """Record the weight version of the tokens that have none yet."""
+    def record_version(self, version: str) -> None:
+        """Records the weights version of the tokens that have none yet."""
         start = self.versions[-1].end if self.versions else 0
         if start < len(self.tokens):
             self.versions.append(VersionSpan(version, start, len(self.tokens)))

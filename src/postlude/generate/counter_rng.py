@@ -1,4 +1,4 @@
-"""Random numbers from a counter: each is a hash of a key and a position, so no sample depends on another.
+"""Counter-based random numbers: each is a hash of a key and an index, so no sample depends on another.
 
 Integers are 64 bits wide and wrap around. The mixing is the finaliser of splitmix64, whose stream steps by GOLDEN.
 """
@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(values: Tensor) -> Tensor:
-    """Scramble int64 `values` of any shape, one to one: neighbours share nothing afterwards."""
+    """Returns a hash of each int64 value, of any shape. The hash is a bijection."""
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
     return values ^ _shifted(values, 31)
@@ -30,16 +30,16 @@ def rng_key(*parts: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def gumbel(keys: Tensor, places: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp64: `keys` and `places`, int64, broadcast against each other.
+def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
+    """Returns standard Gumbel noise, fp64, from int64 `keys` and `indices`, which are broadcast.
 
-    The likeliest of logits + noise is a sample of their softmax.
+    The argmax of logits + noise is a sample of their softmax.
     """
-    bits = mix(keys + (places + 1) * GOLDEN)
+    bits = mix(keys + (indices + 1) * GOLDEN)
     uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53  # strictly between 0 and 1
     return -uniform.log_().neg_().log_()
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Shift to the right, zeros coming in from the left."""
+    """Returns a logical right shift."""
     return (values >> by) & ((1 << (64 - by)) - 1)

@@ -1,4 +1,4 @@
-"""The decode step of a generator. On a GPU it is recorded once for a number of rows and replayed by one launch."""
+"""DecodeGraphs: the decode step of a generator, captured as a CUDA graph for each number of rows and then replayed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from postlude.ops.kernels.capabilities import why_no_triton
 
 log = logging.getLogger(__name__)
 
-# Rows of a recorded step, then multiples of the last: a step costs by these, and to record one takes 0.03 s, once.
+# Numbers of rows that a graph is captured for, then multiples of the last. A capture takes 0.03 s, once.
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
 def bucket(rows: int) -> int:
-    """Returns the fewest rows, at least this many, that a step is recorded for."""
+    """Returns the smallest number of rows, at least this, that a graph is captured for."""
     most = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= rows), -(-rows // most) * most)
 
 
-class DecodeSteps:
-    """Decode steps of a model: forward, sampling, and whether completions end, for the first `size` of the rows.
+class DecodeGraphs:
+    """Runs decode steps: forward, sampling and the check for the end of completions, for the first `size` rows.
 
-    On a GPU each size is recorded when it is first asked for. The recording reads weights, rows and pages where
-    they were then. If CUDA cannot record a step, a warning says so once, and the host launches these steps.
+    On a GPU each size is captured at its first use. The graph reads weights, rows and pages at the addresses of that
+    time. If CUDA cannot capture a step, it is logged once, and the host launches the steps of that size.
     """
 
     def __init__(self, model: LanguageModel, rows: DecodeRows, cache: PagedCache) -> None:
@@ -39,63 +39,65 @@ class DecodeSteps:
         self.cache = cache
         self._microbatches = DecodeMicrobatches()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
-        self._pool: Any = None  # memory that all recordings share, since one runs at a time
-        self._stream: torch.cuda.Stream | None = None  # one for all: each stream keeps memory of its own
+        self._pool: Any = None  # memory that all graphs share, since one runs at a time
+        self._stream: torch.cuda.Stream | None = None  # for all captures, since each stream keeps its own memory
 
-    def __call__(self, size: int, *, limited: bool = True) -> None:
-        """Run one step of the first `size` rows. See `sample_next` for `limited`."""
+    def __call__(self, size: int, *, filtered: bool = True) -> None:
+        """Runs one step of the first `size` rows. See `sample_next` for `filtered`."""
         if not self.rows.numbers.is_cuda:
-            self._step(size, limited)
+            self._step(size, filtered)
             return
-        if (size, limited) not in self._graphs:
-            self._graphs[size, limited] = self._record(size, limited)
-        graph = self._graphs[size, limited]
+        if (size, filtered) not in self._graphs:
+            self._graphs[size, filtered] = self._warm_up_and_capture(size, filtered)
+        graph = self._graphs[size, filtered]
         if graph is None:
-            self._step(size, limited)
+            self._step(size, filtered)
         else:
             graph.replay()
 
-    def _record(self, size: int, limited: bool) -> torch.cuda.CUDAGraph | None:
+    def _warm_up_and_capture(self, size: int, filtered: bool) -> torch.cuda.CUDAGraph | None:
         lengths = self.rows.numbers[LENGTH]
-        kept = lengths.clone()
-        lengths.zero_()  # idle rows leave everything as it is
+        saved_lengths = lengths.clone()
+        lengths.zero_()  # a step of idle rows changes nothing
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._step(size, limited)  # compiles kernels, and makes what is made once
-            graph = self._captured(size, limited)
+            self._step(size, filtered)  # compiles kernels and allocates what is allocated once
+            graph = self._capture(size, filtered)
         torch.cuda.current_stream().wait_stream(self._stream)
-        lengths.copy_(kept)
+        lengths.copy_(saved_lengths)
         return graph
 
-    def _captured(self, size: int, limited: bool) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, size: int, filtered: bool) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._step(size, limited)
+                self._step(size, filtered)
             finally:
                 graph.capture_end()
         except RuntimeError as error:
             why = str(error.__context__ or error).splitlines()[0]
             log.warning(
-                "a step of %d rows cannot be recorded, so the host makes every one, which is slow: %s", size, why
+                "a step of %d rows cannot be captured as a CUDA graph, so the host launches it, which is slow: %s",
+                size,
+                why,
             )
             return None
         self._pool = graph.pool()
         return graph
 
-    def _step(self, size: int, limited: bool) -> None:
+    def _step(self, size: int, filtered: bool) -> None:
         rows = self.rows
         lengths = rows.numbers[LENGTH, :size]
-        self.cache.decode(rows.table[:size], lengths)
+        self.cache.begin_decode(rows.table[:size], lengths)
         microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-        sample_next(logits, rows.all[:size], rows, limited=limited)
+        sample_next(logits, rows.all[:size], rows, filtered=filtered)
 
 
-def graph_obstacle(model: LanguageModel) -> str | None:
-    """Returns why the decode steps of this model cannot be recorded, or None if they can."""
+def why_no_cuda_graph(model: LanguageModel) -> str | None:
+    """Returns why the decode steps of this model cannot be captured, or None if they can."""
     weight = model.embedding.weight
     if not weight.is_cuda:
         return f"the model is on {weight.device.type}"
@@ -112,5 +114,5 @@ def graph_obstacle(model: LanguageModel) -> str | None:
 
 
 def addresses(model: LanguageModel) -> tuple[int, ...]:
-    """Returns where a model's weights and buffers lie."""
+    """Returns the addresses of a model's weights and buffers."""
     return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -1,7 +1,7 @@
-"""DecodeCache: what blocks keep of the sequences that are being generated. `PagedCache` and `RowCache` are the two.
+"""DecodeCache: the `DecodeState` of a generator. `PagedCache` and `RowCache` implement it.
 
-What a block keeps grows with the sequence (keys and values, latents) or has a fixed size (a recurrence, the last inputs
-of a convolution). Blocks create their part when they first ask, because only then are its shapes known.
+A block keeps stores, which grow with the sequence (keys, values, latents), or states of fixed size (a recurrence, the
+last inputs of a convolution). Both are allocated when the block first uses them, since only then are the shapes known.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from postlude.model.context import DecodeState, States, Stores
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
-"""Source page, target page, and how many tokens of it."""
+"""Source page, target page, and the number of tokens to copy."""
 
 
 class DecodeCache(DecodeState, ABC):
-    """Fixed-size states of `rows` rows, each [rows, ...]. Subclasses add what grows."""
+    """States of `rows` rows, [rows, ...] each. Subclasses add the stores."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
         self.device = device
         self._stores: dict[str, Stores] = {}
         self._states: dict[str, States] = {}
-        self._last: dict[str, States] = {}  # after each sequence of the last prefill, [sequences, ...]
-        self._prefill: Packing | None = None  # the whole sequences of the current forward, if it has any
-        self.choices: dict[str, Tensor] | None = None  # experts chosen in the last forward by block, if recorded
+        self._last: dict[str, States] = {}  # states after each sequence of the last prefill, [sequences, ...]
+        self._prefill: Packing | None = None  # the whole sequences of the current forward, or None
+        self.choices: dict[str, Tensor] | None = None  # by block, experts chosen in the last forward, if recorded
 
     @property
     def size_in_bytes(self) -> int:
-        """Of all stores and states."""
+        """Bytes of all stores and states."""
         tensors = [tensor for kept in (*self._stores.values(), *self._states.values()) for tensor in kept]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -47,18 +47,18 @@ class DecodeCache(DecodeState, ABC):
         return {name: tuple(state[index].clone() for state in states) for name, states in self._last.items()}
 
     def set_last_states(self, name: str, states: States) -> None:
-        """Keep states after the sequences of the last prefill, each [sequences, ...], under `name`."""
+        """Sets the states of `name` after the sequences of the last prefill, [sequences, ...] each."""
         self._last[name] = states
 
     def reset_last_states(self, indices: Sequence[int], names: Sequence[str]) -> None:
-        """Set the states of some blocks after these sequences of the last prefill to zero, as before a sequence."""
+        """Zeroes the states of some blocks after these sequences of the last prefill, as before their first token."""
         for state in (state for name in names for state in self._last.get(name, ())):
             state[indices] = 0
 
-    def enter(self, rows: Tensor, sources: Tensor, older: Sequence[Mapping[str, States]]) -> None:
-        """Give `rows` [n] the states that their sequences start from, and forget those of the last prefill.
+    def start_rows(self, rows: Tensor, sources: Tensor, older: Sequence[Mapping[str, States]]) -> None:
+        """Sets the states that the sequences of `rows` [n] start from, and frees those of the last prefill.
 
-        `sources` [n] int64 index the sequences of the last prefill, followed by the `older` ones.
+        `sources` [n] int64 are indices of sequences: those of the last prefill, followed by the `older` ones.
         """
         for name in self._last or (older[0] if older else ()):
             for part, state in enumerate(self._row_states(name, older)):
@@ -75,21 +75,21 @@ class DecodeCache(DecodeState, ABC):
         return self._states[name]
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
-        """Copy the states of rows `sources` to rows `targets`, both [m] int64; `copies` says the same on the host."""
+        """Copies the states of rows `sources` to rows `targets`, both [m] int64. `copies` has the same on the host."""
         for states in self._states.values():
             for state in states:
                 state.index_copy_(0, targets, state.index_select(0, sources))
 
     @abstractmethod
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copy what grows from pages to pages."""
+        """Copies stores from pages to pages."""
 
     def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:
-        """Returns what pages hold of a sequence and will not keep for those who start from it, by block."""
+        """Returns the stores of a prompt by block, if its pages do not keep them for later completions; else {}."""
         return {}
 
     def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:
-        """Give rows what `save` returned."""
+        """Writes what `save` returned to these rows."""
 
     def clear(self, row: int) -> None:
-        """Remove what is not a number from a row."""
+        """Removes NaNs from a row."""

@@ -1,6 +1,6 @@
-"""DecodeRows: where each running completion stands, on the device, and the sampling of its next token.
+"""DecodeRows: the state of each running completion on the device, and the sampling of its next token.
 
-A decode step reads and writes the same memory every time, so that a GPU can replay it.
+A decode step reads and writes the same memory every time, so that a CUDA graph can replay it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ TEMPERATURE, TOP_P, LOG_MIN_P = range(3)  # columns of `DecodeRows.settings`
 class DecodeRows:
     """`size` rows. Each is idle or belongs to one completion.
 
-    `numbers` [6, size] int64: the newest token; the tokens of prompt and completion with it, 0 in an idle row; the
-    tokens of the completion; the most it may have; the key of its random numbers; its top-k, the vocabulary size if
-    there is none.
+    `numbers` [6, size] int64: the newest token; the number of tokens of prompt and completion, 0 in an idle row; that
+    of the completion; its maximum; the key of its random numbers; its top-k, the vocabulary size if it has none.
     `settings` [3, size] fp32: the temperature, 0 for greedy; top-p; the logarithm of min-p.
-    `stops` [most, size] int64: stop tokens, padded with -1.
-    `table` [size, most] int32: the pages of each row.
-    `results` [size, 3] fp64: of the last step, the token (-1 in an idle row), its log-prob, and its log-prob in the
+    `stops` [stops, size] int64: stop tokens, padded with -1.
+    `table` [size, pages] int32: the pages of each row.
+    `results` [size, 3] fp64, of the last step: the token (-1 in an idle row), its log-prob, and its log-prob in the
     distribution it was sampled from.
     """
 
@@ -40,17 +39,17 @@ class DecodeRows:
         self.all = torch.arange(size, device=device)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows `sources` to rows `targets`, both [m] int64, except the table. The sources become idle."""
+        """Copies rows `sources` to rows `targets`, both [m] int64, except the table. The sources become idle."""
         for columns in (self.numbers, self.settings, self.stops):
             columns.index_copy_(-1, targets, columns.index_select(-1, sources))
         self.stop(sources)
 
     def stop(self, rows: Tensor) -> None:
-        """Make these rows idle."""
+        """Makes these rows idle."""
         self.numbers[LENGTH].index_fill_(0, rows, 0)
 
-    def sampler_settings(self, rows: Tensor, vocab_size: int, *, limited: bool) -> SamplerSettings:
-        """Returns the settings of `rows` [n] as the sampler takes them."""
+    def sampler_settings(self, rows: Tensor, vocab_size: int, *, filtered: bool) -> SamplerSettings:
+        """Returns the settings of `rows` [n] for the sampler."""
         key, top_k = self.numbers[KEY, rows], self.numbers[TOP_K, rows]
         temperature, top_p, log_min_p = self.settings[:, rows]
         greedy = temperature == 0
@@ -58,11 +57,11 @@ class DecodeRows:
             keys=key,
             temperature=torch.where(greedy, 1.0, temperature)[:, None],
             greedy=greedy,
-            top_k=top_k if limited else None,
-            top_p=top_p if limited else None,
-            log_min_p=log_min_p if limited else None,
+            top_k=top_k if filtered else None,
+            top_p=top_p if filtered else None,
+            log_min_p=log_min_p if filtered else None,
             all_greedy=False,
-            most=max(top_k[top_k < vocab_size].tolist(), default=0) if limited else 0,
+            max_top_k=max(top_k[top_k < vocab_size].tolist(), default=0) if filtered else 0,
         )
 
 
@@ -71,25 +70,24 @@ def sample_next(
     rows: Tensor,
     state: DecodeRows,
     *,
-    limited: bool = True,
+    filtered: bool = True,
     settings: SamplerSettings | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Sample a token for each of `rows` [n] int64 from its logits [n, vocab], and advance the row to it.
+    """Samples a token for each of `rows` [n] int64 from its logits [n, vocab], and writes it to the row.
 
-    A row becomes idle when its token is the last, by its limit or a stop token. Idle rows stay as they are. Without
-    `limited`, top-k, top-p and min-p are not looked at. A caller that knows the `settings` of the rows, none of which
-    is idle, passes them: they leave out what no row asks for.
+    A row becomes idle at a stop token or its maximum length. Idle rows do not change. Without `filtered`, top-k, top-p
+    and min-p are ignored. A caller with the `settings` of the rows on the host passes them, if none is idle.
     """
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
         kernels = importlib.import_module("postlude.ops.kernels.sample")
-        kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, state.results, limited)
+        kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, state.results, filtered)
         return
     if settings is None:
         state.results[rows, 0] = -1
         running = state.numbers[LENGTH, rows] > 0
         rows, logits = rows[running], logits[running]
-        settings = state.sampler_settings(rows, logits.shape[1], limited=limited)
+        settings = state.sampler_settings(rows, logits.shape[1], filtered=filtered)
     _, length, count, limit, _, _ = state.numbers[:, rows]
     tokens, *logprobs = sample(logits, settings, count)
     state.results[rows] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)

@@ -1,4 +1,4 @@
-"""The native generator on several ranks: a whole model on every rank, and the prompts divided among them."""
+"""The native generator on several ranks: every rank has a whole model, and the prompts are divided among them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
     controller: Rank0Controller[Any, Any]
 
     def refresh(self) -> None:
-        """Load the newest weights. Every rank calls it before completions are requested."""
+        """Loads the newest weights. Every rank calls it before completions are requested."""
 
     def check_health(self) -> None:
-        """Check that generation can continue. Rank 0 calls it repeatedly while it waits for completions."""
+        """Checks that generation can continue. Rank 0 calls it repeatedly while it waits for completions."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call, on rank 0."""
 
     def close(self) -> None:
-        """Release memory, connections and threads."""
+        """Releases memory, connections and threads."""
 
 
 class ReplicatedGenerator(PollAdapter):
     """A whole model on every rank. Each rank generates the completions of its share of the prompts.
 
     The same seeds give the same completions on any number of ranks. If every rank makes the same call of `generate`,
-    all get all completions. Under `controller` rank 0 alone calls, and it alone gets them.
+    every rank gets all completions. With `submit` and `poll`, which only rank 0 calls, only rank 0 gets them.
     """
 
     def __init__(self, model: LanguageModel, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
@@ -53,17 +53,17 @@ class ReplicatedGenerator(PollAdapter):
         super().__init__(self.generator)
 
     def refresh(self) -> None:
-        """Nothing to do: it keeps the weights that it was given."""
+        """Does nothing: the weights do not change."""
 
     def check_health(self) -> None:
-        """Nothing to check."""
+        """Does nothing."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns nothing: it has no metrics."""
+        """Returns {}: it has no metrics."""
         return {}
 
     def close(self) -> None:
-        """Free the key/value cache."""
+        """Frees the KV cache."""
         self.generator.release()
         self.controller.close()
 
@@ -75,7 +75,7 @@ class ReplicatedGenerator(PollAdapter):
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """As `Generator.generate`, the prompts divided among all ranks. Give each prompt a seed of its own."""
+        """As `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
         shares: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(
             shares, self._share(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
@@ -106,12 +106,12 @@ class _Call:
 
 
 def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
-    """Returns `count` items in their order, of which rank r of n had r, r + n, r + 2n, …"""
+    """Returns `count` items in order, from `shares` in which rank r of n has the items r, r + n, r + 2n, …"""
     return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 class SyncedGenerator(ReplicatedGenerator):
-    """A copy of an engine's model, with the engine's weights at every call. It works in every layout of the engine."""
+    """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
         self.engine = engine
@@ -120,17 +120,17 @@ class SyncedGenerator(ReplicatedGenerator):
         eos_token = tokenizer.eos_token_id if tokenizer is not None else None
         limits.setdefault("eos_tokens", end_tokens(engine.generation, eos_token))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
-        self.updated_at = -1
+        self.copied_step = -1
 
     def refresh(self) -> None:
-        """Copy the engine's weights, if it made a step since the last copy."""
-        if self.updated_at != self.engine.step:
+        """Copies the engine's weights, if they changed since the last copy."""
+        if self.copied_step != self.engine.step:
             self.engine.copy_weights(self.model)
-            self.updated_at = self.engine.step
+            self.copied_step = self.engine.step
 
     def _share(self, call: _Call) -> list[list[Completion]]:
-        """Generate with the engine's weights as they are now. A large cache is freed for training."""
+        """Generates with the engine's current weights. A large cache is freed for training."""
         self.refresh()
         completions = super()._share(call)
-        self.generator.release(small=False)
+        self.generator.release(only_if_large=True)
         return completions

@@ -1,4 +1,4 @@
-"""The microbatches of a generator, and the output processors that return its logits."""
+"""The microbatches of a generator, and the output processors that return logits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from postlude.ops.packing import Packing, to_device
 
 
 def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: int = 0) -> Microbatch:
-    """Returns packed tokens [T] without targets. The last `padding` tokens are a sequence of padding."""
-    places = torch.arange(packing.total, device=tokens.device)
+    """Returns a microbatch of packed tokens [T] without targets. Its last `padding` tokens are a padding sequence."""
+    indices = torch.arange(packing.total, device=tokens.device)
     return Microbatch(
         tokens=tokens,
         packing=packing,
         positions=positions,
-        targets=torch.full_like(places, IGNORE),
+        targets=torch.full_like(indices, IGNORE),
         columns={},
-        batch_indices=places if not padding else places.masked_fill(places >= packing.total - padding, -1),
+        batch_indices=indices if not padding else indices.masked_fill(indices >= packing.total - padding, -1),
         sequences=tuple(range(packing.count)),
         index=0,
         count=1,
@@ -37,31 +37,31 @@ def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: 
 
 
 def prefill_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
-    """Returns whole sequences."""
+    """Returns a microbatch of whole sequences."""
     packing = Packing.from_lengths([len(sequence) for sequence in sequences], device)
     tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
     return microbatch_of(to_device(tokens, device), packing, packing.positions())
 
 
 class DecodeMicrobatches:
-    """Microbatches of the next tokens of n rows. What depends on n alone is made once."""
+    """Microbatches of the next tokens of n rows. Parts that depend only on the shape are built once."""
 
     def __init__(self) -> None:
         self._by_shape: dict[tuple[int, int], Microbatch] = {}
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Microbatch:
-        """Returns tokens [n, each] of rows that have `lengths` [n] tokens with these."""
-        count, each = tokens.shape
-        positions = consecutive_positions((lengths - each).clamp_min(0), each)
+        """Returns tokens [n, tokens_per_row] of rows that have `lengths` [n] tokens including these."""
+        count, tokens_per_row = tokens.shape
+        positions = consecutive_positions((lengths - tokens_per_row).clamp_min(0), tokens_per_row)
         tokens = tokens.flatten()
-        if (count, each) not in self._by_shape:
-            packing = Packing.from_lengths([each] * count, tokens.device)
-            self._by_shape[count, each] = microbatch_of(tokens, packing, positions)
-        return replace(self._by_shape[count, each], tokens=tokens, positions=positions)
+        if (count, tokens_per_row) not in self._by_shape:
+            packing = Packing.from_lengths([tokens_per_row] * count, tokens.device)
+            self._by_shape[count, tokens_per_row] = microbatch_of(tokens, packing, positions)
+        return replace(self._by_shape[count, tokens_per_row], tokens=tokens, positions=positions)
 
 
 class MixedMicrobatches:
-    """Microbatches of the next tokens of rows together with whole sequences that start, announced to a cache.
+    """Microbatches of the next tokens of rows, followed by whole sequences. Each call sets up the cache for them.
 
     They are padded at the end to a multiple of the tensor-parallel ranks, and to at least one token.
     """
@@ -74,21 +74,26 @@ class MixedMicrobatches:
     def __call__(
         self, tokens: Tensor, lengths: Sequence[int], sequences: Sequence[Sequence[int]] = (), rows: Sequence[int] = ()
     ) -> Microbatch:
-        """Returns tokens [n, each] of the first n rows, which have `lengths` tokens with these, then the sequences."""
-        device, (count, each) = self.cache.device, tokens.shape
+        """Returns tokens [n, tokens_per_row] of the first n rows, then the sequences, which start in `rows`.
+
+        `lengths` are the rows' numbers of tokens including these.
+        """
+        device, (count, tokens_per_row) = self.cache.device, tokens.shape
         prefilled = [token for sequence in sequences for token in sequence]
         total = tokens.numel() + len(prefilled)
         padding = -total % self.tp if total else self.tp
         on_device, longest = torch.tensor(lengths, dtype=torch.int64, device=device), max(lengths, default=0)
         if not prefilled and not padding:
-            self.cache.announce(on_device, longest, each)
+            self.cache.begin_forward(on_device, longest, tokens_per_row)
             return self._decode(tokens, on_device)
-        ends = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
-        packing = Packing.from_lengths(ends, device)
-        self.cache.announce(on_device, longest, each, packing, rows, padding)
-        positions = torch.cat((consecutive_positions(on_device - each, each), packing.positions()))
+        prefill_lengths = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
+        packing = Packing.from_lengths(prefill_lengths, device)
+        self.cache.begin_forward(on_device, longest, tokens_per_row, packing, rows, padding)
+        positions = torch.cat((consecutive_positions(on_device - tokens_per_row, tokens_per_row), packing.positions()))
         whole = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
-        return microbatch_of(whole, Packing.from_lengths([each] * count + ends, device), positions, padding)
+        return microbatch_of(
+            whole, Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device), positions, padding
+        )
 
 
 def all_logits(inputs: OutputInputs, context: None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Generator: samples completions from a LanguageModel with its own weights, many at once, without padding.
+"""Generator: the native inference engine. It samples completions from a LanguageModel, with continuous batching.
 
-Completions join as others finish: a prompt is prefilled once for all its completions, and then each step gives every
-running completion a token. `scheduler.py` decides which ones run.
+Completions join as others finish. A prompt is prefilled once for all its completions, and then each step samples a
+token of every running completion. `scheduler.py` decides which ones run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
-from postlude.generate.cuda_graphs import graph_obstacle
+from postlude.generate.cuda_graphs import why_no_cuda_graph
+from postlude.generate.eager_scheduler import EagerScheduler
+from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers, GraphScheduler
 from postlude.generate.protocol import Completion
-from postlude.generate.recorded import DecodeCapacity, RecordedBuffers, RecordedScheduler
 from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
-from postlude.generate.unrecorded import UnrecordedScheduler
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 
@@ -32,22 +32,22 @@ CapacityOf = Callable[[Sequence[CompletionState], int, int], DecodeCapacity]
 
 
 class Generator:
-    """Samples from `model` as it is at the time of the call, so that sampling and training agree to rounding.
+    """Samples from `model` with its current weights, so that log-probs of sampling and training agree to rounding.
 
-    `max_batch_tokens` bounds the key/value cache: running completions times the tokens of the longest, prompt included.
-    `max_sequences` bounds how many run at once, `max_prefill_tokens` how many prompt tokens are prefilled at once (a
-    longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
-    `hf.read_model.end_tokens` gives all that a model's files name.
+    `max_batch_tokens` is the size of the KV cache: running completions times the tokens of the longest, prompt
+    included. `max_sequences` limits the completions that run at once, `max_prefill_tokens` the prompt tokens that are
+    prefilled at once (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the
+    tokenizer's; `hf.read_model.end_tokens` returns all that a model's files name.
 
-    With `draft="mtp"` the model's first multi-token-prediction depth drafts a token ahead, and a step whose draft is
-    right gives two tokens. The completions are the same, whatever the drafts. With `routing` completions carry the
-    experts that their tokens were routed to.
+    draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
+        completions.
+    routing: completions also have the experts that their tokens were routed to.
 
-    On a GPU the decode steps of a model of `cuda_graphable` blocks, whole on its rank, are recorded and replayed. The
-    cache and the recording are kept for the next call; see `release`.
+    On a GPU, decode steps are captured as CUDA graphs and replayed, if all blocks are `cuda_graphable` and the rank has
+    the whole model. The cache and the graphs are kept for the next call; see `release`.
 
     Under tensor parallelism every rank makes the same call and gets the same completions. Under data parallelism each
-    rank has prompts of its own. If ranks share weights they step together until the last is done, so all must call.
+    rank has its own prompts. If ranks share weights, each takes part in the steps of the others, so all must call.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Generator:
         for block in model.blocks:
             if not block.supports_decoding:
                 raise ValueError(
-                    f"{block.name} ({type(block).__name__}) does not say how it goes on from earlier tokens, so its "
-                    "completions would be wrong. Set supports_decoding=True on a block that takes tokens one by one, "
-                    "or that keeps what it needs in context.decode_state."
+                    f"{block.name} ({type(block).__name__}) does not support decoding, so its completions would be "
+                    "wrong. Set supports_decoding=True on a block whose output depends on the token alone, or that "
+                    "keeps earlier tokens in context.decode_state."
                 )
         if draft is not None:
             check_draft(draft, model.config)
@@ -95,7 +95,7 @@ class Generator:
         if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
-        self._buffers: RecordedBuffers | None = None
+        self._buffers: GraphBuffers | None = None
 
     def generate(
         self,
@@ -107,57 +107,57 @@ class Generator:
     ) -> list[list[Completion]]:
         """Returns `n` completions of each prompt of token ids, in the caller's order. A prompt is prefilled once.
 
-        `sampling` is one for all, or one a prompt. Completions are numbered from `first`. `Completion` says what the
-        log-probs are. If a completion fails, the others are finished, and then its error is raised.
+        `sampling` is one for all prompts, or one per prompt. Completions are numbered from `first`. If a completion
+        fails, the others are finished, and then its error is raised.
         """
         if n < 1:
             raise ValueError(f"n={n}: give at least 1 completion per prompt.")
         samplings = sampling_per_prompt(sampling, len(prompts))
-        one_seed = isinstance(sampling, SamplingParams)  # then prompts differ by their index
+        one_seed = isinstance(sampling, SamplingParams)  # then the seed of a prompt also depends on its index
         groups = [
             self.new_completions(f"prompt {index}", tokens, params, n, index=index if one_seed else 0, first=first)
             for index, (tokens, params) in enumerate(zip(prompts, samplings, strict=True))
         ]
         completions = [completion for group in groups for completion in group]
-        with self.stepping():
+        with self.inference_mode():
             self._scheduler(completions, DecodeCapacity.of).finish()
         for completion in completions:
             if completion.error is not None:
                 raise completion.error
-        return [[self.finished(completion) for completion in group] for group in groups]
+        return [[self.to_completion(completion) for completion in group] for group in groups]
 
     def start(self, completions: Sequence[CompletionState]) -> Scheduler:
-        """Returns a scheduler of these completions that others may be added to, on one rank."""
+        """Returns a scheduler of these completions, to which others can be added. It works on one rank."""
         return self._scheduler(completions, DecodeCapacity.of_any)
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The context that steps run in: evaluation mode, no gradients."""
-        with torch.no_grad(), _evaluating(self.model), blas_fp32_matmul(self.model.embedding.weight.dtype):
+    def inference_mode(self) -> Iterator[None]:
+        """The context in which steps run: evaluation mode, no gradients."""
+        with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(self.model.embedding.weight.dtype):
             yield
 
-    def graph_obstacle(self) -> str | None:
-        """Returns why decode steps cannot be recorded and replayed, as they are on a GPU; None if they can.
+    def why_no_cuda_graph(self) -> str | None:
+        """Returns why decode steps cannot be captured as CUDA graphs; None if they can.
 
-        The host then launches every step: the same completions, later.
+        The host then launches every kernel, which is slower and gives the same completions.
         """
         if self.draft is not None:
-            return f"draft={self.draft!r} makes steps of several tokens"
+            return f"draft={self.draft!r} decodes several tokens in a step"
         if self.routing:
-            return "routing=True keeps what routers choose"
-        return graph_obstacle(self.model)
+            return "routing=True records the experts of every token"
+        return why_no_cuda_graph(self.model)
 
-    def release(self, *, small: bool = True) -> None:
-        """Free what a call keeps for the next: on a GPU the key/value cache and recorded steps.
+    def release(self, *, only_if_large: bool = False) -> None:
+        """Frees what is kept for the next call: on a GPU the KV cache and the CUDA graphs.
 
-        With `small=False` only if the cache is more than an eighth of the device's memory.
+        With `only_if_large`, only a cache of more than an eighth of the device's memory is freed.
         """
-        if self._buffers is not None and (small or not self._buffers.small):
+        if self._buffers is not None and not (only_if_large and self._buffers.is_small):
             self._buffers = None
 
-    def _scheduler(self, completions: Sequence[CompletionState], need: CapacityOf) -> Scheduler:
-        if not completions or self.graph_obstacle() is not None:
-            return UnrecordedScheduler(
+    def _scheduler(self, completions: Sequence[CompletionState], capacity_of: CapacityOf) -> Scheduler:
+        if not completions or self.why_no_cuda_graph() is not None:
+            return EagerScheduler(
                 self.model,
                 completions,
                 max_batch_tokens=self.max_batch_tokens,
@@ -165,13 +165,13 @@ class Generator:
                 max_prefill_tokens=self.max_prefill_tokens,
                 draft=self.draft is not None,
                 routing=self.routing,
-                group=_stepping_together(self.model),
+                group=_lockstep_group(self.model),
             )
-        capacity = need(completions, self.max_batch_tokens, self.max_sequences)
+        capacity = capacity_of(completions, self.max_batch_tokens, self.max_sequences)
         if self._buffers is None or not self._buffers.fit(capacity):
             self.release()
-            self._buffers = RecordedBuffers.of(self.model, capacity, next(self.model.parameters()).device)
-        return RecordedScheduler(
+            self._buffers = GraphBuffers.of(self.model, capacity, next(self.model.parameters()).device)
+        return GraphScheduler(
             self._buffers,
             completions,
             max_sequences=self.max_sequences,
@@ -181,11 +181,11 @@ class Generator:
     def new_completions(
         self, name: str, tokens: Sequence[int], sampling: SamplingParams, n: int, *, index: int = 0, first: int = 0
     ) -> list[CompletionState]:
-        """Returns `n` completions of the prompt called `name`, numbered from `first`, or raises a ValueError."""
+        """Returns `n` new completions of a prompt, numbered from `first`. `name` is the prompt's in a ValueError."""
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
         if not tokens:
-            raise ValueError(f"{name} is empty; give at least one token, such as the one that begins a text.")
+            raise ValueError(f"{name} is empty; give at least one token, such as the BOS token.")
         worst = min(tokens) if min(tokens) < 0 else max(tokens)
         if not 0 <= worst < size:
             raise ValueError(f"{name} has token {worst}, but the vocabulary goes from 0 to {size - 1}.")
@@ -198,7 +198,7 @@ class Generator:
             if not 0 <= token < size:
                 raise ValueError(f"stop token {token} of {name} is not in the vocabulary, 0 to {size - 1}.")
         if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling.stop!r} needs text to look in; give the Generator a tokenizer.")
+            raise ValueError(f"stop={sampling.stop!r} is searched in text; give the Generator a tokenizer.")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = PromptState(tokens, sampling, unstarted=n)
         completions = []
@@ -207,8 +207,8 @@ class Generator:
             completions.append(CompletionState(prompt, rng_key(sampling.seed, index, number), stop_tokens, stops))
         return completions
 
-    def finished(self, completion: CompletionState) -> Completion:
-        """Returns the result of a completion that is finished."""
+    def to_completion(self, completion: CompletionState) -> Completion:
+        """Returns the result of a finished completion."""
         assert completion.finish_reason is not None
         text = None
         if self.tokenizer is not None:
@@ -227,25 +227,25 @@ class Generator:
 
 
 def check_draft(draft: str, config: ModelConfig) -> None:
-    """Refuse to draft by something else than a depth of multi-token prediction, or with a model that has none."""
+    """Raises ValueError for an unknown `draft`, or a model without a multi-token-prediction depth."""
     if draft not in get_args(Draft):
-        raise ValueError(f'draft={draft!r}: give "mtp", or None to draft nothing.')
+        raise ValueError(f'draft={draft!r}: give "mtp", or None for no speculative decoding.')
     if not config.pattern.mtp:
         raise ValueError(
-            f'draft="mtp" guesses tokens by a multi-token-prediction depth, but pattern {config.pattern} has none. '
+            f'draft="mtp" needs a multi-token-prediction depth, but pattern {config.pattern} has none. '
             f"Leave draft out, or give it one: {config.pattern}/[*-], or mtp in a recipe."
         )
 
 
-def _stepping_together(model: LanguageModel) -> dist.ProcessGroup | None:
-    """The data-parallel ranks, where a forward of one needs the others: they share its weights or hold its experts."""
+def _lockstep_group(model: LanguageModel) -> dist.ProcessGroup | None:
+    """Returns the data-parallel group if a forward needs all its ranks, which share weights or experts; else None."""
     layout, mesh = model.layout, model.mesh
     return mesh.dp.group if layout.dp_shard > 1 or layout.ep > layout.tp * layout.cp else None
 
 
 @contextlib.contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """Evaluation mode inside, whatever mode it was in outside."""
+def _eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Sets evaluation mode, and restores the mode afterwards."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""PagedCache: keys and values in fixed pages behind a page table, so that a decode step can be recorded."""
+"""PagedCache: keys and values in pages of fixed size behind a page table, so that CUDA graphs can use it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_
 
 
 class PagedCache(DecodeCache):
-    """`pages` pages of `PAGE_SIZE` tokens: stores of each block, [pages, PAGE_SIZE, heads, width]."""
+    """`pages` pages of `PAGE_SIZE` tokens. The stores of a block are [pages, PAGE_SIZE, kv_heads, width] each."""
 
     def __init__(self, pages: int, rows: int, device: torch.device) -> None:
         super().__init__(rows, device)
         self.pages = pages
         self._table = self._lengths = torch.empty(0, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self._slots = torch.empty(0, device=device), torch.empty(0, device=device)  # pages and places of a prefill
+        self._slots = (
+            torch.empty(0, device=device),
+            torch.empty(0, device=device),
+        )  # the page and the offset in it of each prefilled token
 
-    def decode(self, table: Tensor, lengths: Tensor) -> None:
-        """Announce a forward of the newest token of the first n rows.
+    def begin_decode(self, table: Tensor, lengths: Tensor) -> None:
+        """Sets up a forward of the newest token of the first n rows.
 
-        `table` [n, most] int32 has the pages of each row, `lengths` [n] int64 its tokens with this one, 0 if it is
-        idle.
+        `table` [n, pages] int32 has the pages of each row, `lengths` [n] int64 its number of tokens including this
+        one, 0 if it is idle.
         """
         self._table, self._lengths, self._prefill = table, lengths, None
 
-    def prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
-        """Announce a forward of whole packed sequences. Their tokens go to these pages, a list for each."""
+    def begin_prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
+        """Sets up a forward of whole packed sequences. `pages` lists the pages of each."""
         self._prefill = packing
-        page_ids = torch.tensor([page for of_one in pages for page in of_one], device=self.device)
-        first = Packing.from_lengths([len(of_one) for of_one in pages], self.device).cu_seqlens.long()
+        page_ids = torch.tensor([page for sequence_pages in pages for page in sequence_pages], device=self.device)
+        first = Packing.from_lengths([len(sequence_pages) for sequence_pages in pages], self.device).cu_seqlens.long()
         positions = packing.positions()
         page = page_ids[first[packing.sequence_index()] + positions // PAGE_SIZE]
         self._slots = page, positions % PAGE_SIZE
@@ -55,8 +58,8 @@ class PagedCache(DecodeCache):
     def attend_latents(
         self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
-        """See `DecodeState.attend_latents`. A block that reads the stores itself is not `cuda_graphable`."""
-        raise NotImplementedError(f"{name} reads the stores itself, but these lie in pages.")
+        """Not supported: a block that reads the stores itself is not `cuda_graphable`."""
+        raise NotImplementedError(f"{name} reads the stores itself, but these are in pages.")
 
     def _stores_for(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:

@@ -1,4 +1,4 @@
-"""Which completion has which pages of a cache, on the host: `PagePool` for fixed pages, `RowPages` for one a row."""
+"""Allocation of cache pages to completions, on the host: `PagePool` for a `PagedCache`, `RowPages` for a `RowCache`."""
 
 from __future__ import annotations
 
@@ -11,70 +11,72 @@ from postlude.generate.decode_cache import Copy
 from postlude.generate.row_cache import RowCache
 from postlude.ops.paged_attention import PAGE_SIZE
 
-MARGIN = 32  # tokens; there is room for at least so many more when a completion joins or a row grows
+MARGIN = 32  # tokens that must still fit when a completion joins or a row grows
 
 
 @dataclass(eq=False)
 class RunningCompletion:
-    """A completion in its row."""
+    """A completion with its row and its pages."""
 
     state: CompletionState
     row: int
     pages: list[int]
-    reach: int
-    """Its tokens, prompt included, with those that are being sampled."""
-    gone: bool = False
+    scheduled_length: int
+    """Its number of tokens, including the prompt and the tokens that are being sampled."""
+    removed: bool = False
+    """Whether it no longer runs."""
+    """Whether it no longer runs."""
 
     @property
     def unfinished(self) -> bool:
-        """Whether it may want another token than those that are being sampled."""
-        return self.reach < self.state.max_length
+        """Whether it may get more tokens than those that are being sampled."""
+        return self.scheduled_length < self.state.max_length
 
 
 class Pages(ABC):
-    """How the scheduler takes and returns pages."""
+    """What the scheduler needs to allocate pages."""
 
     @abstractmethod
     def can_ever_hold(self, completion: CompletionState) -> bool:
-        """Whether it has room when it runs alone."""
+        """Whether the completion fits when it runs alone."""
 
     def add(self, completions: Sequence[CompletionState], total: int) -> None:  # noqa: B027 - not all have to
-        """More completions will want room, so that `total` run or wait."""
+        """Adds completions that will need room. `total` completions then run or wait."""
 
     @abstractmethod
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
-        """Whether it can join the running ones now, with `MARGIN` tokens to spare."""
+        """Whether the completion can join the running ones now, with `MARGIN` tokens to spare."""
 
     @abstractmethod
     def take(self, row: int, tokens: int) -> list[int]:
-        """Returns pages for so many tokens of a sequence in this row."""
+        """Allocates pages for a sequence of `tokens` tokens in this row."""
 
     @abstractmethod
     def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
-        """Returns the pages of one more sequence with the same first `tokens`, and what has to be copied to them."""
+        """Returns pages for another sequence with the same first `tokens` tokens, and the copies that they need."""
 
-    def give_back(self, pages: Sequence[int]) -> None:  # noqa: B027 - not all have to
-        """One fewer holds each of these."""
+    def release(self, pages: Sequence[int]) -> None:  # noqa: B027 - not all have to
+        """Drops one reference to each of these pages."""
 
     @abstractmethod
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
-        """Take room for the next token of each. Returns those with new pages, or None if there is not enough."""
+        """Allocates room for the next token of each. Returns those with new pages; None if there is too little room."""
 
 
 class PagePool(Pages):
-    """Pages of `PAGE_SIZE` tokens: which are free, and how many hold each of the others."""
+    """Pages of `PAGE_SIZE` tokens: the free ones, and the number of references to each of the others."""
 
     def __init__(self, count: int, longest: int) -> None:
         self.longest = longest
         self.free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+        self._reference_counts = [0] * count
 
     def can_ever_hold(self, completion: CompletionState) -> bool:
         """See `Pages`."""
         return pages_for(completion.max_length) <= self.longest
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
-        """See `Pages`. Counts a copy of the last page of its prompt."""
+        """See `Pages`. Includes a copy of the last page of its prompt."""
         return pages_for(min(completion.length + 1 + MARGIN, completion.max_length)) + 1 <= len(self.free)
 
     def take(self, row: int, tokens: int) -> list[int]:
@@ -82,42 +84,44 @@ class PagePool(Pages):
         return self._take(pages_for(tokens))
 
     def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
-        """See `Pages`. Full pages are shared, because nobody writes to them any more; the last is copied."""
+        """See `Pages`. Full pages are shared, since they are never written again; the last one is copied."""
         shared = pages[: tokens // PAGE_SIZE]
-        self._hold(shared)
+        self._add_reference(shared)
         (last,) = self._take(1)
         return [*shared, last], [(pages[-1], last, tokens % PAGE_SIZE)] if tokens % PAGE_SIZE else []
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """See `Pages`."""
         for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            self._reference_counts[page] -= 1
+            if not self._reference_counts[page]:
                 self.free.append(page)
 
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
         """See `Pages`."""
-        wanting = [each for each in running if len(each.pages) * PAGE_SIZE < each.reach]
-        if len(wanting) > len(self.free):
+        growing = [
+            completion for completion in running if len(completion.pages) * PAGE_SIZE < completion.scheduled_length
+        ]
+        if len(growing) > len(self.free):
             return None
-        for each in wanting:
-            each.pages += self._take(1)
-        return wanting
+        for completion in growing:
+            completion.pages += self._take(1)
+        return growing
 
     def _take(self, count: int) -> list[int]:
         taken = [self.free.pop() for _ in range(count)]
-        self._hold(taken)
+        self._add_reference(taken)
         return taken
 
-    def _hold(self, pages: Sequence[int]) -> None:
+    def _add_reference(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._holders[page] += 1
+            self._reference_counts[page] += 1
 
 
 class RowPages(Pages):
     """The pages of a `RowCache`: one a row, all of `capacity` tokens, which grows with the longest sequence.
 
-    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` more.
+    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` drafts.
     """
 
     def __init__(self, cache: RowCache, budget: int, max_sequences: int, *, drafted: int = 0) -> None:
@@ -125,9 +129,9 @@ class RowPages(Pages):
         self.budget = budget
         self.drafted = drafted
         self.capacity = 0
-        self.longest = 0  # that any completion may become
+        self.longest = 0  # the largest `max_length` of any completion
         self._max_sequences = max_sequences
-        self._rows = 0  # wanted, up to max_sequences
+        self._rows = 0  # to allocate, up to max_sequences
         self._needed = 0  # tokens of the longest running sequence
 
     def can_ever_hold(self, completion: CompletionState) -> bool:
@@ -137,7 +141,7 @@ class RowPages(Pages):
     def add(self, completions: Sequence[CompletionState], total: int) -> None:
         """See `Pages`."""
         self.longest = max(self.longest, *(completion.max_length for completion in completions), 0)
-        if total > self._rows:  # rows at least double, because more rows mean to copy the cache
+        if total > self._rows:  # at least doubled, since adding rows copies the cache
             self._rows = min(self._max_sequences, max(total, 2 * self._rows))
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
@@ -156,7 +160,7 @@ class RowPages(Pages):
 
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
         """See `Pages`."""
-        self._needed = max((each.reach for each in running), default=0)
+        self._needed = max((completion.scheduled_length for completion in running), default=0)
         return None if self._capacity_for(len(running), self._needed) is None else []
 
     def commit(self, running: Sequence[RunningCompletion]) -> None:
@@ -167,7 +171,7 @@ class RowPages(Pages):
         self.cache.resize(min(self._rows, self.budget // capacity), capacity)
 
     def _capacity_for(self, rows: int, needed: int) -> int | None:
-        """Returns the tokens of a row if so many rows of at least `needed` and the drafted tokens fit, else None."""
+        """Returns the capacity of a row if `rows` rows of at least `needed` tokens and drafts fit, else None."""
         if rows > self._rows:
             return None
         rows, needed = max(rows, 1), min(needed + self.drafted, self.longest)
@@ -180,5 +184,5 @@ class RowPages(Pages):
 
 
 def pages_for(tokens: int) -> int:
-    """Returns how many pages of `PAGE_SIZE` hold so many tokens."""
+    """Returns the number of pages of `PAGE_SIZE` for `tokens` tokens."""
     return -(-tokens // PAGE_SIZE)

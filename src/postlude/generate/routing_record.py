@@ -1,4 +1,4 @@
-"""RoutingRecord: the experts that every token of a running completion was routed to, for a trainer to replay."""
+"""RoutingRecord: the experts that every token of a running completion was routed to, for replay in training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from postlude.ops.collectives import gather_alike
 
 
 class RoutingRecord:
-    """Choices of experts beside the keys of a cache, moved and shared with them: [rows, capacity, routers, top_k]."""
+    """Expert ids in the cache, moved and shared like the keys: [rows, capacity, routers, top_k]."""
 
     def __init__(self, model: LanguageModel, cache: RowCache) -> None:
         self.routers = model.routers
@@ -21,27 +21,27 @@ class RoutingRecord:
         self.cache = cache
         cache.choices = {}
 
-    def keep(self) -> None:
-        """Keep what the blocks chose in the last forward, as int16."""
+    def store(self) -> None:
+        """Stores the expert ids of the last forward, as int16."""
         choices = self.cache.choices
         assert choices is not None
-        most = max(top_k for top_k, _ in self.routers.values())
-        padded = [F.pad(choices[name], (0, most - top_k), value=-1) for name, (top_k, _) in self.routers.items()]
+        max_top_k = max(top_k for top_k, _ in self.routers.values())
+        padded = [F.pad(choices[name], (0, max_top_k - top_k), value=-1) for name, (top_k, _) in self.routers.items()]
         gathered = gather_alike(torch.stack(padded, 1), self.tp.group)
-        self.cache.put(ROUTING, (gathered.short(),))
+        self.cache.append(ROUTING, (gathered.short(),))
         self.cache.choices = {}
 
     def of(self, row: int, length: int) -> Tensor:
-        """Returns the choices of a row's first `length` tokens, [length, routers, top_k] on the CPU.
+        """Returns the expert ids of a row's first `length` tokens, [length, routers, top_k] on the CPU.
 
         The last token was not an input yet, and has -1.
         """
-        (store,) = self.cache.stored(ROUTING)
-        return F.pad(store[row, : length - 1].cpu(), (0, 0, 0, 0, 0, 1), value=-1)
+        (expert_ids,) = self.cache.stores(ROUTING)
+        return F.pad(expert_ids[row, : length - 1].cpu(), (0, 0, 0, 0, 0, 1), value=-1)
 
 
 def check_routing_record(config: ModelConfig) -> None:
-    """Refuse to record the choices of a model without routers."""
+    """Raises ValueError for a model without routers."""
     if not config.routers:
         raise ValueError(
             f"routing=True records which experts tokens are sent to, but pattern {config.pattern} has none. Leave it "

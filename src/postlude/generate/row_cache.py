@@ -1,4 +1,4 @@
-"""RowCache: one page a sequence, which grows, so that attention reads keys and values where they lie."""
+"""RowCache: one growing page per sequence, so that attention reads keys and values without a page table."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from postlude.ops.packing import Packing
 
 
 class RowCache(DecodeCache):
-    """Page i belongs to row i and has room for `capacity` tokens: stores [rows, capacity, kv_heads, width].
+    """Page i belongs to row i and has room for `capacity` tokens: stores are [rows, capacity, kv_heads, width] each.
 
-    The running sequences hold rows 0 to n - 1, so that one view covers them.
+    The running sequences are in rows 0 to n - 1, so that one view covers them.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(0, device)
         self.capacity = 0
         self._attention: DecodeAttention | None = None
-        self._decoded, self._each, self._sequences = 0, 1, 0
-        self._later: dict[str, list[States]] = {}  # by block, the states after each token of a row but the first
-        self._places = torch.empty(0, dtype=torch.int64, device=device)  # of the forward's tokens, row by row
+        self._decoded, self._tokens_per_row, self._sequences = 0, 1, 0
+        self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
+        self._slots = torch.empty(
+            0, dtype=torch.int64, device=device
+        )  # in the flattened stores, of the forward's tokens
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Change the room there is. What lies within the old and the new bounds is kept."""
+        """Changes the number and the capacity of rows. Tokens within the old and the new bounds are kept."""
         if (rows, capacity) == (self.rows, self.capacity):
             return
         kept_rows, kept = min(rows, self.rows), min(capacity, self.capacity)
         for name, stores in self._stores.items():
-            # One block at a time, so that the peak is the cache and one block. Zero, since masked keys must be finite.
+            # One block at a time, so that peak memory is the cache and one block. Masked keys must be finite, so zeros.
             grown = tuple(store.new_zeros(rows, capacity, *store.shape[2:]) for store in stores)
             for new, old in zip(grown, stores, strict=True):
                 new[:kept_rows, :kept] = old[:kept_rows, :kept]
@@ -43,28 +45,30 @@ class RowCache(DecodeCache):
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def announce(
+    def begin_forward(
         self,
         lengths: Tensor,
         longest: int,
-        each: int = 1,
+        tokens_per_row: int = 1,
         prefill: Packing | None = None,
         rows: Sequence[int] = (),
         padding: int = 0,
     ) -> None:
-        """Say what the next forward holds: the newest `each` tokens of the first n rows, then whole sequences.
+        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of whole sequences.
 
-        `lengths` [n] int64 are the tokens of each row with these, and `longest` their maximum. `prefill` packs the
-        sequences that start in `rows`; its last `padding` tokens, a sequence of their own, are not kept.
+        `lengths` [n] int64 are the rows' numbers of tokens including these, and `longest` is their maximum. `prefill`
+        is the packing of the sequences that start in `rows`. Its last `padding` tokens, a separate sequence, are not
+        stored.
         """
-        self._decoded, self._each, self._prefill, self._sequences = len(lengths), each, prefill, len(rows)
-        self._attention = DecodeAttention(lengths, longest, each) if len(lengths) else None
-        starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - each)
-        self._places = consecutive_positions(starts, each)
+        self._decoded, self._tokens_per_row, self._prefill = len(lengths), tokens_per_row, prefill
+        self._sequences = len(rows)
+        self._attention = DecodeAttention(lengths, longest, tokens_per_row) if len(lengths) else None
+        starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - tokens_per_row)
+        self._slots = consecutive_positions(starts, tokens_per_row)
         if prefill is not None:
             targets = torch.tensor([*rows, *([0] if padding else [])], device=self.device)
-            places = targets[prefill.sequence_index()] * self.capacity + prefill.positions()
-            self._places = torch.cat((self._places, places[: prefill.total - padding]))
+            slots = targets[prefill.sequence_index()] * self.capacity + prefill.positions()
+            self._slots = torch.cat((self._slots, slots[: prefill.total - padding]))
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
@@ -83,19 +87,19 @@ class RowCache(DecodeCache):
         self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
-        stores = self.put(name, new)
+        stores = self.append(name, new)
         if self._prefill is None:
-            assert self._attention is not None  # a forward of nothing is not asked for
+            assert self._attention is not None  # a forward has tokens
             return decode(inputs, stores, self._attention)
         if self._attention is None:
             return prefill(inputs, self._prefill)
-        decoded = self._decoded * self._each
+        decoded = self._decoded * self._tokens_per_row
         outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
         return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
 
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
         """See `DecodeState.recur`."""
-        decoded, outputs = self._decoded * self._each, []
+        decoded, outputs = self._decoded * self._tokens_per_row, []
         if decoded:
             outputs.append(self._recur_rows(name, tuple(part[:decoded] for part in inputs), step))
         if self._prefill is not None:
@@ -105,48 +109,48 @@ class RowCache(DecodeCache):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
-        """The tokens of every row one after another, [n · each, ...] -> the same. Keeps the states after the first."""
-        by_row = tuple(part.unflatten(0, (-1, self._each)) for part in inputs)
+        """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
+        by_row = tuple(part.unflatten(0, (-1, self._tokens_per_row)) for part in inputs)
         rows, outputs, after = slice(0, self._decoded), [], []
         states = tuple(state[rows] for state in self._states[name])
-        for index in range(self._each):
+        for index in range(self._tokens_per_row):
             output, states = step(tuple(part[:, index] for part in by_row), states)
             outputs.append(output)
             after.append(states)
-        self.keep(name, rows, after[0])
-        if self._each == 1:
+        self.set_states(name, rows, after[0])
+        if self._tokens_per_row == 1:
             return outputs[0]
-        self._later[name] = after[1:]
+        self._draft_states[name] = after[1:]
         return torch.stack(outputs, 1).flatten(0, 1)
 
-    def settle(self, counts: Tensor) -> None:
-        """Keep the first `counts` [n] int64 of the tokens that each of the first n rows decoded, from 1 to `each`.
+    def accept(self, counts: Tensor) -> None:
+        """Accepts the first `counts` [n] int64 tokens of each of the first n rows, 1 to `tokens_per_row`.
 
-        States go on from the last that is kept. Keys need nothing: later tokens are written over the rest.
+        States continue after the last accepted token. Rejected keys and values are overwritten by later tokens.
         """
-        for name, later in self._later.items():
+        for name, later in self._draft_states.items():
             for number, states in enumerate(later, start=2):
                 for state, new in zip(self._states[name], states, strict=True):
                     kept = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
                     state[: len(counts)] = torch.where(kept, new, state[: len(counts)])
-        self._later = {}
+        self._draft_states = {}
 
-    def keep(self, name: str, rows: slice, states: States) -> None:
-        """Keep states [rows, ...] of these rows under `name`."""
+    def set_states(self, name: str, rows: slice, states: States) -> None:
+        """Sets the states of these rows under `name`, [rows, ...] each."""
         for state, new in zip(self._states[name], states, strict=True):
             state[rows] = new
 
-    def kept(self, name: str) -> States:
+    def states(self, name: str) -> States:
         """Returns the states of all rows under `name`."""
         return self._states[name]
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
-        """See `DecodeCache`. Moves what grows as well."""
+        """See `DecodeCache`. Also moves the stores."""
         super().move(sources, targets, copies)
         self.copy(copies)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """See `DecodeCache`. Reads all before it writes any."""
+        """See `DecodeCache`. Reads all sources before it writes."""
         packing = Packing.from_lengths([length for _, _, length in copies], self.device)
         rows = torch.tensor([copy[:2] for copy in copies], device=self.device)[packing.sequence_index()]  # [T, 2]
         sources, targets = (rows * self.capacity + packing.positions()[:, None]).unbind(1)
@@ -156,7 +160,7 @@ class RowCache(DecodeCache):
                 flat.index_copy_(0, targets, flat.index_select(0, sources))
 
     def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:
-        """See `DecodeCache`. Returns copies, because the page belongs to a row."""
+        """See `DecodeCache`. Returns copies, since the page belongs to a row."""
         (row,) = pages
         return {name: tuple(store[row, :length].clone() for store in stores) for name, stores in self._stores.items()}
 
@@ -167,25 +171,25 @@ class RowCache(DecodeCache):
                 store[rows, : len(part)] = part
 
     def clear(self, row: int) -> None:
-        """Set what is kept of a row to zero, because masked keys must be finite."""
+        """Zeroes a row, since masked keys must be finite."""
         for tensors in (*self._stores.values(), *self._states.values()):
             for tensor in tensors:
                 tensor[row] = 0
 
-    def put(self, name: str, new: Inputs) -> Stores:
-        """Keep what is `new` of the forward's tokens, each [T, ...], under `name`.
+    def append(self, name: str, new: Inputs) -> Stores:
+        """Stores `new` tensors of the forward's tokens, [T, ...] each, under `name`.
 
-        Returns all that is kept there, each [rows, capacity, ...], by the positions of a row's tokens.
+        Returns the stores of all rows, [rows, capacity, ...] each.
         """
         if name not in self._stores:
             self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in new)
-        stores, kept = self._stores[name], len(self._places)
+        stores, kept = self._stores[name], len(self._slots)
         for store, part in zip(stores, new, strict=True):
-            store.flatten(0, 1).index_copy_(0, self._places, part[:kept])
+            store.flatten(0, 1).index_copy_(0, self._slots, part[:kept])
         return stores
 
-    def stored(self, name: str) -> Stores:
-        """Returns all that `put` kept under `name`."""
+    def stores(self, name: str) -> Stores:
+        """Returns the stores under `name`, [rows, capacity, ...] each."""
         return self._stores[name]
 
 

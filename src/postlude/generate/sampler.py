@@ -1,4 +1,4 @@
-"""Samples one token for each of many rows of logits, every row with its own settings and random numbers."""
+"""Samples one token for each row of logits. Every row has its own settings and random numbers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor
 from postlude.generate.counter_rng import GOLDEN, gumbel, mix
 from postlude.generate.sampling_params import SamplingParams
 
-BLOCK = 256  # tokens; a row draws its block first and its token within it
-WITHIN = 1 << 40  # where the places of tokens begin, past those of blocks
-_SHORTLIST = 512  # likeliest tokens in which the edge of top-p is first looked for
+BLOCK = 256  # tokens; a row samples a block first, then a token in it
+TOKEN_NOISE = 1 << 40  # index of the first token's random number; those of blocks start at 0
+_SHORTLIST = 512  # likeliest tokens in which the threshold of top-p is searched first
 
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """The settings of n rows, on the device. What no row asks for is None and costs nothing."""
+    """The settings of n rows, on the device. A setting that no row uses is None."""
 
     keys: Tensor
-    """[n] int64, the start of each row's random numbers."""
+    """[n] int64, the key of each row's random numbers."""
     temperature: Tensor | None
     """[n, 1] fp32, 1 where the row is greedy."""
     greedy: Tensor | None
     """[n] bool."""
     top_k: Tensor | None
-    """[n] int64, the vocabulary's size where all are left."""
+    """[n] int64, the vocabulary's size where it is not used."""
     top_p: Tensor | None
     """[n] fp32."""
     log_min_p: Tensor | None
-    """[n] fp32, -inf where all are left."""
+    """[n] fp32, -inf where it is not used."""
     all_greedy: bool
-    most: int
+    max_top_k: int
     """The largest top_k of a row that has one, on the host."""
 
     @staticmethod
@@ -44,8 +44,10 @@ class SamplerSettings:
     ) -> SamplerSettings:
         """Returns the settings of every row."""
 
-        def column(values: Sequence[float], dtype: torch.dtype, idle: float) -> Tensor | None:
-            return None if all(value == idle for value in values) else torch.tensor(values, dtype=dtype, device=device)
+        def column(values: Sequence[float], dtype: torch.dtype, unused: float) -> Tensor | None:
+            return (
+                None if all(value == unused for value in values) else torch.tensor(values, dtype=dtype, device=device)
+            )
 
         temperatures = [sampling.temperature or 1.0 for sampling in samplings]
         counts = [min(sampling.top_k or vocab_size, vocab_size) for sampling in samplings]
@@ -59,7 +61,7 @@ class SamplerSettings:
             top_p=column([sampling.top_p for sampling in samplings], torch.float32, 1.0),
             log_min_p=None if min_p is None else min_p.log(),
             all_greedy=all(sampling.greedy for sampling in samplings),
-            most=max((count for count in counts if count < vocab_size), default=0),
+            max_top_k=max((count for count in counts if count < vocab_size), default=0),
         )
 
     def at(self, rows: Tensor) -> SamplerSettings:
@@ -69,9 +71,9 @@ class SamplerSettings:
 
 
 def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [n, vocab] -> tokens [n] int64, their log-probs and those they were sampled with, fp32 [n].
+    """Logits [n, vocab] -> tokens [n] int64, their log-probs, and those after top-k, top-p and min-p, fp32 [n] each.
 
-    `counts` [n] int64 is the number of each row's draw: with its key it decides the noise, and nothing else does.
+    `counts` [n] int64 are the numbers of tokens that rows have sampled. Key and count alone determine the noise.
     """
     scaled = logits.float()
     if settings.temperature is not None:
@@ -83,10 +85,10 @@ def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[T
     blocks = _blocks(scaled)
     weights = blocks.logsumexp(-1)  # [n, blocks], each block's log-probability up to a constant
     total = weights.logsumexp(-1)
-    edge = _edge(scaled, total, settings)
+    threshold = _threshold(scaled, total, settings)
     sampled_total = total
-    if edge is not None:
-        blocks = blocks.masked_fill(blocks < edge[:, None, None], float("-inf"))
+    if threshold is not None:
+        blocks = blocks.masked_fill(blocks < threshold[:, None, None], float("-inf"))
         weights = blocks.logsumexp(-1)
         sampled_total = weights.logsumexp(-1)
     tokens = _gumbel_max(blocks, weights, mix(settings.keys + counts * GOLDEN))
@@ -100,7 +102,7 @@ def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[T
 
 
 def _blocks(scaled: Tensor) -> Tensor:
-    """Returns [n, vocab] as [n, blocks, BLOCK], padded with tokens that are never sampled."""
+    """Returns [n, vocab] as [n, blocks, BLOCK], padded with -inf."""
     missing = -scaled.shape[1] % BLOCK
     if missing:
         scaled = F.pad(scaled, (0, missing), value=float("-inf"))
@@ -109,60 +111,60 @@ def _blocks(scaled: Tensor) -> Tensor:
 
 
 def _gumbel_max(blocks: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """Samples a block by its weight, then a token within it: exact, and noise for √vocab places instead of all.
+    """Samples a block by its weight, then a token in it. This is exact, and needs only about 2 · √vocab noise values.
 
-    A small change of the logits changes the outcome with a small probability, as when every token had its own noise;
-    with a search in their running sum it would not be small.
+    A small change of the logits changes the token with small probability, as with noise for every token. Sampling by
+    inversion of the cumulative sum does not have this property.
     """
-    places = torch.arange(max(BLOCK, weights.shape[1]), device=weights.device)
-    block = (weights + gumbel(keys[:, None], places[: weights.shape[1]])).argmax(-1)  # [n]
-    within = blocks[torch.arange(len(block), device=block.device), block]  # [n, BLOCK]
+    indices = torch.arange(max(BLOCK, weights.shape[1]), device=weights.device)
+    block = (weights + gumbel(keys[:, None], indices[: weights.shape[1]])).argmax(-1)  # [n]
+    tokens = blocks[torch.arange(len(block), device=block.device), block]  # [n, BLOCK]
     first = (block * BLOCK)[:, None]
-    return (within + gumbel(keys[:, None], WITHIN + first + places[:BLOCK])).argmax(-1) + first[:, 0]
+    return (tokens + gumbel(keys[:, None], TOKEN_NOISE + first + indices[:BLOCK])).argmax(-1) + first[:, 0]
 
 
-def _edge(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor | None:
-    """[n]: the least logit that a token may have, the strictest of top-k, top-p and min-p; None where all may stay."""
-    edges = []
+def _threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor | None:
+    """[n]: the lowest logit that can be sampled, the highest of top-k's, top-p's and min-p's; None if none is used."""
+    thresholds = []
     if settings.log_min_p is not None:
-        edges.append(scaled.amax(-1) + settings.log_min_p)
+        thresholds.append(scaled.amax(-1) + settings.log_min_p)
     if settings.top_p is not None:
-        edges.append(_top_p_edge(scaled, total, settings))
+        thresholds.append(_top_p_threshold(scaled, total, settings))
     elif settings.top_k is not None:
-        edges.append(_kth(scaled.topk(settings.most, dim=-1).values, settings.top_k))
-    return torch.stack(edges).amax(0) if edges else None
+        thresholds.append(_kth(scaled.topk(settings.max_top_k, dim=-1).values, settings.top_k))
+    return torch.stack(thresholds).amax(0) if thresholds else None
 
 
 def _kth(ranked: Tensor, top_k: Tensor) -> Tensor:
-    """[n]: the k-th of each row's values in falling order [n, m]; -inf where k is more than there are."""
+    """[n]: the k-th of each row's values in descending order [n, m]; -inf where k is larger than m."""
     kth = ranked.gather(-1, (top_k - 1).clamp(max=ranked.shape[1] - 1)[:, None])[:, 0]
     return kth.masked_fill(top_k > ranked.shape[1], float("-inf"))
 
 
-def _top_p_edge(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor:
-    """[n]: the logit of the token that brings the probability of those left by top-k to top-p.
+def _top_p_threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor:
+    """[n]: the logit of the last token of the smallest set, after top-k, that has probability top-p.
 
-    It nearly always stands among the likeliest few hundred; only where it does not are more of them sorted.
+    It is nearly always among the likeliest few hundred tokens. More are sorted only where it is not.
     """
     assert settings.top_p is not None
     vocab = scaled.shape[1]
-    size = min(max(_SHORTLIST, settings.most), vocab)
+    size = min(max(_SHORTLIST, settings.max_top_k), vocab)
     while True:
         ranked = scaled.topk(size, dim=-1).values
-        whole = total
+        log_sum = total
         if settings.top_k is not None:
             outside = torch.arange(size, device=ranked.device) >= settings.top_k[:, None]
             ranked = ranked.masked_fill(outside, float("-inf"))
-            whole = torch.where(settings.top_k < vocab, ranked.logsumexp(-1), total)
-        probabilities = (ranked - whole[:, None]).exp().double()
+            log_sum = torch.where(settings.top_k < vocab, ranked.logsumexp(-1), total)
+        probabilities = (ranked - log_sum[:, None]).exp().double()
         before = probabilities.cumsum(-1) - probabilities
-        everything = settings.top_p == 1.0
-        within = (before < settings.top_p[:, None]) | everything[:, None]
-        kept = (within & (ranked > float("-inf"))).sum(-1)  # at least 1, unless logits are not numbers
-        cut_short = (kept == size) & ~everything
+        unused = settings.top_p == 1.0
+        within = (before < settings.top_p[:, None]) | unused[:, None]
+        kept = (within & (ranked > float("-inf"))).sum(-1)  # at least 1, unless logits are NaN
+        cut_short = (kept == size) & ~unused
         if size == vocab or not bool(cut_short.any()):
-            edge = ranked.gather(-1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+            threshold = ranked.gather(-1, (kept - 1).clamp_min(0)[:, None])[:, 0]
             if settings.top_k is not None:
-                everything &= settings.top_k == vocab
-            return edge.masked_fill(everything, float("-inf"))
+                unused &= settings.top_k == vocab
+            return threshold.masked_fill(unused, float("-inf"))
         size = min(8 * size, vocab)

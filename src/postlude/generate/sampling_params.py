@@ -15,15 +15,15 @@ MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; b
 class SamplingParams:
     """How the completions of one prompt are sampled.
 
-    Logits are divided by `temperature`; 0 takes the likeliest token. Then `top_k` leaves the likeliest k tokens,
-    `top_p` the fewest of those left that together have probability p, and `min_p` those at least p times as likely as
-    the likeliest. 0, 1.0 and 0.0 leave all. Tokens as likely as the last one left stay with it.
+    Logits are divided by `temperature`; 0 is greedy. Then `top_k` keeps the k likeliest tokens, `top_p` the smallest
+    set of those with total probability p, and `min_p` those at least p times as likely as the likeliest. 0, 1.0 and
+    0.0 keep all. Tokens as likely as the last one that is kept are kept too.
 
     A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
 
-    `seed` and the completion's number choose the random numbers. With one `SamplingParams` for all prompts, so does the
-    prompt's index in the call. The same of these give the same completion, whatever is generated beside it.
+    The random numbers depend on `seed`, on the completion's number and, with one `SamplingParams` for all prompts, on
+    the prompt's index in the call. With these equal the completion is the same, whatever else is generated with it.
     """
 
     max_new_tokens: int = 128
@@ -55,50 +55,50 @@ class SamplingParams:
             values = getattr(self, name)
             wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
             if wrong or (kind is int and any(isinstance(value, bool) for value in values)):
-                raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; of one value it is (value,).")
+                raise TypeError(f"{name}={values!r}: give a tuple of {kind.__name__}; for one value, (value,).")
 
     def _check_values(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={short(self.max_new_tokens)}: a completion has at least 1 token.")
+            raise ValueError(f"max_new_tokens={format_number(self.max_new_tokens)}: a completion has at least 1 token.")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_FP32:
             raise ValueError(
-                f"temperature={short(self.temperature)}: give 0 for the likeliest token, or a positive number from "
-                f"{MIN_TEMPERATURE:g} to {MAX_FP32:.3g}."
+                f"temperature={format_number(self.temperature)}: give 0 for the likeliest token, or a positive number "
+                f"from {MIN_TEMPERATURE:g} to {MAX_FP32:.3g}."
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k={short(self.top_k)}: give how many tokens to choose from, or 0 for all.")
+            raise ValueError(f"top_k={format_number(self.top_k)}: give how many tokens to choose from, or 0 for all.")
         if not MIN_FP32 <= self.top_p <= 1.0:
             raise ValueError(
-                f"top_p={short(self.top_p)}: give a probability above 0, at least {MIN_FP32:.3g} since it is compared"
-                " in fp32; 1 leaves all tokens."
+                f"top_p={format_number(self.top_p)}: give a probability above 0, at least {MIN_FP32:.3g} since it is "
+                "compared in fp32; 1 leaves all tokens."
             )
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(
-                f"min_p={short(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
+                f"min_p={format_number(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
             )
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
 
     @property
-    def limited(self) -> bool:
-        """Whether tokens are drawn from fewer than all."""
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p restrict the tokens to sample from."""
         return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0
 
 
-def short(value: float) -> str:
-    """A number as a sentence has it: 4000 digits of an integer are not shown."""
+def format_number(value: float) -> str:
+    """Returns a number for an error message. A very large integer is shown as a power of ten."""
     if isinstance(value, int) and abs(value) > MAX_FP32:
         return f"{'-' if value < 0 else ''}10**{int(math.log10(abs(value)))} or so"
     return str(value)
 
 
 def sampling_per_prompt(sampling: SamplingParams | Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:
-    """The sampling of every prompt."""
+    """Returns the sampling parameters of every prompt."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * prompts
     if len(sampling) != prompts:

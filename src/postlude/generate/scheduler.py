@@ -1,7 +1,8 @@
-"""Scheduler: decides which completions run, and steps them until every one is done.
+"""Scheduler: continuous batching. It decides which completions run, and steps them until all are done.
 
-`RecordedScheduler` and `UnrecordedScheduler` say what a step is. Completions join as others finish, first come first
-served. If running completions outgrow the cache, the shortest wait again: their tokens are kept, and prefilled later.
+`GraphScheduler` and `EagerScheduler` define a step. Waiting completions join as others finish, first come, first
+served. If the running completions outgrow the cache, the one with the fewest tokens is preempted: it waits again, and
+its tokens are prefilled when it joins.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from postlude.model import LanguageModel
 from postlude.model.context import States, Stores
 from postlude.ops.packing import to_device
 
-STOPS = 8  # stop tokens of a completion for which there is room at least
+MIN_STOPS = 8  # stop tokens of a completion that rows have room for, at least
 
 
 @dataclass(frozen=True)
 class _PrefillState:
-    """What is after the last token of a prompt, for completions that start from it later."""
+    """The cache and the logits after a prompt, for completions of it that start later."""
 
     pages: list[int]
     logits: Tensor
@@ -37,33 +38,33 @@ class _PrefillState:
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """The results of a step on their way to the host: [rows, 3], see `DecodeRows.results`."""
+class _StepResults:
+    """The results of a step that the host has not read yet: [rows, 3], see `DecodeRows.results`."""
 
     completions: list[tuple[int, RunningCompletion]]
-    """Each with the row it had at that step."""
+    """Each with its row in that step."""
     results: Tensor
     event: torch.cuda.Event | None
     drafted: bool
-    """Whether these are second tokens, which there are where the draft was right."""
+    """Whether these are the second tokens of the step, which exist where the draft was accepted."""
 
 
 @dataclass
 class Joining:
-    """Completions that join together, and the sequences that have to be prefilled for them."""
+    """Completions that join in one step, and the sequences to prefill for them."""
 
     completions: list[RunningCompletion] = field(default_factory=list)
     sources: list[int | PromptState] = field(default_factory=list)
-    """What each starts from: an index of `sequences`, or a prompt that was prefilled before."""
+    """For each completion, the index in `sequences` that it starts from, or a prompt that was prefilled before."""
     sequences: list[list[int]] = field(default_factory=list)
     pages: list[list[int]] = field(default_factory=list)
     prompts: list[PromptState | None] = field(default_factory=list)
-    """For each sequence, the prompt that several completions share, if it is one."""
+    """For each sequence, its prompt if several completions share it, else None."""
     copies: list[Copy] = field(default_factory=list)
     tokens: int = 0
 
     def prefill(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
-        """Add a sequence to prefill. Its keys go to these pages."""
+        """Adds a sequence to prefill. Its keys and values go to these pages."""
         self.sequences.append([*sequence])
         self.pages.append(pages)
         self.prompts.append(prompt)
@@ -73,11 +74,11 @@ class Joining:
 class Scheduler(ABC):
     """Runs completions. More can be added while others run.
 
-    With a `group`, its ranks need each other in every forward: they step together until the last has nothing left.
+    The ranks of a `group` take part in every forward of each other: they step until none has completions left.
     """
 
-    ahead: int
-    """How many steps the device may run before the host reads their tokens."""
+    max_unread_steps: int
+    """How many steps may run on the device before the host reads their tokens."""
 
     def __init__(
         self,
@@ -95,64 +96,66 @@ class Scheduler(ABC):
         self.device = rows.numbers.device
         self.waiting: deque[CompletionState] = deque()
         self.running: list[RunningCompletion] = []
-        self.sampled: deque[_Sampled] = deque()
+        self.unread_results: deque[_StepResults] = deque()
         self.prefilled: dict[PromptState, _PrefillState] = {}
-        self.ended_rows: list[int] = []  # rows that the device would go on with, though their completion has ended
+        self.ended_rows: list[int] = []  # rows that are still active on the device, although their completion has ended
         self.rows.numbers.zero_()
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        return bool(self.waiting or self.running or self.sampled)
+        """Whether completions are left."""
+        return bool(self.waiting or self.running or self.unread_results)
 
     def can_ever_hold(self, completion: CompletionState) -> bool:
-        """Whether it has room when it runs alone."""
+        """Whether the completion fits in the cache when it runs alone."""
         return len(completion.stop_tokens) <= len(self.rows.stops) and self.pages.can_ever_hold(completion)
 
     def add(self, completions: Sequence[CompletionState]) -> None:
-        """Add completions, which join when there is room."""
+        """Adds completions. They join when there is room."""
         self.waiting.extend(completions)
         self.pages.add(completions, len(self.running) + len(self.waiting))
 
     def finish(self) -> None:
-        """Step until this rank, and those that step together with it, have nothing left."""
+        """Steps until this rank and the other ranks of its group have no completions left."""
         while self._any_rank_busy():
             self.step()
 
     def step(self) -> None:
-        """Let completions join, sample a token of each, and read those of an earlier step."""
+        """Adds waiting completions, samples a token of each, and reads the tokens of earlier steps."""
         self._advance()
-        while self.sampled and (len(self.sampled) > self.ahead or not any(each.unfinished for each in self.running)):
-            self._read()
+        while self.unread_results and (
+            len(self.unread_results) > self.max_unread_steps or not any(running.unfinished for running in self.running)
+        ):
+            self._read_results()
 
     @abstractmethod
     def _advance(self) -> None:
-        """Let completions join, and sample a token of each."""
+        """Adds waiting completions, and samples a token of each."""
 
-    def restart(self) -> None:
-        """Read what is on its way, and prefill all again: what is cached of them is forgotten."""
-        while self.sampled:
-            self._read()
-        for each in reversed(self.running[:]):
-            self._evict(each)
+    def preempt_all(self) -> None:
+        """Reads all results, preempts all completions and empties the cache, so that new weights prefill everything."""
+        while self.unread_results:
+            self._read_results()
+        for running in reversed(self.running[:]):
+            self._preempt(running)
         while self.prefilled:
-            self._forget(next(reversed(self.prefilled)))
+            self._drop_prompt(next(reversed(self.prefilled)))
 
-    def withdraw(self, completion: CompletionState) -> None:
-        """Stop a completion that nobody wants any more."""
-        for each in self.running:
-            if each.state is completion:
-                self.ended_rows.append(each.row)
-                self._leave(each)
+    def abort(self, completion: CompletionState) -> None:
+        """Ends a completion whose request was aborted."""
+        for running in self.running:
+            if running.state is completion:
+                self.ended_rows.append(running.row)
+                self._remove(running)
                 return
         self.waiting.remove(completion)
         if not completion.tokens:
             completion.prompt.unstarted -= 1
         if not completion.prompt.unstarted and completion.prompt in self.prefilled:
-            self._forget(completion.prompt)
+            self._drop_prompt(completion.prompt)
 
     def _any_rank_busy(self) -> bool:
-        """Whether this rank, or one that steps together with it, has anything left to do."""
+        """Whether this rank, or another rank of its group, has completions left."""
         if self.group is None:
             return self.busy
         flag = torch.tensor([float(self.busy)], device=self.device)
@@ -161,8 +164,8 @@ class Scheduler(ABC):
 
     # --- results
 
-    def _send(self, completions: Sequence[RunningCompletion], *, drafted: bool = False) -> None:
-        """Send the results of a step to the host."""
+    def _send_results(self, completions: Sequence[RunningCompletion], *, drafted: bool = False) -> None:
+        """Starts to copy the results of a step to the host."""
         results, event = self.rows.results, None
         if results.is_cuda:
             on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
@@ -171,124 +174,131 @@ class Scheduler(ABC):
             event.record()
         else:
             on_host = results.clone()
-        self.sampled.append(_Sampled([(each.row, each) for each in completions], on_host, event, drafted))
+        self.unread_results.append(
+            _StepResults([(running.row, running) for running in completions], on_host, event, drafted)
+        )
 
-    def _read(self) -> None:
-        """Give completions the tokens of the oldest step that is on its way."""
-        sampled = self.sampled.popleft()
-        if sampled.event is not None:
-            sampled.event.synchronize()
-        results = sampled.results.tolist()
-        for row, each in sampled.completions:
+    def _read_results(self) -> None:
+        """Waits for the results of the oldest unread step, and adds its tokens to the completions."""
+        step = self.unread_results.popleft()
+        if step.event is not None:
+            step.event.synchronize()
+        results = step.results.tolist()
+        for row, running in step.completions:
             token, logprob, sampled_logprob = results[row]
-            if sampled.drafted:
-                each.state.drafted += 1
-                each.state.accepted += token != -1
-            if each.gone or token < 0:
+            if step.drafted:
+                running.state.drafted += 1
+                running.state.accepted += token != -1
+            if running.removed or token < 0:
                 continue
-            each.state.undrafted = 1 + sampled.drafted
-            if each.state.add(int(token), logprob, sampled_logprob):
-                self._done(each)
-            elif not self.ahead:
-                each.reach = each.state.length
+            running.state.undrafted = 1 + step.drafted
+            if running.state.add(int(token), logprob, sampled_logprob):
+                self._finish(running)
+            elif not self.max_unread_steps:
+                running.scheduled_length = running.state.length
 
-    def _done(self, each: RunningCompletion) -> None:
-        """Let go of a completion that finished or failed."""
-        if each.state.stopped_by is not None or each.state.error is not None:
-            self.ended_rows.append(each.row)
-        self._leave(each)
+    def _finish(self, running: RunningCompletion) -> None:
+        """Removes a completion that finished or failed."""
+        if running.state.stopped_by is not None or running.state.error is not None:
+            self.ended_rows.append(running.row)
+        self._remove(running)
 
-    def _leave(self, each: RunningCompletion) -> None:
-        each.gone = True
-        self.running.remove(each)
-        self.pages.give_back(each.pages)
-        self._changed(each)
+    def _remove(self, running: RunningCompletion) -> None:
+        running.removed = True
+        self.running.remove(running)
+        self.pages.release(running.pages)
+        self._on_change(running)
 
-    def _evict(self, each: RunningCompletion) -> None:
-        """Let a completion wait again. Its tokens are kept, and are prefilled later."""
-        self.ended_rows.append(each.row)
-        self._leave(each)
-        self.waiting.appendleft(each.state)
+    def _preempt(self, running: RunningCompletion) -> None:
+        """Makes a completion wait again. Its tokens are kept, and are prefilled when it joins."""
+        self.ended_rows.append(running.row)
+        self._remove(running)
+        self.waiting.appendleft(running.state)
 
-    def _forget(self, prompt: PromptState) -> None:
-        """Drop what is kept of a prompt."""
-        self.pages.give_back(self.prefilled.pop(prompt).pages)
+    def _drop_prompt(self, prompt: PromptState) -> None:
+        """Frees what is kept of a prompt for its next completions."""
+        self.pages.release(self.prefilled.pop(prompt).pages)
 
-    def _stop_ended(self) -> None:
-        """Make rows idle whose completion ended by what only the host sees."""
+    def _idle_ended_rows(self) -> None:
+        """Makes rows idle whose completion ended on the host: a stop string, an error, a preemption, an abort."""
         if self.ended_rows:
             self.rows.stop(self._integers(self.ended_rows))
             self.ended_rows = []
 
     # --- rows and pages
 
-    def _move_into(self, size: int) -> None:
-        """Move the running completions to the first `size` rows."""
-        outside = [each for each in self.running if each.row >= size]
+    def _compact(self, size: int) -> None:
+        """Moves the running completions to the first `size` rows."""
+        outside = [running for running in self.running if running.row >= size]
         if outside:
-            taken = {each.row for each in self.running}
+            taken = {running.row for running in self.running}
             free = [row for row in range(size) if row not in taken]
             moves = list(zip(outside, free, strict=False))
-            sources, targets = self._integers([(each.row, row) for each, row in moves]).unbind(1)
+            sources, targets = self._integers([(running.row, row) for running, row in moves]).unbind(1)
             self.rows.move(sources, targets)
-            self.cache.move(sources, targets, [(each.row, row, each.reach - 1) for each, row in moves])
-            for each, row in moves:
-                each.row = row
-                self._changed(each)
+            self.cache.move(
+                sources, targets, [(running.row, row, running.scheduled_length - 1) for running, row in moves]
+            )
+            for running, row in moves:
+                running.row = row
+                self._on_change(running)
 
     @abstractmethod
-    def _changed(self, each: RunningCompletion) -> None:
-        """A completion joined or left, or has another row or more pages."""
+    def _on_change(self, running: RunningCompletion) -> None:
+        """Called when a completion joins, leaves, or gets another row or more pages."""
 
     def _make_room(self) -> None:
-        """Take room for the next token of every completion. If there is not enough, the shortest wait again."""
+        """Takes pages for the next token of every completion. If there are too few, some are preempted."""
         while (extended := self.pages.extend(self.running)) is None:
-            self._free_some()
-        for each in extended:
-            self._changed(each)
+            self._free_pages()
+        for running in extended:
+            self._on_change(running)
 
-    def _free_some(self) -> None:
-        """Drop a prompt that is kept for others, or else evict a completion."""
-        while self.sampled:
-            self._read()
+    def _free_pages(self) -> None:
+        """Frees a prompt that is kept for later completions, or else preempts the completion with the fewest tokens."""
+        while self.unread_results:
+            self._read_results()
         if self.prefilled:
-            self._forget(next(reversed(self.prefilled)))
+            self._drop_prompt(next(reversed(self.prefilled)))
         elif len(self.running) > 1:
-            self._evict(min(self.running, key=lambda each: len(each.state.tokens)))
-            self._stop_ended()
-        # else what was read gave back enough
+            self._preempt(min(self.running, key=lambda running: len(running.state.tokens)))
+            self._idle_ended_rows()
+        # else the results that were read freed enough
 
     # --- joining
 
     def _has_room(self, completion: CompletionState) -> bool:
-        """Whether there is room for it and some tokens more. One alone always has room."""
-        if not self.running and not self.sampled and not self.pages.has_room(completion, self.running):
+        """Whether there is room for the completion and `MARGIN` more tokens. A single one always has room."""
+        if not self.running and not self.unread_results and not self.pages.has_room(completion, self.running):
             while self.prefilled:
-                self._forget(next(reversed(self.prefilled)))
+                self._drop_prompt(next(reversed(self.prefilled)))
         return self.pages.has_room(completion, self.running)
 
     def _admit(self) -> Joining:
-        """Give rows and pages to those that wait, while there is room."""
+        """Gives rows and pages to waiting completions, while there is room."""
         joining = Joining()
-        taken = {each.row for each in self.running}
+        taken = {running.row for running in self.running}
         free = deque(row for row in range(self.rows.size) if row not in taken)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
-            if joining.tokens and joining.tokens + self._to_prefill(self.waiting[0], joining) > self.max_prefill_tokens:
+            if (
+                joining.tokens
+                and joining.tokens + self._prefill_tokens(self.waiting[0], joining) > self.max_prefill_tokens
+            ):
                 break
-            each = self._place(self.waiting.popleft(), free.popleft(), joining)
-            self.running.append(each)
-            joining.completions.append(each)
+            running = self._place(self.waiting.popleft(), free.popleft(), joining)
+            self.running.append(running)
+            joining.completions.append(running)
         return joining
 
-    def _to_prefill(self, completion: CompletionState, joining: Joining) -> int:
-        """Returns how many tokens of it have to be prefilled."""
+    def _prefill_tokens(self, completion: CompletionState, joining: Joining) -> int:
+        """Returns how many tokens have to be prefilled for a completion."""
         return 0 if not completion.tokens and self._is_prefilled(completion.prompt, joining) else completion.length
 
     def _is_prefilled(self, prompt: PromptState, joining: Joining) -> bool:
         return prompt in self.prefilled or prompt in joining.prompts
 
     def _place(self, completion: CompletionState, row: int, joining: Joining) -> RunningCompletion:
-        """Give a completion its pages, and say what has to be prefilled for it."""
+        """Gives a completion its pages, and adds to `joining` what has to be prefilled and copied for it."""
         prompt, length = completion.prompt, completion.length
         if completion.tokens or (prompt.unstarted == 1 and not self._is_prefilled(prompt, joining)):
             pages = self.pages.take(row, length + 1)
@@ -307,51 +317,53 @@ class Scheduler(ABC):
         return RunningCompletion(completion, row, pages, length + 1)
 
     def _start(self, joining: Joining, rows: Tensor, logits: Tensor) -> Tensor:
-        """Start the completions that join, with `logits` [m, vocab] after the sequences that were prefilled for them.
+        """Starts joining completions, from `logits` [m, vocab] after the sequences that were prefilled for them.
 
-        Copies what completions write to. Returns the logits of all, [n, vocab].
+        Copies shared pages that completions will write to. Returns the logits of all completions, [n, vocab].
         """
         earlier = list(dict.fromkeys(source for source in joining.sources if isinstance(source, PromptState)))
-        older = [self.prefilled[prompt] for prompt in earlier]
+        earlier_states = [self.prefilled[prompt] for prompt in earlier]
         for index, prompt in enumerate(joining.prompts):
             if prompt is not None and prompt.unstarted:
                 pages, states = joining.pages[index], self.cache.last_states(index)
                 stores = self.cache.save(pages, len(prompt.tokens))
                 self.prefilled[prompt] = _PrefillState(
-                    pages if self.ahead else [], logits[index].clone(), states, stores
+                    pages if self.max_unread_steps else [], logits[index].clone(), states, stores
                 )
             elif prompt is not None:
-                self.pages.give_back(joining.pages[index])
+                self.pages.release(joining.pages[index])
         if joining.copies:
             self.cache.copy(joining.copies)
         for prompt in earlier:
             started = [
-                each.row for each in joining.completions if each.state.prompt is prompt and not each.state.tokens
+                running.row
+                for running in joining.completions
+                if running.state.prompt is prompt and not running.state.tokens
             ]
             self.cache.restore(started, self.prefilled[prompt].stores)
             if not prompt.unstarted:
-                self._forget(prompt)
+                self._drop_prompt(prompt)
         sources = self._integers(
             [
                 len(logits) + earlier.index(source) if isinstance(source, PromptState) else source
                 for source in joining.sources
             ]
         )
-        self.cache.enter(rows, sources, [prefill.states for prefill in older])
-        kept = [torch.stack([prefill.logits for prefill in older])] if older else []
+        self.cache.start_rows(rows, sources, [prefill.states for prefill in earlier_states])
+        kept = [torch.stack([prefill.logits for prefill in earlier_states])] if earlier_states else []
         return torch.cat((*([logits] if len(logits) else []), *kept)).index_select(0, sources)
 
-    def _enter_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
-        """Write to the device where these completions stand."""
+    def _write_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
+        """Writes the state of these completions to their rows on the device."""
         numbers, settings, stops, vocab = [], [], [], self.model.config.vocab_size
-        for each in joined:
-            state, sampling = each.state, each.state.prompt.sampling
+        for running in joined:
+            state, sampling = running.state, running.state.prompt.sampling
             top_k = min(sampling.top_k or vocab, vocab)
             numbers.append([0, state.length, len(state.tokens), sampling.max_new_tokens, state.key, top_k])
             settings.append([sampling.temperature, sampling.top_p, sampling.min_p])
-            ends = list(state.stop_tokens)
-            stops.append(ends + [-1] * (len(self.rows.stops) - len(ends)))
-            self._changed(each)
+            stop_tokens = list(state.stop_tokens)
+            stops.append(stop_tokens + [-1] * (len(self.rows.stops) - len(stop_tokens)))
+            self._on_change(running)
         self.rows.numbers.index_copy_(1, rows, self._integers(numbers).T)
         self.rows.stops.index_copy_(1, rows, self._integers(stops).T)
         columns = torch.tensor(settings, dtype=torch.float32).T.contiguous()
@@ -363,5 +375,5 @@ class Scheduler(ABC):
 
 
 def max_stops(completions: Sequence[CompletionState]) -> int:
-    """Returns for how many stop tokens of a completion there is room."""
-    return max([STOPS, *(len(completion.stop_tokens) for completion in completions)])
+    """Returns how many stop tokens of a completion rows must have room for."""
+    return max([MIN_STOPS, *(len(completion.stop_tokens) for completion in completions)])

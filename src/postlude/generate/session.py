@@ -1,4 +1,4 @@
-"""Session: a generator that keeps running. Requests join while others run, and weights are renewed between steps."""
+"""Session: a generator that runs step by step. Requests join while others run, and weights may change between steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from postlude.generate.scheduler import Scheduler
 
 
 class Session:
-    """Completions of a generator, step by step.
+    """Samples the completions of requests, step by step.
 
-    A completion is the one that `Generator.generate` returns for its seed and number, whatever runs beside it: token
-    for token, its log-probs to rounding. One thread owns a session, and one rank its model.
+    A completion has the same tokens as `Generator.generate` returns for its seed and number, and the same log-probs to
+    rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
     """
 
     def __init__(self, generator: Generator, version: str | None = None) -> None:
@@ -25,17 +25,19 @@ class Session:
         self.version = version
         """The name of the model's weights; None if they have none."""
         self._scheduler: Scheduler | None = None
-        self._postponed: deque[list[CompletionState]] = deque()  # those that only the next scheduler has room for
+        self._postponed: deque[list[CompletionState]] = (
+            deque()
+        )  # completions that do not fit in this scheduler, and wait for the next
         self._active: dict[tuple[int, int], CompletionState] = {}  # by ticket and number
         self._tickets = itertools.count()
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether completions are left."""
         return bool(self._active)
 
     def add(self, request: Request) -> int:
-        """Ask for completions. Returns the ticket that names them, or raises a ValueError."""
+        """Adds a request. Returns its ticket, or raises ValueError."""
         group = self.generator.new_completions(
             "the prompt", request.prompt, request.sampling, request.n, first=request.first
         )
@@ -48,8 +50,8 @@ class Session:
         return ticket
 
     def step(self) -> list[FinishedCompletion]:
-        """Sample a token for every running completion. Returns those that finished or failed."""
-        with self.generator.stepping():
+        """Samples a token of every running completion. Returns those that finished or failed."""
+        with self.generator.inference_mode():
             if self._scheduler is None and self._postponed:
                 self._scheduler = self.generator.start(self._postponed.popleft())
                 while self._postponed and self._scheduler.can_ever_hold(self._postponed[0][0]):
@@ -64,31 +66,31 @@ class Session:
         """Returns the unfinished completions of a request by number, with their tokens so far."""
         return {number: completion for (owner, number), completion in self._active.items() if owner == ticket}
 
-    def withdraw(self, ticket: int) -> None:
-        """Stop the completions of a request that nobody wants any more."""
+    def abort(self, ticket: int) -> None:
+        """Ends the completions of a request without a result."""
         group = [self._active.pop(key) for key in list(self._active) if key[0] == ticket]
         postponed = next((other for other in self._postponed if group and group[0] in other), None)
         if postponed is not None:
             self._postponed.remove(postponed)
         elif self._scheduler is not None:
             for completion in group:
-                self._scheduler.withdraw(completion)
+                self._scheduler.abort(completion)
 
-    def renew(self, load: Callable[[], None], version: str) -> None:
-        """Let `load` give the model new weights, which are called `version`. If it raises, nothing has changed.
+    def update_weights(self, load: Callable[[], None], version: str) -> None:
+        """Calls `load`, which sets the model's new weights, and names them `version`. If it raises, nothing changes.
 
-        Unfinished completions go on with the new weights: all their tokens are prefilled again.
+        Unfinished completions continue with the new weights: all their tokens are prefilled again.
         """
         load()
         if self._scheduler is not None:
-            with self.generator.stepping():
-                self._scheduler.restart()
+            with self.generator.inference_mode():
+                self._scheduler.preempt_all()
         for completion in self._active.values():
-            self._name_version(completion)
+            self._record_version(completion)
         self.version = version
 
     def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
-        """Add completions. A prompt that others wait to start from as well is prefilled once for all of them."""
+        """Adds completions. If others with the same prompt wait, the prompt is prefilled once for all."""
         shared = next((other for other in reversed(scheduler.waiting) if _same(other, group[0])), None)
         if shared is not None:
             shared.prompt.unstarted += len(group)
@@ -100,12 +102,12 @@ class Session:
         completion = self._active.pop((ticket, number))
         if completion.error is not None:
             return FinishedCompletion(ticket, number, None, completion.error)
-        self._name_version(completion)
-        return FinishedCompletion(ticket, number, self.generator.finished(completion))
+        self._record_version(completion)
+        return FinishedCompletion(ticket, number, self.generator.to_completion(completion))
 
-    def _name_version(self, completion: CompletionState) -> None:
+    def _record_version(self, completion: CompletionState) -> None:
         if self.version is not None:
-            completion.name_version(self.version)
+            completion.record_version(self.version)
 
 
 def _same(one: CompletionState, other: CompletionState) -> bool:

@@ -1,4 +1,4 @@
-"""The text of a completion whose tokens come a few at a time: stop strings in it, and the pieces that are certain."""
+"""The text of a completion as its tokens are sampled: stop strings in it, and pieces to stream."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 
 from postlude.data.chat_tokenizer import ChatTokenizer
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a letter whose bytes have not all come
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for a character with missing bytes
 
 
 class _NewText:
-    """Decodes the tokens of one completion as they come."""
+    """Decodes the tokens of one completion as they are sampled."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, skip_special_tokens: bool) -> None:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self._settled = 0  # tokens before this are no longer decoded
-        self._read = 0  # tokens before this have given their text
+        self._decoded = 0  # the text of tokens before this was returned or is held back
 
     def after(self, tokens: Sequence[int]) -> str:
-        """Returns the text of new tokens; `tokens` are all so far. An unfinished letter waits for its last byte."""
+        """Returns the text of new tokens; `tokens` are all so far. A character with missing bytes is held back."""
         context, text = (
             self.tokenizer.decode(part, skip_special_tokens=self.skip_special_tokens)
-            for part in (tokens[self._settled : self._read], tokens[self._settled :])
+            for part in (tokens[self._settled : self._decoded], tokens[self._settled :])
         )
         if text.endswith(UNFINISHED):
             return ""
-        # A tokenizer may write a token by what stands before it, so the newest ones are decoded again as context.
-        self._settled, self._read = self._read, len(tokens)
+        # The text of a token may depend on those before it, so the newest ones are decoded again as context.
+        self._settled, self._decoded = self._decoded, len(tokens)
         return text[len(context) :]
 
 
@@ -35,37 +35,37 @@ class StopStrings:
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self._reach = max(map(len, self.stops)) - 1  # letters before the newest that may belong to a stop string
+        self._overlap = max(map(len, self.stops)) - 1  # characters before the newest that may belong to a stop string
         self._tail = ""
         self._new_text = _NewText(tokenizer, skip_special_tokens=False)
 
-    def found(self, tokens: Sequence[int]) -> str | None:
+    def find(self, tokens: Sequence[int]) -> str | None:
         """Returns the stop string that the newest token completes, if any. `tokens` are all so far."""
         searched = self._tail + self._new_text.after(tokens)
-        self._tail = searched[max(0, len(searched) - self._reach) :]
+        self._tail = searched[max(0, len(searched) - self._overlap) :]
         return min((stop for stop in self.stops if stop in searched), key=searched.find, default=None)
 
 
 class TextStream:
-    """Text without special tokens, in pieces that together are the completion's.
+    """Text without special tokens, in pieces whose concatenation is the text of the completion.
 
-    Held back are letters whose bytes have not all come, and what may be the beginning of one of `stops`.
+    It holds back characters with missing bytes, and text that may be the beginning of one of `stops`.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self.text = ""
-        """All text that was returned."""
+        """All text that was returned so far."""
         self._held = ""
-        self._reach = max(map(len, stops), default=1) - 1
+        self._overlap = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
         self._new_text = _NewText(tokenizer, skip_special_tokens=True)
 
     def add(self, tokens: Sequence[int], whole: str | None = None) -> str:
-        """Returns the text that is certain after these tokens. `whole` is the whole text, once there is one."""
+        """Returns the new text after these tokens. `whole` is the text of a finished completion."""
         self._tokens += tokens
         if whole is None:
             known = self._held + self._new_text.after(self._tokens)
-            end = max(0, len(known) - self._reach)
+            end = max(0, len(known) - self._overlap)
             piece, self._held = known[:end], known[end:]
         else:
             piece = whole[len(self.text) :]

@@ -1,8 +1,8 @@
-"""Attention of the newest token of each sequence to its keys in pages, wherever those lie. All on the device.
+"""Attention of the newest token of each sequence to its keys in pages.
 
-A store is cut into pages of `PAGE_SIZE` tokens; row i of a `table` names those of sequence i in order, and
-`lengths[i]` says how many tokens it has, the newest included; 0 means that the row is idle. Nothing here asks the
-host for a length, so a step that was recorded once serves sequences of every length.
+A store consists of pages of `PAGE_SIZE` tokens. Row i of a `table` has the pages of sequence i in order, and
+`lengths[i]` is its number of tokens, the newest included; 0 means that the row is idle. No length is read on the host,
+so one CUDA graph serves sequences of every length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 
 PAGE_SIZE = 64  # tokens
-MAX_HEAD_DIM = 256  # of a head, for which the kernel's tiles have room
+MAX_HEAD_DIM = 256  # the largest head size of the kernel
 COUNTERS = 256
 
 
 def new_page_store(pages: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[pages, PAGE_SIZE, heads, width]. In memory the tokens of one head lie together, since they are read together."""
+    """Returns [pages, PAGE_SIZE, heads, width]. In memory the tokens of one head are adjacent, as they are read."""
     return torch.zeros(pages, heads, PAGE_SIZE, width, dtype=dtype, device=device).transpose(1, 2)
 
 
@@ -37,12 +37,12 @@ def attend_pages(
     *,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Write the newest token's key and value of each row to their places, and attend to all of them.
+    """Writes the key and value of each row's newest token to its page, and attends to all keys of the row.
 
     Query [n, heads, width], key [n, kv_heads, width], value [n, kv_heads, v], stores [pages, PAGE_SIZE, kv_heads,
-    width] and [..., v], `table` [n, most] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in
-    equal groups. An idle row writes nothing, and what it gets means nothing. `counters` [COUNTERS] int32 are
-    zero, and are so afterwards: see `few_rows.linear_add`.
+    width] and [..., v], `table` [n, pages] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in
+    equal groups. An idle row writes nothing, and its output is undefined. `counters` [COUNTERS] int32 are zero before
+    and after the call: see `decode_linear.linear_add`.
     """
     widest = max(query.shape[-1], value.shape[-1])
     refused = (
@@ -56,7 +56,7 @@ def attend_pages(
     last = lengths[running] - 1
     pages = table[running, last // PAGE_SIZE].long()
     keys[pages, last % PAGE_SIZE], values[pages, last % PAGE_SIZE] = key[running], value[running]
-    unused = torch.arange(table.shape[1] * PAGE_SIZE, device=lengths.device) >= lengths[:, None]  # what was left there
+    unused = torch.arange(table.shape[1] * PAGE_SIZE, device=lengths.device) >= lengths[:, None]  # of earlier sequences
     gathered = [
         store[table.long()].flatten(1, 2).masked_fill_(unused[..., None, None], 0.0) for store in (keys, values)
     ]

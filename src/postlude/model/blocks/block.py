@@ -66,7 +66,7 @@ class Block(nn.Module):
     def cuda_graphable(self) -> bool:
         """Whether decoding one token of each sequence launches the same kernels at every step.
 
-        A step can then be recorded as a CUDA graph: the block does not synchronise with the host, and calls
+        A step can then be captured as a CUDA graph: the block does not synchronise with the host, and calls
         only `attend` and `recur` of `context.decode_state`.
         """
         return False

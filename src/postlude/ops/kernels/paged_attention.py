@@ -1,6 +1,6 @@
 """Flash decoding over pages: a program reads the keys of one sequence and key head once, for all heads of its group.
 
-Not measured alone. It lets a decode step be recorded as a CUDA graph: 12,124, 56,474 and 92,657 tokens/s at 16, 128 and
+Not measured alone. It lets a decode step be captured as a CUDA graph: 12,124, 56,474 and 92,657 tokens/s at 16, 128 and
 512 completions of a 0.6B on an H200, against 352, 2,541 and 5,035 with steps from the host (docs/benchmarks.md, "The
 generator").
 

@@ -1,6 +1,6 @@
-"""The least logit that a token may have, by top-k, top-p and min-p, of each row: the reference finds it by sorting.
+"""The lowest logit that can be sampled in each row, by top-k, top-p and min-p. The reference finds it by sorting.
 
-Not measured alone: part of the recorded decode step in benchmarks/results/generate_h200.json.
+Not measured alone: part of the CUDA graph of a decode step in benchmarks/results/generate_h200.json.
 
 The threshold is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is searched
 among all fp32 numbers in their order, four bits at a time: eight passes over the row and no sorting.
@@ -20,20 +20,20 @@ from postlude.ops.kernels.launch import Kernel
 TOKENS = 1024  # read at a time
 
 
-def edges(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor) -> Tensor:
-    """[n] fp32 of logits [n, vocab], -inf where all tokens may stay.
+def thresholds(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor) -> Tensor:
+    """Returns the threshold of each row, [n] fp32, from logits [n, vocab]; -inf where all tokens can be sampled.
 
-    `weights` [n, blocks, 2] as `draw_triton` weighs blocks; `numbers` and `settings` as
-    `generate.paged_cache.Rows` has them, of which `rows` [n] are meant.
+    `weights` [n, blocks, 2] are those of `weigh_blocks` in `sample.py`. `numbers` and `settings` are those of
+    `generate.decode_rows.DecodeRows`; `rows` [n] are the rows of the logits.
     """
-    count, vocab = logits.shape
-    found = torch.empty(count, dtype=torch.float32, device=logits.device)
+    rows_count, vocab = logits.shape
+    result = torch.empty(rows_count, dtype=torch.float32, device=logits.device)
     blocks = weights.shape[1]
-    _edge_kernel[(count,)](
-        *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0), found),
+    _threshold_kernel[(rows_count,)](
+        *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0), result),
         *(vocab, blocks), BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, num_warps=8,
     )  # fmt: skip
-    return found
+    return result
 
 
 @triton.jit
@@ -50,64 +50,65 @@ def _number(ordered):
 
 
 @triton.jit
-def _above(logits, heat, total, vocab, bounds, TOKENS: tl.constexpr):
-    # How many tokens are above each of `bounds` [16] int32, and their probability: fp64 [16] each.
-    many, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
+def _above(logits, temperature, total, vocab, bounds, TOKENS: tl.constexpr):
+    # The number of tokens above each of `bounds` [16] int32, and their probability: fp64 [16] each.
+    count, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
     for first in range(0, vocab, TOKENS):
         token = first + tl.arange(0, TOKENS)
         values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        values = tl.div_rn(values, tl.zeros_like(values) + heat)
+        values = tl.div_rn(values, tl.zeros_like(values) + temperature)
         share = tl.exp(values - total).to(tl.float64)
         above = (_ordered(values)[None, :] > bounds[:, None]) & (token < vocab)[None, :]
-        many += tl.sum(above.to(tl.int32), 1).to(tl.float64)
+        count += tl.sum(above.to(tl.int32), 1).to(tl.float64)
         mass += tl.sum(tl.where(above, share[None, :], 0.0), 1)
-    return many, mass
+    return count, mass
 
 
 @triton.jit
-def _search(logits, heat, total, vocab, wanted, counted, TOKENS: tl.constexpr):
+def _search(logits, temperature, total, vocab, wanted, counted, TOKENS: tl.constexpr):
     # The lowest number with less than `wanted` above it: tokens where they are `counted`, else probability.
     base = tl.full((), -(1 << 31), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)
     for _ in range(8):
         bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
-        many, mass = _above(logits, heat, total, vocab, bounds.to(tl.int32), TOKENS)
-        base += tl.sum((tl.where(counted, many, mass) >= wanted).to(tl.int64), 0) * step
+        count, mass = _above(logits, temperature, total, vocab, bounds.to(tl.int32), TOKENS)
+        base += tl.sum((tl.where(counted, count, mass) >= wanted).to(tl.int64), 0) * step
         step = step >> 4
     return base.to(tl.int32)
 
 
 @Kernel
 @triton.jit
-def _edge_kernel(
-    logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, found, vocab, blocks,
+def _threshold_kernel(
+    logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, result, vocab, blocks,
     BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
-    logits += place * logits_row
-    heat = tl.load(settings + row)
-    heat = tl.where(heat > 0, heat, 1.0)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    logits += index * logits_row
+    temperature = tl.load(settings + row)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
     running = tl.load(numbers + numbers_column + row) > 0
     block = tl.arange(0, BLOCKS)
-    at = weights + (place * blocks + block) * 2
+    at = weights + (index * blocks + block) * 2
     weight = tl.load(at, mask=block < blocks, other=float("-inf"))
     highest = tl.max(tl.load(at + 1, mask=block < blocks, other=float("-inf")), 0)
     top = tl.max(weight, 0)
     total = tl.log(tl.sum(tl.exp(weight - top), 0)) + top
 
-    edge = highest + tl.load(settings + 2 * settings_column + row)
-    most = tl.load(numbers + 5 * numbers_column + row).to(tl.float64)
-    whole = tl.full((), 1.0, tl.float64)
-    if running & (most < vocab):
-        kth = _search(logits, heat, total, vocab, most, True, TOKENS)
-        many, mass = _above(logits, heat, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
-        own = tl.exp(_number(kth) - total).to(tl.float64)
-        whole = (tl.sum(mass, 0) + (16 * most - tl.sum(many, 0)) * own) / 16
-        edge = tl.maximum(edge, _number(kth))
+    threshold = highest + tl.load(settings + 2 * settings_column + row)
+    top_k = tl.load(numbers + 5 * numbers_column + row).to(tl.float64)
+    kept_mass = tl.full((), 1.0, tl.float64)
+    if running & (top_k < vocab):
+        kth = _search(logits, temperature, total, vocab, top_k, True, TOKENS)
+        count, mass = _above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
+        kth_probability = tl.exp(_number(kth) - total).to(tl.float64)
+        kept_mass = (tl.sum(mass, 0) + (16 * top_k - tl.sum(count, 0)) * kth_probability) / 16
+        threshold = tl.maximum(threshold, _number(kth))
     share = tl.load(settings + settings_column + row)
     if running & (share < 1.0):
-        edge = tl.maximum(
-            edge, _number(_search(logits, heat, total, vocab, share.to(tl.float64) * whole, False, TOKENS))
+        threshold = tl.maximum(
+            threshold,
+            _number(_search(logits, temperature, total, vocab, share.to(tl.float64) * kept_mass, False, TOKENS)),
         )
-    tl.store(found + place, edge)
+    tl.store(result + index, threshold)

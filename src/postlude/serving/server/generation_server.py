@@ -292,7 +292,7 @@ class GenerationServer:
         for ticket, pending in list(self._pending.items()):
             if pending in cancelled:
                 del self._pending[ticket]
-                self._session.withdraw(ticket)
+                self._session.abort(ticket)
 
     def _fail_all(self, sentence: str) -> None:
         for pending in self._pending.values():
@@ -308,7 +308,9 @@ class GenerationServer:
     def _reload(self, directory: str, version: str, future: Future[None]) -> None:
         checksums = []
         try:
-            self._session.renew(lambda: checksums.append(reload_weights(self.generator.model, directory)), version)
+            self._session.update_weights(
+                lambda: checksums.append(reload_weights(self.generator.model, directory)), version
+            )
         except PartialReloadError as error:
             self.weights = _WeightsInfo()
             self._restart_session(f"there are no weights any more: {error}")

@@ -1,8 +1,8 @@
-"""RecordedScheduler: decode steps that a GPU replays, ahead of the host.
+"""GraphScheduler: decode steps that a GPU replays as CUDA graphs, before the host has read their tokens.
 
-The device samples tokens and detects where a completion ends; the host reads the tokens up to `ahead` steps later. It
-acts only when completions end, join or need another page. It finds a stop string late, and then drops the tokens that
-were sampled after it.
+The device samples tokens and detects stop tokens and the length limit. The host reads the tokens up to
+`max_unread_steps` later, and acts only when completions end, join or need another page. It finds a stop string late,
+and then drops the tokens that were sampled after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.cuda_graphs import DecodeSteps, addresses, bucket
+from postlude.generate.cuda_graphs import DecodeGraphs, addresses, bucket
 from postlude.generate.decode_rows import DecodeRows, sample_next
 from postlude.generate.forward import logits_at, prefill_microbatch
 from postlude.generate.paged_cache import PagedCache
@@ -24,26 +24,26 @@ from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
 from postlude.ops.paged_attention import PAGE_SIZE
 
-SMALL = 8  # a cache is small that takes at most one part in so many of the device's memory
+SMALL_FRACTION = 1 / 8  # a cache of at most this fraction of the device's memory is small
 
 
 @dataclass(frozen=True)
 class DecodeCapacity:
-    """The rows and pages that completions need."""
+    """The numbers of rows and pages that completions need."""
 
     rows: int
     pages: int
     longest: int
-    """Pages of the longest completion, prompt included."""
+    """The number of pages of the longest completion, prompt included."""
     stops: int
-    """Stop tokens of a completion."""
+    """The maximum number of stop tokens of a completion."""
 
     @staticmethod
     def of(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
-        """Returns what these completions need, if the cache holds about `budget` tokens."""
+        """Returns the capacity for these completions, in a cache of about `budget` tokens."""
         lengths = [completion.max_length for completion in completions]
         longest, total = pages_for(max(lengths)), sum(pages_for(length) + 1 for length in lengths)
-        # One completion alone always fits, beside a copy of its prompt's last page.
+        # A single completion always fits, with a copy of its prompt's last page.
         return DecodeCapacity(
             rows=bucket(min(len(completions), max_sequences)),
             pages=max(longest + 1, min(budget // PAGE_SIZE, total)),
@@ -53,59 +53,59 @@ class DecodeCapacity:
 
     @staticmethod
     def of_any(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
-        """Returns what these and later completions need, each of which fits into a cache of about `budget` tokens."""
+        """Returns the capacity for these and any later completions, in a cache of about `budget` tokens."""
         pages = pages_for(budget)
         return DecodeCapacity(rows=bucket(max_sequences), pages=pages + 1, longest=pages, stops=max_stops(completions))
 
 
 @dataclass(frozen=True)
-class RecordedBuffers:
-    """The rows, pages and recorded steps of a model. They serve one call of generate after another."""
+class GraphBuffers:
+    """The rows, pages and CUDA graphs of a model, which are kept from one call of `generate` to the next."""
 
     model: LanguageModel
     rows: DecodeRows
     cache: PagedCache
-    steps: DecodeSteps
+    graphs: DecodeGraphs
     capacity: DecodeCapacity
-    weights: tuple[int, ...]
+    weight_addresses: tuple[int, ...]
 
     @staticmethod
-    def of(model: LanguageModel, capacity: DecodeCapacity, device: torch.device) -> RecordedBuffers:
-        """Returns buffers of this capacity, and lays weights that are read together side by side."""
+    def of(model: LanguageModel, capacity: DecodeCapacity, device: torch.device) -> GraphBuffers:
+        """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
         rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device)
         cache = PagedCache(capacity.pages, capacity.rows, device)
-        return RecordedBuffers(model, rows, cache, DecodeSteps(model, rows, cache), capacity, addresses(model))
+        return GraphBuffers(model, rows, cache, DecodeGraphs(model, rows, cache), capacity, addresses(model))
 
     @property
-    def small(self) -> bool:
-        """Whether the cache takes no more than a part in `SMALL` of the device's memory."""
+    def is_small(self) -> bool:
+        """Whether the cache takes at most `SMALL_FRACTION` of the device's memory."""
         device = self.cache.device
         if device.type != "cuda":
             return True
-        return SMALL * self.cache.size_in_bytes <= torch.cuda.get_device_properties(device).total_memory
+        return self.cache.size_in_bytes <= SMALL_FRACTION * torch.cuda.get_device_properties(device).total_memory
 
     def fit(self, capacity: DecodeCapacity) -> bool:
-        """Whether they are enough, and the weights still where the recorded steps read them."""
+        """Whether they have this capacity, and the weights are still at the addresses that the graphs read."""
         have = self.capacity
         return (
             have.rows >= capacity.rows
             and have.pages >= capacity.pages
             and have.longest >= capacity.longest
             and have.stops >= capacity.stops
-            and self.weights == addresses(self.model)
+            and self.weight_addresses == addresses(self.model)
         )
 
 
-class RecordedScheduler(Scheduler):
-    """Steps on fixed pages. A prefill is a forward of its own, so completions join several at a time."""
+class GraphScheduler(Scheduler):
+    """Runs steps on a `PagedCache`. A prefill is a separate forward, so completions join several at a time."""
 
-    ahead = 2
+    max_unread_steps = 2
 
     def __init__(
         self,
-        buffers: RecordedBuffers,
+        buffers: GraphBuffers,
         completions: Sequence[CompletionState],
         *,
         max_sequences: int,
@@ -119,40 +119,40 @@ class RecordedScheduler(Scheduler):
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
-        self.paged, self.steps = buffers.cache, buffers.steps
-        self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # as it is to be on the device
+        self.paged, self.graphs = buffers.cache, buffers.graphs
+        self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.table_changed = False
-        self.limited = False
+        self.filtered = False
         self.add(completions)
 
     def add(self, completions: Sequence[CompletionState]) -> None:
         """See `Scheduler`."""
         super().add(completions)
-        self.limited = self.limited or any(completion.prompt.sampling.limited for completion in completions)
+        self.filtered = self.filtered or any(completion.prompt.sampling.filtered for completion in completions)
 
     def _advance(self) -> None:
         """See `Scheduler`."""
         while self._may_join():
             self._join()
-        if any(each.unfinished for each in self.running):
+        if any(running.unfinished for running in self.running):
             self._decode()
 
     def _decode(self) -> None:
-        """Sample a token of every running completion."""
+        """Samples a token of every running completion."""
         self._make_room()
-        self._stop_ended()
+        self._idle_ended_rows()
         size = bucket(len(self.running))
-        self._move_into(size)
+        self._compact(size)
         self._send_table()
-        self.steps(size, limited=self.limited)
-        self._send(self.running)
-        for each in self.running:
-            each.reach = min(each.reach + 1, each.state.max_length)
+        self.graphs(size, filtered=self.filtered)
+        self._send_results(self.running)
+        for running in self.running:
+            running.scheduled_length = min(running.scheduled_length + 1, running.state.max_length)
 
-    def _changed(self, each: RunningCompletion) -> None:
+    def _on_change(self, running: RunningCompletion) -> None:
         """See `Scheduler`."""
-        if not each.gone:
-            self.table[each.row, : len(each.pages)] = torch.tensor(each.pages, dtype=torch.int32)
+        if not running.removed:
+            self.table[running.row, : len(running.pages)] = torch.tensor(running.pages, dtype=torch.int32)
             self.table_changed = True
 
     def _send_table(self) -> None:
@@ -162,7 +162,7 @@ class RecordedScheduler(Scheduler):
             self.table_changed = False
 
     def _may_join(self) -> bool:
-        """Whether there are rows for those that wait: several, because a prefill is a forward."""
+        """Whether enough rows are free for waiting completions: an eighth of all, since a prefill is a forward."""
         if not self.waiting:
             return False
         free = self.max_sequences - len(self.running)
@@ -170,21 +170,21 @@ class RecordedScheduler(Scheduler):
         return (free >= enough or not self.running) and self._has_room(self.waiting[0])
 
     def _join(self) -> None:
-        """Prefill completions that join, and sample their first token."""
-        self._stop_ended()
+        """Prefills joining completions, and samples their first token."""
+        self._idle_ended_rows()
         joining = self._admit()
-        rows = self._integers([each.row for each in joining.completions])
+        rows = self._integers([running.row for running in joining.completions])
         logits = self._start(joining, rows, self._prefill(joining.sequences, joining.pages))
-        self._enter_rows(joining.completions, rows)
-        sample_next(logits, rows, self.rows, limited=self.limited)
-        self._send(joining.completions)
+        self._write_rows(joining.completions, rows)
+        sample_next(logits, rows, self.rows, filtered=self.filtered)
+        self._send_results(joining.completions)
 
     def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
-        """Run whole sequences through the model, their keys to these pages. Returns the logits after each."""
+        """Runs whole sequences, whose keys and values go to these pages. Returns the logits after each sequence."""
         if not sequences:
             return torch.empty(0, device=self.device)
         microbatch = prefill_microbatch(sequences, self.device)
-        self.paged.prefill(microbatch.packing, pages)
+        self.paged.begin_prefill(microbatch.packing, pages)
         last = microbatch.packing.cu_seqlens[1:].long() - 1
         logits: Tensor
         logits, _ = self.model(
