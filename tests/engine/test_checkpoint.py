@@ -499,22 +499,22 @@ def test_a_checkpoint_can_be_checked_without_an_engine(
 ) -> None:
     directory = tmp_path / "checkpoint"
     shutil.copytree(saved, directory)
-    checkpoint.check(directory)
+    checkpoint.check_checkpoint(directory)
     sentence = damage(directory)
-    assert told(lambda: checkpoint.check(directory)) == sentence
+    assert told(lambda: checkpoint.check_checkpoint(directory)) == sentence
 
 
 def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     shutil.copytree(saved, directory)
     shutil.copy(files(directory)[0], directory / "model.safetensors")  # nobody's business
-    checkpoint.check(directory)
+    checkpoint.check_checkpoint(directory)
     state = json.loads((directory / "state.json").read_text())
     name, entry = next((name, entry) for name, entry in state["tensors"].items() if name.startswith("model/layers.1"))
     entry["parts"].pop()
     (directory / "state.json").write_text(json.dumps(state))
     expected = f"ValueError: {directory} does not hold all of {name}; load another checkpoint."
-    assert told(lambda: checkpoint.check(directory)) == expected
+    assert told(lambda: checkpoint.check_checkpoint(directory)) == expected
 
 
 def read_by(group: Any, directory: str) -> list[str]:

@@ -53,4 +53,4 @@ def test_an_old_checkpoint_loads_and_trains_on(ranks: Ranks, name: str, layout: 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_old_checkpoint_passes_the_check(name: str) -> None:
-    checkpoint.check(DATA / name)
+    checkpoint.check_checkpoint(DATA / name)

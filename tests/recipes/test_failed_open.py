@@ -106,7 +106,7 @@ def seeds(group: Any, directory: str) -> list[set[int]]:
         trainer.rollouts, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []
     ):
         for held_out in (False, True):
-            with patch.object(module, "_batch"), patch.object(module, "completion_metrics", return_value={}):
+            with patch.object(module, "_batch"), patch.object(module, "trajectory_metrics", return_value={}):
                 trainer.sample_rollouts(tasks, held_out=held_out)
     trainer.close()
     return drawn

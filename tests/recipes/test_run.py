@@ -442,7 +442,7 @@ def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
     out = io.StringIO()
     with LiveView(500, console=Console(file=out, width=40)) as view:
         for step in (1, 2):
-            view.doing("rollout")
+            view.set_phase("rollout")
             view.update(step, {"reward_mean": 0.5, "loss": math.nan, "lr": 1e-6, "tokens_per_second": 51234.5})
     first, second = out.getvalue().splitlines()
     assert first.startswith("step 1/500  reward 0.5  loss nan  lr 1.0e-06  tokens/s 51,234  eta ")

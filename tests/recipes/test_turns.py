@@ -20,7 +20,7 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts import RolloutSampler, completion_metrics
+from postlude.recipes.rollouts import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.rollout import conversations
@@ -156,7 +156,7 @@ def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
     found = rolled(Alone(Parrot()), tasks, timeout=4.0)
-    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], completion_metrics(found)
+    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], trajectory_metrics(found)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class WorkerActor:
         self.pool: ProcessPool | None = None
 
     def load(self, function: bytes, name: str, timeout: float, directory: str) -> str:
-        """Start the process, which loads the function. Returns why it cannot, or an empty text."""
+        """Starts the process, which loads the function. Returns why it cannot, or an empty text."""
         try:
             os.chdir(directory)  # the function may be named by a relative path
             self.pool = ProcessPool(function, name, 1, timeout)
@@ -41,7 +41,7 @@ class WorkerActor:
         return ""
 
     def call(self, calls: Sequence[bytes]) -> list[CallResult]:
-        """Make pickled calls. Returns their results in order."""
+        """Makes pickled calls. Returns their results in order."""
         assert self.pool is not None
         return self.pool.call_all(calls)
 
@@ -104,7 +104,7 @@ class ActorPool(WorkerPool):
         return worker
 
     def _on_reply(self, worker: _Worker, reply: Any) -> None:
-        """Queue a reply when it comes. Ray's thread does this and must not be blocked."""
+        """Queues a reply when it comes. Ray's thread does this and must not be blocked."""
 
         def receive(future: Any) -> None:
             self.replies.append((worker, future))
@@ -164,7 +164,7 @@ class ActorPool(WorkerPool):
         return assigned
 
     def _receive_replies(self) -> list[_Worker]:
-        """Record results. Returns workers that are lost and have to be replaced."""
+        """Records results. Returns workers that are lost and have to be replaced."""
         import ray
 
         lost = []
@@ -198,7 +198,7 @@ class ActorPool(WorkerPool):
         return lost
 
     def _remove(self, worker: _Worker) -> None:
-        """Remove a lost worker. Its calls wait for another, unless they were tried `TRIES` times. Holds `changed`."""
+        """Removes a lost worker. Its calls wait for another, unless they were tried `TRIES` times. Holds `changed`."""
         self.workers.remove(worker)
         self.lost += 1
         self.failed_starts += not worker.ready

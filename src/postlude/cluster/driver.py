@@ -70,7 +70,7 @@ class RayJob:
 
 
 def run_on_ray(job: RayJob, address: str = LOCAL) -> RunOutcome:
-    """Run a job on a cluster. Returns the outcome of rank 0."""
+    """Runs a job on a cluster. Returns the outcome of rank 0."""
     needs = job.needs(address)
     try:
         with connected_to_ray(address, needs), DriverSignals() as signals:
@@ -98,12 +98,12 @@ class DriverSignals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise `StopRequested` after a second signal, or if ranks took too long to stop."""
+        """Raises `StopRequested` after a second signal, or if ranks took too long to stop."""
         if self.stop_now or (self.first and time.monotonic() - self.received_at > STOP_TIMEOUT):
             raise StopRequested(self.first)
 
     def check_before_start(self) -> None:
-        """Raise `StopRequested` after a signal: there is nothing to save yet."""
+        """Raises `StopRequested` after a signal: there is nothing to save yet."""
         if self.first:
             raise StopRequested(self.first)
 
@@ -117,7 +117,7 @@ class DriverSignals:
 
 
 def _run_with_restarts(job: RayJob, needs: ResourceNeeds, signals: DriverSignals, *, can_grow: bool) -> RunOutcome:
-    """Run until all ranks have a result or restarts are used up. Nodes may join a cluster that `can_grow`."""
+    """Runs until all ranks have a result or restarts are used up. Nodes may join a cluster that `can_grow`."""
     display, attempts, saved = DriverDisplay(), 0, _newest_checkpoint(job)
     allowed = job.settings.max_restarts
     restarted = False
@@ -162,7 +162,7 @@ def _run_ranks(
     wait_for_nodes: bool,
     can_grow: bool,
 ) -> tuple[dict[int, RankResult | RankLost], RunFailure | None]:
-    """Start all ranks once. Returns the result of each, and the failure if there was one."""
+    """Starts all ranks once. Returns the result of each, and the failure if there was one."""
     import ray
 
     ranks = RankActors(needs, signals.check_before_start, job.timeout, wait_for_nodes=wait_for_nodes)
@@ -200,7 +200,7 @@ def _run_ranks(
 
 
 def _start_relay(ranks: int) -> Any:
-    """Start the relay on the driver's node, so that it is lost only with the driver."""
+    """Starts the relay on the driver's node, so that it is lost only with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -210,7 +210,7 @@ def _start_relay(ranks: int) -> Any:
 
 
 def _run_rank(job: RayJob, runtime: Runtime) -> RunOutcome:
-    """Run the recipe, on each rank."""
+    """Runs the recipe, on each rank."""
     if os.environ["RANK"] == "0":
         wait_for(job.config.run, LOCK_TIMEOUT)
     return job.recipe.run(job.config, job.device, job.start_mode, runtime)

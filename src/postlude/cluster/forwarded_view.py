@@ -24,12 +24,12 @@ class ForwardedView:
     def __exit__(self, *_: object) -> None:
         self._send("end of view")
 
-    def doing(self, phase: str) -> None:
-        """Show the current phase."""
+    def set_phase(self, phase: str) -> None:
+        """Shows the current phase."""
         self._send("phase", phase)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step."""
+        """Shows a finished step."""
         numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
         self._send("update", step, numbers)
 
@@ -47,7 +47,7 @@ class DriverDisplay:
         """Whether a view was shown: the run has started or resumed."""
 
     def show(self, messages: list[tuple[Any, ...]]) -> None:
-        """Show messages."""
+        """Shows messages."""
         for message in messages:
             match message:
                 case ("output", stream, text):
@@ -57,14 +57,14 @@ class DriverDisplay:
                     self.run_started = True
                     self.view = LiveView(**settings, silent=False).__enter__()
                 case ("phase", phase) if self.view is not None:
-                    self.view.doing(phase)
+                    self.view.set_phase(phase)
                 case ("update", step, metrics) if self.view is not None:
                     self.view.update(step, metrics)
                 case ("end of view",):
                     self.close_view()
 
     def close_view(self) -> None:
-        """Close the progress view, as its ranks have finished or are lost."""
+        """Closes the progress view, as its ranks have finished or are lost."""
         if self.view is not None:
             self.view.__exit__()
             self.view = None

@@ -24,7 +24,7 @@ class MessageRelay:
         self.has_messages, self.has_signal = asyncio.Event(), asyncio.Event()
 
     async def send(self, *message: Any) -> None:
-        """Add a message of a rank."""
+        """Adds a message of a rank."""
         self.messages.append(message)
         self.has_messages.set()
 
@@ -38,7 +38,7 @@ class MessageRelay:
         return messages
 
     async def send_signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
+        """Sends a signal to all ranks."""
         self.signal = number
         self.has_signal.set()
 
@@ -61,7 +61,7 @@ class ForwardedStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Send complete lines, and keep the rest."""
+        """Sends complete lines, and keeps the rest."""
         with self.lock:
             lines, newline, self.partial_line = (self.partial_line + text).rpartition("\n")
             if newline:
@@ -69,7 +69,7 @@ class ForwardedStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Send an incomplete last line."""
+        """Sends an incomplete last line."""
         if self.partial_line:
             self.write("\n")
 

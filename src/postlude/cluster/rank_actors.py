@@ -52,7 +52,7 @@ class RankActor:
     """An actor that becomes a rank. Its methods run in the main thread, where Python handles signals."""
 
     def prepare(self, directory: str) -> tuple[str, str, int]:
-        """Change to the driver's directory. Returns this rank's node, its address, and a free port there."""
+        """Changes to the driver's directory. Returns this rank's node, its address, and a free port there."""
         import ray
 
         try:
@@ -68,7 +68,7 @@ class RankActor:
     def run(
         self, variables: dict[str, str], threads: int, relay: Any, function: Callable[[], Any], options: dict[str, Any]
     ) -> RankResult:
-        """Run a function as a rank. Its exception is returned, not raised."""
+        """Runs a function as a rank. Its exception is returned, not raised."""
         os.environ.update(variables)
         torch.set_num_threads(threads)
         try:
@@ -88,7 +88,7 @@ class RankActors:
     def __init__(
         self, needs: ResourceNeeds, while_waiting: Callable[[], None], timeout: float, *, wait_for_nodes: bool = False
     ) -> None:
-        """Wait for resources, and call `while_waiting` meanwhile. With `wait_for_nodes` the cluster may still grow."""
+        """Waits for resources, and calls `while_waiting` meanwhile. With `wait_for_nodes`, nodes may still join."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -128,7 +128,7 @@ class RankActors:
                 print(f"waiting for room, {timeout - waited:.0f} s more at most (--timeout): {lacks}", file=sys.stderr)
 
     def start(self, function: Callable[[], Any], relay: Any, options: dict[str, Any]) -> None:
-        """Run a function on every rank."""
+        """Runs a function on every rank."""
         import ray
 
         calls = [actor.prepare.remote(os.getcwd()) for actor in self.actors]
@@ -165,7 +165,7 @@ class RankActors:
             return self.results[index]
 
     def poll(self) -> bool:
-        """Collect results. Returns whether there is nothing more to wait for."""
+        """Collects results. Returns whether there is nothing more to wait for."""
         import ray
 
         pending = [run for run, index in self.runs.items() if index not in self.results]
@@ -180,7 +180,7 @@ class RankActors:
         return any(isinstance(result, RankLost) or result.status is not None for result in self.results.values())
 
     def stop(self) -> None:
-        """End every rank, and free its resources."""
+        """Ends every rank, and frees its resources."""
         import ray
 
         for actor in self.actors:

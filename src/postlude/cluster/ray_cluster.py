@@ -18,7 +18,7 @@ MAX_TEMP_PATH = 40  # characters of the temporary folder with which Ray's socket
 
 
 def check_ray() -> None:
-    """Raise an ImportError if Ray is not installed."""
+    """Raises an ImportError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ImportError(f"--ray needs Ray, which is not installed. Install it: {INSTALL}")
 
@@ -84,7 +84,7 @@ def connected_to_ray(address: str, needs: ResourceNeeds) -> Iterator[None]:
 
 
 def check_capacity(needs: ResourceNeeds) -> None:
-    """Raise a ValueError if the cluster is too small, even if nobody else used it."""
+    """Raises a ValueError if the cluster is too small, even if nobody else used it."""
     if sentence := missing_capacity(needs):
         raise ValueError(sentence)
 

@@ -26,7 +26,7 @@ class RayLauncher:
         self._started = 0
 
     def start(self, command: ServerCommand) -> ServerProcess:
-        """Start a server as soon as a node has room for it."""
+        """Starts a server as soon as a node has room for it."""
         import ray
 
         actor = ray.remote(ServerActor).options(
@@ -48,7 +48,7 @@ class ServerActor:
         self.process: ServerProcess | None = None
 
     def start(self, command: ServerCommand, logs: str, directory: str, single_machine: bool) -> str:
-        """Start the server and return its address."""
+        """Starts the server and returns its address."""
         import ray
 
         os.chdir(directory)
@@ -58,14 +58,14 @@ class ServerActor:
         return self.process.url
 
     def wait(self) -> str:
-        """Wait for the server's end and return its reason."""
+        """Waits for the server's end and returns its reason."""
         assert self.process is not None
         while (reason := self.process.exit_reason()) is None:
             time.sleep(POLL_SECONDS)
         return reason
 
     def stop(self) -> None:
-        """Stop the server."""
+        """Stops the server."""
         if self.process is not None:
             self.process.stop()
 
@@ -96,7 +96,7 @@ class _RayProcess:
         return self._reason
 
     def stop(self) -> None:
-        """Stop the server and free its resources."""
+        """Stops the server and frees its resources."""
         import ray
 
         if self.exit_reason() is None and self._ended is None:

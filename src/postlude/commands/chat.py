@@ -14,42 +14,42 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session
 from postlude.generate.text_stream import TextStream
 
-HELP = "/reset forgets the conversation, /exit or ctrl-D ends it, ctrl-C ends an answer."
+HELP = "/reset clears the conversation, /exit or ctrl-D ends it, ctrl-C stops a reply."
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read what the user says, line by line, and print answers as they come."""
+    """Reads messages line by line, and prints replies as they are generated."""
     sampling = sampling_from_options(options)
     generator, tokenizer = load_generator(options)
-    talk = Conversation(generator, tokenizer, sampling, options.system)
-    shows = sys.stdin.isatty()
-    if shows:
+    conversation = Conversation(generator, tokenizer, sampling, options.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
         print(f"{options.model}: {HELP}")
     while True:
         try:
-            said = input("> " if shows else "").strip()
+            message = input("> " if interactive else "").strip()
         except EOFError:
             break
-        except KeyboardInterrupt:  # at the prompt there is nothing to end but the line
+        except KeyboardInterrupt:  # discards the line
             print(f"\n({HELP})")
             continue
-        if said == "/exit":
+        if message == "/exit":
             break
-        if said == "/reset":
-            talk.reset()
-        elif said.startswith("/"):
-            print(f"{said} is no command: {HELP}")
-        elif said:
+        if message == "/reset":
+            conversation.reset()
+        elif message.startswith("/"):
+            print(f"{message} is not a command: {HELP}")
+        elif message:
             try:
-                talk.answer(said)
+                conversation.reply(message)
             except ValueError as error:
-                print(f"({error} /reset begins anew.)")
-    if shows:
+                print(f"({error} /reset starts a new conversation.)")
+    if interactive:
         print()
 
 
 class Conversation:
-    """Messages so far. A tokenizer without a chat template gets the plain one of `data/chat.py`."""
+    """The messages so far. For a tokenizer without a chat template, the plain one of `data/chat.py` is used."""
 
     def __init__(self, generator: Generator, tokenizer: Any, sampling: SamplingParams, system: str | None) -> None:
         self.generator, self.tokenizer, self.sampling = generator, tokenizer, sampling
@@ -58,31 +58,30 @@ class Conversation:
         self._session = Session(generator)
 
     def reset(self) -> None:
-        """Forget all that was said."""
+        """Removes all messages except the system message."""
         self.messages = list(self._first)
 
-    def answer(self, said: str) -> str:
-        """Print the answer as it comes, and keep it; of one that ctrl-C ends, what there was."""
-        asked = [*self.messages, {"role": "user", "content": said}]
-        tokens = encode(self.tokenizer, asked)
-        sampling = replace(self.sampling, seed=self.sampling.seed + len(asked))  # turns do not repeat each other
+    def reply(self, message: str) -> str:
+        """Prints the reply to a message as it is generated, and adds both. After ctrl-C, the partial reply is added."""
+        messages = [*self.messages, {"role": "user", "content": message}]
+        tokens = encode(self.tokenizer, messages)
+        sampling = replace(self.sampling, seed=self.sampling.seed + len(messages))  # another seed for each turn
         ticket = self._session.add(Request(tuple(tokens), sampling))
-        (going_on,) = self._session.progress(ticket).values()
-        text, heard = TextStream(self.tokenizer, sampling.stop), 0
+        (state,) = self._session.progress(ticket).values()
+        text, printed = TextStream(self.tokenizer, sampling.stop), 0
         try:
             while self._session.busy:
-                done = self._session.step()
                 whole = None
-                for each in done:
-                    if each.completion is None:
-                        raise ValueError(f"the answer failed: {each.error}")
-                    whole = each.completion.text
-                print(text.add(going_on.tokens[heard:], whole), end="", flush=True)
-                heard = len(going_on.tokens)
+                for finished in self._session.step():
+                    if finished.completion is None:
+                        raise ValueError(f"the reply failed: {finished.error}")
+                    whole = finished.completion.text
+                print(text.add(state.tokens[printed:], whole), end="", flush=True)
+                printed = len(state.tokens)
         except KeyboardInterrupt:
-            self._session = Session(self.generator)  # a step may have been left in the middle
+            self._session = Session(self.generator)  # the old one may be in the middle of a step
             self.generator.release()
             print(" …", end="")
         print()
-        self.messages = [*asked, {"role": "assistant", "content": text.text}]
+        self.messages = [*messages, {"role": "assistant", "content": text.text}]
         return text.text

@@ -1,4 +1,4 @@
-"""`postlude generate`: answers of a model to prompts."""
+"""`postlude generate`: completions of prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from postlude.data.chat import Prompt
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print `--n` answers to each prompt, as text or as lines of JSON."""
+    """Prints `--n` completions of each prompt, as text or as lines of JSON."""
     texts = [read_text(text, "prompt") for text in options.prompt or ["-"]]
     if options.system is not None and options.plain:
         raise ValueError("--system is a message, but --plain gives the prompt without a chat template. Leave one out.")
@@ -24,19 +24,19 @@ def run(options: argparse.Namespace) -> None:
     groups = generator.generate([encode(tokenizer, prompt) for prompt in prompts], sampling, n=options.n)
     several = len(texts) * options.n > 1
     for text, group in zip(texts, groups, strict=True):
-        for number, answer in enumerate(group):
+        for number, completion in enumerate(group):
             if options.json:
-                said = {
+                row = {
                     "prompt": text,
                     "number": number,
-                    "text": answer.text,
-                    "finish_reason": answer.finish_reason,
-                    "tokens": answer.tokens,
-                    "logprobs": answer.logprobs,
+                    "text": completion.text,
+                    "finish_reason": completion.finish_reason,
+                    "tokens": completion.tokens,
+                    "logprobs": completion.logprobs,
                     "seed": sampling.seed,
                 }
-                print(json.dumps(said, ensure_ascii=False), flush=True)
+                print(json.dumps(row, ensure_ascii=False), flush=True)
             else:
                 if several:
-                    print(f"--- {text[:60]!r}, answer {number + 1} of {options.n}")
-                print(answer.text, flush=True)
+                    print(f"--- {text[:60]!r}, completion {number + 1} of {options.n}")
+                print(completion.text, flush=True)

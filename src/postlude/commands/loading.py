@@ -1,4 +1,4 @@
-"""What the commands that generate have in common: a model's generator, prompts as tokens, and how to sample."""
+"""Shared by `postlude generate` and `postlude chat`: the generator, the sampling parameters and the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def load_generator(
         model = model.to_empty(device=device)
     else:
         model = load_model(options.model, dtype=dtype, device=device)
-    given = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
-    ends = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
-    return Generator(model.eval(), tokenizer, eos_tokens=ends, **given), tokenizer
+    set_limits = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
+    eos_tokens = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
+    return Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **set_limits), tokenizer
 
 
 def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
-    """What the options say. Without --seed no two commands draw alike."""
+    """Returns the sampling parameters of the options. Without --seed, the seed is random."""
     return SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -68,5 +68,5 @@ def read_text(text: str, name: str) -> str:
 
 
 def encode(tokenizer: ChatTokenizer, prompt: Prompt) -> list[int]:
-    """The tokens to go on from: text as it is, messages by the chat template."""
+    """Returns the tokens of a prompt: of text as it is, of messages formatted by the chat template."""
     return Encoder(tokenizer=tokenizer).prompt(prompt)

@@ -17,7 +17,7 @@ KEY = "POSTLUDE_API_KEY"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until a signal stops it. One line reports the address when it is ready."""
+    """Serves until a signal stops it. One line reports the address when it is ready."""
     check_address(options.host, options.port)
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_key(host: str, key: str | None) -> None:
-    """Refuse to listen to other machines without a key: a client can have the server load any weights."""
+    """Refuses to listen to other machines without a key: a client can have the server load any weights."""
     if not key and not is_loopback(host):
         raise ValueError(
             f"--host {host} is reached from other machines, which could have it read any weights. Set a key that they "
@@ -41,7 +41,7 @@ def check_key(host: str, key: str | None) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that is not free, before a model is loaded."""
+    """Refuses an address that is not free, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as trial:

@@ -283,7 +283,7 @@ class _SavedTensors:
         return now | dict.fromkeys((*self.recast.fresh, *lacking), self.state["step"] - self.idle)
 
 
-def check(directory: str | os.PathLike[str]) -> None:
+def check_checkpoint(directory: str | os.PathLike[str]) -> None:
     """Raises OSError or ValueError unless a checkpoint is complete and every byte is what was saved.
 
     It reads all of it, in this process, and needs no engine.

@@ -220,7 +220,7 @@ class Engine:
             gradients.complete(self.parameters, self.shared, self.mesh)
             metrics.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
             values = metrics.reduce(self._reports_results)
-        self.failure_state.raise_refused(metrics.refused, "forward_backward", gradients=True)
+        self.failure_state.raise_loss_error(metrics.loss_error, "forward_backward", gradients=True)
         return self._result(values, local, metrics.layer_totals)
 
     def count(self, *batches: Batch) -> dict[str, float]:
@@ -238,7 +238,7 @@ class Engine:
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
             self.local_stages.forward(local.microbatches, lambda inputs: metrics.evaluate(objective, inputs))
             values = metrics.reduce(self._reports_results)
-        self.failure_state.raise_refused(metrics.refused, "evaluate_loss")
+        self.failure_state.raise_loss_error(metrics.loss_error, "evaluate_loss")
         return self._result(values, local)
 
     def _metrics(

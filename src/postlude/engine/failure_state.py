@@ -60,7 +60,7 @@ class FailureState:
                 self._lose_gradients(call, error)
             raise
 
-    def raise_refused(self, error: Exception | None, call: str, *, gradients: bool = False) -> None:
+    def raise_loss_error(self, error: Exception | None, call: str, *, gradients: bool = False) -> None:
         """Raises what all ranks refused after a pass. The engine is usable; with `gradients`, those are lost."""
         if error is None:
             return

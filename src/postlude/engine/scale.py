@@ -1,4 +1,4 @@
-"""Loss normalisation: a loss is a sum over this rank's tokens, divided by a global count. Nothing else divides it.
+"""Loss normalisation and metrics: a loss is a sum over this rank's tokens, divided by a global count and nothing else.
 
 Every rank has the counts of the whole batch before the step. Gradients, and the losses themselves, are summed over
 all ranks that processed different tokens.
@@ -36,7 +36,7 @@ def count_name(over: str, depth: int = 0) -> str:
 
 
 class LossNormalizer:
-    """The counts of one batch, which normalise its losses: what a microbatch adds to a loss or a metric.
+    """The counts of one batch, which divide its losses, and the weights of means.
 
     `counts` are sums of weights over the whole step, by name. By default they are computed from `microbatches`, which
     must then be the whole batch, not sharded. `cp_size` is the number of context-parallel ranks, which all hold the
@@ -159,13 +159,13 @@ class MetricAccumulator:
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
         self.layer_totals: list[float] = []  # [n] over all ranks, after `reduce`
-        self.refused: Exception | None = None
+        self.loss_error: Exception | None = None
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
         """Returns what one microbatch adds to the batch's loss, and records it and the objective's metrics.
 
-        A loss or metric that cannot be normalised is kept as `refused`, and raised after the pass: other ranks are in
-        the middle of it, and would deadlock. Until then it adds zero with the same graph.
+        The error of a loss or metric that cannot be normalised is kept in `loss_error` and raised after the pass: other
+        ranks are in the middle of it, and would deadlock. Until then it adds zero with the same graph.
         """
         loss = objective(inputs)
         if not isinstance(loss, Loss):
@@ -177,7 +177,7 @@ class MetricAccumulator:
                 for name, metric in part.metrics.items():
                     self.add(name, metric, inputs.microbatch)
         except (LookupError, ValueError) as error:
-            self.refused = self.refused or error
+            self.loss_error = self.loss_error or error
             return 0.0 * torch.stack([part.values.float().sum() for part in loss.parts()]).sum()
         return value
 
@@ -219,8 +219,8 @@ class MetricAccumulator:
     def reduce(self, reports_results: bool) -> dict[str, float]:
         """Returns one number per metric, the same on every rank, and sets `layer_totals`.
 
-        Metrics of outputs are taken only from ranks with `reports_results`. If one rank has `refused` a loss, every
-        rank gets its error in `refused`, and {} is returned. All numbers go through one sum and one maximum, with one
+        Metrics of outputs are taken only from ranks with `reports_results`. If one rank has a `loss_error`, every
+        rank gets it, and {} is returned. All numbers go through one sum and one maximum, with one
         synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """
         entries = self.entries if reports_results else {}
@@ -230,9 +230,9 @@ class MetricAccumulator:
             self.metric_index.add(local)
         sums, highest = self._reduced(local, single_rank)
         if highest[FAILED_RANK] >= 0 and not single_rank:
-            message: list[str | None] = [None if self.refused is None else str(self.refused)]
+            message: list[str | None] = [None if self.loss_error is None else str(self.loss_error)]
             dist.broadcast_object_list(message, src=int(highest[FAILED_RANK]))
-            self.refused = self.refused or ValueError(message[0])
+            self.loss_error = self.loss_error or ValueError(message[0])
             return {}
         if highest[DIGEST] != -highest[NEGATED_DIGEST]:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
@@ -252,7 +252,7 @@ class MetricAccumulator:
     ) -> tuple[list[float], list[float]]:
         """Returns three sums per slot, followed by the layers' sums; and maxima.
 
-        The maxima are those of the digest, of its negation, of the ranks that refused a loss, and of one number per
+        The maxima are those of the digest, of its negation, of the numbers of ranks with a loss error, and of one number per
         slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
         """
         known, size = self.metric_index.has(local), self.metric_index.size
@@ -263,7 +263,7 @@ class MetricAccumulator:
         highest = torch.full((METRICS + size,), float("-inf"), dtype=torch.float64, device=device)
         highest[DIGEST].fill_(float(self.metric_index.digest))
         highest[NEGATED_DIGEST].fill_(-float(self.metric_index.digest) if known else 0.0)
-        if self.refused is not None:
+        if self.loss_error is not None:
             highest[FAILED_RANK].fill_(0.0 if single_rank else float(dist.get_rank()))
         for name, (first, second, extreme) in local.items() if known else ():
             slot = self.metric_index.slots[name]

@@ -25,7 +25,6 @@ class RunningCompletion:
     """Its number of tokens, including the prompt and the tokens that are being sampled."""
     removed: bool = False
     """Whether it no longer runs."""
-    """Whether it no longer runs."""
 
     @property
     def unfinished(self) -> bool:

@@ -176,24 +176,24 @@ class LanguageModel(FSDPUnit):
         processor, processor_context = self._processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
 
-        def enter(context: ForwardContext) -> Mapping[str, Any]:
+        def embed(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding()
             return {"embedding": embedding, "hidden": self._embed_or_receive(hidden, embedding, context)}
 
-        def leave(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
+        def output(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
             return {OUTPUT: hidden}
 
         # The tied embedding is a value that the first step writes and the last one reads, so that its gradients are
         # summed as in a plain forward.
-        layer_steps = [each for layer in self.layers.values() for each in cast(LogicalLayer, layer).planned(context)]
+        layer_steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned(context)]
         last = (
             self._planned_end(processor, processor_context, context)
             if self.stage.last
-            else [PlannedStep(compute("leave", leave, never_recompute=True), context, name="leave")]
+            else [PlannedStep(compute("output", output, never_recompute=True), context, name="output")]
         )
         return SchedulePlan(
             [
-                PlannedStep(compute("enter", enter, never_recompute=True), context, name="enter", completes=(self,)),
+                PlannedStep(compute("embed", embed, never_recompute=True), context, name="embed", completes=(self,)),
                 *layer_steps,
                 *last,
             ],
@@ -215,7 +215,7 @@ class LanguageModel(FSDPUnit):
             depths, mtp_layers = list(self.mtp.planned(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
-        def leave(*read: Any) -> Mapping[str, Any]:
+        def output(*read: Any) -> Mapping[str, Any]:
             (hidden, embedding, context), *mtp_outputs = (read[start : start + 3] for start in range(0, len(reads), 3))
             computed = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
             return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, computed)}
@@ -224,9 +224,9 @@ class LanguageModel(FSDPUnit):
             final_norm_step(0, self.norm, context),
             *depths,
             PlannedStep(
-                LayerStep("leave", "compute", reads, leave, never_recompute=True),
+                LayerStep("output", "compute", reads, output, never_recompute=True),
                 context,
-                name="leave",
+                name="output",
                 completes=mtp_layers,
             ),
         ]

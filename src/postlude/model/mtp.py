@@ -50,8 +50,8 @@ class MTPDepth(nn.Module):
         hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
-        left: Tensor = self.norm(hidden)
-        return left
+        output: Tensor = self.norm(hidden)
+        return output
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Returns the input of its layers: both [T / tp, H] -> [T / tp, H]."""
@@ -84,20 +84,20 @@ class MTP(nn.ModuleList):
                 f"the model predicts {self.depths} tokens further ahead, but the microbatch was packed for "
                 f"{len(contexts)}. Pack it with depths={self.depths}."
             )
-        for number, own in enumerate(contexts[: self.depths]):
-            yield cast(MTPDepth, self[number % len(self)]), own
+        for number, depth_context in enumerate(contexts[: self.depths]):
+            yield cast(MTPDepth, self[number % len(self)]), depth_context
 
     def planned(self, context: ForwardContext, embed: Embed, mtp_options: MTPOptions) -> Iterator[PlannedStep]:
         """Yields the steps of all depths for a schedule plan, after the trunk's `final_norm_step`."""
-        for number, (depth, own) in enumerate(self.at_depths(context)):
+        for number, (depth, depth_context) in enumerate(self.at_depths(context)):
             first_use = number < len(self)
-            yield _join_step(depth, number, own, embed, mtp_options, used_again=self.repeated and first_use)
+            yield _join_step(depth, number, depth_context, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
-                begin, *others = cast(LogicalLayer, layer).planned(own)
-                done = begin.completes if first_use else ()
-                yield replace(begin, completes=done, used_again=done if self.repeated else ())
+                first, *others = cast(LogicalLayer, layer).planned(depth_context)
+                completes = first.completes if first_use else ()
+                yield replace(first, completes=completes, used_again=completes if self.repeated else ())
                 yield from others
-            yield final_norm_step(number + 1, depth.norm, own)
+            yield final_norm_step(number + 1, depth.norm, depth_context)
 
 
 def _join_step(
@@ -126,11 +126,11 @@ def final_norm_step(depth: int, norm: RMSNorm, context: ForwardContext) -> Plann
     It passes the embedding along for a tied head, so that its gradients are summed in the order of a plain forward.
     """
 
-    def close(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
+    def apply_norm(hidden: Tensor, embedding: Tensor | None, context: ForwardContext) -> Mapping[str, Any]:
         normed = norm(hidden)
         return {"hidden": normed, **dict(zip(output_names(depth), (normed, embedding, context), strict=True))}
 
-    return PlannedStep(compute("norm", close, never_recompute=True), context, StepOwner("norm"), "norm")
+    return PlannedStep(compute("norm", apply_norm, never_recompute=True), context, StepOwner("norm"), "norm")
 
 
 def view_for_processor(hidden: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ class PlannedDepths:
         """See `postlude.model.output.MTPDepths`."""
         if stop_trunk != self.mtp_options.stop_trunk:
             raise ValueError(
-                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `mtp_options` says "
-                f"stop_trunk={self.mtp_options.stop_trunk}, and so they were made. Say there what it asks for."
+                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `mtp_options` has "
+                f"stop_trunk={self.mtp_options.stop_trunk}, with which they were computed. Set both to the same value."
             )
         for hidden, embedding, context in self.outputs:
             weight = embedding if inputs.config.tied_head and embedding is not None else inputs.head.weight
@@ -189,11 +189,13 @@ def _output(
 ) -> OutputInputs:
     """Returns the trunk's `inputs` with a depth's final states; `weight` is the head's."""
     microbatch = context.microbatch
-    counted = microbatch.targets, microbatch.target_count
+    known_target_count = microbatch.targets, microbatch.target_count
     return replace(
         inputs,
         hidden=hidden,
-        head=replace(inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=counted),
+        head=replace(
+            inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=known_target_count
+        ),
         microbatch=microbatch,
         mtp=None,
     )

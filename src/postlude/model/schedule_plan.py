@@ -63,7 +63,7 @@ class PlannedStep:
 
 
 SHARED = ("hidden", "embedding")
-OUTPUT = "leaving"
+OUTPUT = "output"
 """The name that the last step writes: the result of the forward, any pytree."""
 
 
@@ -88,22 +88,23 @@ class Value:
 
     def take(self) -> Tensor | None:
         """Returns the gradient and releases the tensor."""
-        found: Tensor | None = self.gradient if self.tensor is None else self.tensor.grad
+        gradient: Tensor | None = self.gradient if self.tensor is None else self.tensor.grad
         self.tensor = self.gradient = None
-        return found
+        return gradient
 
 
 @dataclass(slots=True)
 class PlanSegment:
-    """The steps between two cuts, and the names that are read after them.
+    """The steps between two cuts.
 
-    A forward pauses before a step that waits. A backward `pauses` once for the same owner, before its last segment, and
-    the first time at the very beginning. With equally many pauses both stay in step, and each exchange is followed by
-    work of the other.
+    A forward pauses before a step that synchronises with the host. A backward `pauses` once for the same owner, before
+    its last segment; its first pause is at the very beginning. So forward and backward have equally many pauses, and
+    each exchange of one overlaps with compute of the other.
     """
 
     steps: tuple[PlannedStep, ...]
-    lasting: frozenset[str]
+    read_later: frozenset[str]
+    """Names of its values that later segments read."""
     name: str
     pauses: bool = False
     written: list[Value] = field(default_factory=list)
@@ -120,23 +121,23 @@ class AsyncExchange:
 
     step: LayerStep
     name: str
-    left: Value = field(default_factory=lambda: Value(None))
-    arrived: Value = field(default_factory=lambda: Value(None))
+    sent: Value = field(default_factory=lambda: Value(None))
+    received: Value = field(default_factory=lambda: Value(None))
     plan: AllToAllPlan | None = None
 
 
 class SchedulePlan:
     """Made by `LanguageModel.build_schedule_plan`, for one forward and one backward after it.
 
-    `steps` begin from no values and end with one that writes `OUTPUT`. With deferred_wgrad the gradients of weights are
-    made apart from those of activations.
+    The last of `steps` writes `OUTPUT`. With deferred_wgrad, gradients of weights are computed separately from those of
+    activations.
     """
 
     def __init__(self, steps: Sequence[PlannedStep], context: ForwardContext, *, deferred_wgrad: bool = True) -> None:
         self.context = context
         self.parts = _segments(steps)
         self.wgrad_queue: DeferredWgrads | None = [] if deferred_wgrad else None
-        self.left: list[tuple[int, list[FSDPUnit]]] = []  # weight gradients deferred when these modules were complete
+        self.pending_wgrads: list[tuple[int, list[FSDPUnit]]] = []  # for `flush_wgrads`: queue length, complete modules
 
     def forward(self) -> Any:
         """Runs all steps. Returns what the last one wrote."""
@@ -152,23 +153,23 @@ class SchedulePlan:
         for part in self.parts:
             if isinstance(part, AsyncExchange):
                 moved, along = part.step.reads
-                part.left, part.plan = values[moved], values[along].tensor
+                part.sent, part.plan = values[moved], values[along].tensor
                 assert part.plan is not None
-                arrive = part.plan.start(part.left.tensor.detach(), "exchange", part.name, recorder)
+                wait = part.plan.start(part.sent.tensor.detach(), "exchange", part.name, recorder)
                 yield
-                arrived = arrive().requires_grad_(part.left.edge is not None)
-                part.left.tensor = None  # not needed after it was sent
-                part.arrived = values[moved] = Value(arrived)
+                received = wait().requires_grad_(part.sent.edge is not None)
+                part.sent.tensor = None  # not needed after it was sent
+                part.received = values[moved] = Value(received)
                 continue
             if part.steps[0].step.syncs_host:
                 yield
             with recorder.span("forward", part.name):
-                found = self._run(part, {name: value.tensor for name, value in values.items()})
-            if OUTPUT in found:
-                return found[OUTPUT]
-            kept = {name: Value.of(each) for name, each in found.items() if name in part.lasting}
+                written = self._run(part, {name: value.tensor for name, value in values.items()})
+            if OUTPUT in written:
+                return written[OUTPUT]
+            kept = {name: Value.of(value) for name, value in written.items() if name in part.read_later}
             part.written = [value for value in kept.values() if value.edge is not None]
-            values = {name: value for name, value in values.items() if name in part.lasting} | kept
+            values = {name: value for name, value in values.items() if name in part.read_later} | kept
         raise AssertionError(f"no step writes {OUTPUT!r}")
 
     def backward_steps(
@@ -188,43 +189,43 @@ class SchedulePlan:
         recorder = self.context.recorder
         edges: list[Any] = [output]
         upstream: list[Tensor | None] = [gradient]
-        queue, fresh = self.wgrad_queue if self.wgrad_queue is not None else [], 0
+        queue, new_wgrads = self.wgrad_queue if self.wgrad_queue is not None else [], 0  # of the last segment
         done: list[FSDPUnit] = []
-        again = [module for part in self.parts if isinstance(part, PlanSegment) for module in part.used_again]
-        with _summing(again) as summed:
+        reused = [module for part in self.parts if isinstance(part, PlanSegment) for module in part.used_again]
+        with _summing(reused) as summed:
             while self.parts:
                 part = self.parts.pop()
                 if isinstance(part, AsyncExchange):
-                    arriving = part.arrived.take()
-                    if arriving is not None and part.left.edge is not None:
+                    gradient_out = part.received.take()
+                    if gradient_out is not None and part.sent.edge is not None:
                         assert part.plan is not None
-                        arrive = part.plan.reverse.start(arriving, "exchange back", part.name, recorder)
-                        del arriving
-                        # Some are computed now, during the other's exchange, and some after its turn, during this
-                        # one. Those of the last segment belong to no complete module.
-                        flush(len(queue) - fresh)
+                        wait = part.plan.reverse.start(gradient_out, "exchange back", part.name, recorder)
+                        del gradient_out
+                        # Weight gradients are computed partly now, during the other microbatch's exchange, and partly
+                        # after its turn, during this one. Those of the last segment belong to no complete module.
+                        flush(len(queue) - new_wgrads)
                         self._notify(done, complete)
                         yield
                         flush((len(queue) + 1) // 2)
-                        part.left.gradient = arrive()
+                        part.sent.gradient = wait()
                     continue
                 if part.pauses:
                     yield
-                fresh = -len(queue)
+                new_wgrads = -len(queue)
                 for value in part.written:
-                    if (found := value.take()) is not None:
+                    if (value_gradient := value.take()) is not None:
                         edges.append(value.edge)
-                        upstream.append(found)
+                        upstream.append(value_gradient)
                 part.written = []
                 if edges:
                     with recorder.span("backward", part.name):
                         torch.autograd.backward(edges, upstream)
                 edges, upstream = [], []
                 summed.add(part.used_again)
-                fresh += len(queue)
+                new_wgrads += len(queue)
                 completed = [module for each in reversed(part.steps) for module in each.completes]
                 if completed and not compute_wgrads:
-                    self.left.append((len(queue), completed))
+                    self.pending_wgrads.append((len(queue), completed))
                 done += completed
                 if not any(isinstance(each, AsyncExchange) for each in self.parts[-3:]):
                     flush(len(queue))  # no exchange is near that they could overlap with
@@ -233,15 +234,15 @@ class SchedulePlan:
         self._notify(done, complete)
 
     def flush_wgrads(self, complete: OnGradsReady | None = None) -> None:
-        """Computes the weight gradients that a backward has left, and calls `complete` for each module."""
-        made = 0
-        for count, modules in self.left:
-            self._flush(count - made)
+        """Computes the weight gradients that a backward deferred, and calls `complete` for each module."""
+        computed = 0
+        for count, modules in self.pending_wgrads:
+            self._flush(count - computed)
             self._notify(modules, complete)
-            made = count
-        self.left = []
+            computed = count
+        self.pending_wgrads = []
 
-    def _run(self, piece: PlanSegment, values: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, segment: PlanSegment, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a segment and returns what it wrote, by name.
 
         With full recompute, steps marked `never_recompute` are not repeated.
@@ -249,11 +250,11 @@ class SchedulePlan:
         before = values
         with defer_wgrad(self.wgrad_queue):
             if self.context.recompute != "full":
-                values = _run_steps(piece.steps, values)
+                values = _run_steps(segment.steps, values)
             else:
-                for never_recompute, together in groupby(piece.steps, key=lambda each: each.step.never_recompute):
-                    values = recomputed(_run_steps, "none" if never_recompute else "full", tuple(together), values)
-        return {name: each for name, each in values.items() if name not in before or each is not before[name]}
+                for never_recompute, group in groupby(segment.steps, key=lambda each: each.step.never_recompute):
+                    values = recomputed(_run_steps, "none" if never_recompute else "full", tuple(group), values)
+        return {name: value for name, value in values.items() if name not in before or value is not before[name]}
 
     def _flush(self, count: int) -> None:
         """Computes the first `count` deferred weight gradients. Ranks need not agree on the number."""
@@ -278,30 +279,30 @@ class _ReusedGradients:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = _parameters(modules)
-        self.before = {each: each.grad for each in found}
-        self.hooks = {each: each.register_post_accumulate_grad_hook(self._take) for each in found}
+        parameters = _parameters(modules)
+        self.before = {parameter: parameter.grad for parameter in parameters}
+        self.hooks = {parameter: parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters}
         self.sums: dict[Tensor, Tensor] = {}
-        for each in found:
-            each.grad = None
+        for parameter in parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
-        found, parameter.grad = parameter.grad, None
-        assert found is not None  # the hook runs after it was added
-        self.sums[parameter] = self.sums[parameter].add_(found) if parameter in self.sums else found
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None  # the hook runs after it was added
+        self.sums[parameter] = self.sums[parameter].add_(gradient) if parameter in self.sums else gradient
 
     @torch.no_grad()
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Adds the sums to the gradients of these modules, which are complete."""
-        for each in _parameters(modules):
-            if each in self.hooks:
-                self.hooks.pop(each).remove()
-                each.grad, found = self.before[each], self.sums.pop(each, None)
-                if each.grad is None:
-                    each.grad = found
-                elif found is not None:
-                    each.grad += found
+        for parameter in _parameters(modules):
+            if parameter in self.hooks:
+                self.hooks.pop(parameter).remove()
+                parameter.grad, total = self.before[parameter], self.sums.pop(parameter, None)
+                if parameter.grad is None:
+                    parameter.grad = total
+                elif total is not None:
+                    parameter.grad += total
 
 
 @contextlib.contextmanager
@@ -315,8 +316,8 @@ def _summing(modules: Sequence[nn.Module]) -> Iterator[_ReusedGradients]:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    found = (each for module in modules for each in module.parameters() if each.requires_grad)
-    return list(dict.fromkeys(found))
+    trained = (parameter for module in modules for parameter in module.parameters() if parameter.requires_grad)
+    return list(dict.fromkeys(trained))
 
 
 def _run_steps(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
@@ -331,17 +332,17 @@ def _skip(count: int) -> None:
     """Computes no weight gradients."""
 
 
-def interleave(*all_moves: StepGenerator) -> list[Any]:
-    """Runs them in turn, each during the others' exchanges. Returns their results."""
+def interleave(*generators: StepGenerator) -> list[Any]:
+    """Runs generators in turn, each during the others' exchanges. Returns their results."""
     results: dict[int, Any] = {}
-    while len(results) < len(all_moves):
-        for index, moves in enumerate(all_moves):
+    while len(results) < len(generators):
+        for index, generator in enumerate(generators):
             if index not in results:
                 try:
-                    next(moves)
+                    next(generator)
                 except StopIteration as end:
                     results[index] = end.value
-    return [results[index] for index in range(len(all_moves))]
+    return [results[index] for index in range(len(generators))]
 
 
 def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
@@ -368,11 +369,13 @@ def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]
             for name in each.step.reads
             if name in SHARED or each.owner is None or each.owner is owner
         }
-        begun = group[0].owner
-        waited = any(each.step.syncs_host for earlier in groups[:index] for each in earlier if each.owner is begun)
-        last = all(each.owner is not begun for later in groups[index + 1 :] for each in later)
+        first_owner = group[0].owner
+        synced = any(
+            each.step.syncs_host for earlier in groups[:index] for each in earlier if each.owner is first_owner
+        )
+        last = all(each.owner is not first_owner for later in groups[index + 1 :] for each in later)
         name = _join_names([each.name for each in group])
-        parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=waited and last))
+        parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=synced and last))
     pausing = [part for part in parts if isinstance(part, PlanSegment) and part.pauses]
     if pausing:
         pausing[-1].pauses = False

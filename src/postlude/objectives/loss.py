@@ -64,22 +64,23 @@ class Loss:
     values: Tensor
     over: str = "tokens"
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    more: tuple[Loss, ...] = ()
+    addends: tuple[Loss, ...] = ()
+    """The other losses of a sum."""
     depth: int = 0
 
     def __add__(self, other: Loss) -> Loss:
         """Returns the sum, with the metrics of both. Metrics of one name are reduced together."""
-        return replace(self, more=(*self.more, replace(other, more=()), *other.more))
+        return replace(self, addends=(*self.addends, replace(other, addends=()), *other.addends))
 
     def __mul__(self, factor: float) -> Loss:
         """Returns the loss times `factor`. Metrics stay as they are."""
-        return replace(self, values=self.values * factor, more=tuple(part * factor for part in self.more))
+        return replace(self, values=self.values * factor, addends=tuple(part * factor for part in self.addends))
 
     __rmul__ = __mul__
 
     def parts(self) -> tuple[Loss, ...]:
         """Returns the losses that this one is the sum of."""
-        return (replace(self, more=()), *self.more)
+        return (replace(self, addends=()), *self.addends)
 
 
 Objective: TypeAlias = Callable[["OutputInputs"], Loss]

@@ -40,7 +40,7 @@ Ratio = Literal["token", "sequence", "on_policy"]
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """The columns of each token, [T] each; None where the settings do not need it."""
+    """The columns of each token, [T] each. A column that the settings do not need is None."""
 
     weights: Tensor
     advantages: Tensor
@@ -70,7 +70,7 @@ class PolicyGradient:
         "on_policy"  p / sg(p): 1, with the gradient of log p. sg(p) replaces p_old everywhere
 
     Differences of log-probs are clamped to ± 20 before they are exponentiated. `correction` computes w_rollout, which
-    has no gradient. The entropy bonus is differentiated. `temperature` is the sampler's.
+    has no gradient. The entropy bonus is differentiated. `temperature` is the sampling temperature.
 
     **Means.** `over="tokens"` or a mask: a mean over tokens, as in DAPO. A column of `weights(masks,
     mean="sequences")`: over each completion, then over completions, as in GRPO and GSPO. With `length`, the sum is
@@ -88,7 +88,7 @@ class PolicyGradient:
     dual_clip: Annotated[float, Bounds(above=1)] | None = None
     """Bound on the loss where the advantage is negative, as a multiple of it; none for no bound."""
     correction: RolloutCorrection | None = None
-    """Importance weights for the mismatch of sampler and trainer."""
+    """Importance weights for the mismatch of rollout engine and trainer."""
     kl: ReferenceKL | None = None
     """Penalty for leaving the reference policy."""
     entropy: float = 0.0
@@ -96,7 +96,7 @@ class PolicyGradient:
     positive_nll: NonNegative = 0.0
     """Weight of the log-likelihood of correct completions."""
     temperature: Positive = 1.0
-    """The sampler's temperature."""
+    """The temperature that completions were sampled with."""
     over: str = "response_mask"
     """The column of weights of the mean."""
     length: Positive | None = None
@@ -202,7 +202,7 @@ class PolicyGradient:
         columns: PolicyColumns,
         correction_weights: CorrectionWeights | None,
     ) -> dict[str, Metric]:
-        """Returns metrics: ratios, clipped shares, divergences, entropy, and the mismatch of sampler and trainer."""
+        """Returns metrics: ratios, clipped fractions, divergences, entropy, mismatch of rollout engine and trainer."""
         assert stats.entropy is not None
         logprob, entropy = stats.logprob.detach(), stats.entropy.detach()
         advantages, over = columns.advantages, self.over

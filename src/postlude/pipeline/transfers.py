@@ -56,10 +56,10 @@ def plan_transfers(schedule: list[tuple[ScheduleEntry, ...]], *, vpp: int) -> tu
     """
     ranks = [_Rank(entries, number, len(schedule), vpp) for number, entries in enumerate(schedule)]
     for rank in ranks:
-        rank.stop()
+        rank.post()
     while any(not rank.finished for rank in ranks):
-        if not _run(ranks):
-            _resolve(ranks)
+        if not _complete_transfers(ranks):
+            _resolve_deadlock(ranks)
     return tuple(tuple(tuple(transfers) for transfers in rank.launched) for rank in ranks)
 
 
@@ -68,17 +68,17 @@ class _Rank:
 
     def __init__(self, schedule: tuple[ScheduleEntry, ...], number: int, pp: int, vpp: int) -> None:
         self.number, self.position, self.finished = number, 0, False
-        self.needs = [list(_received(entry, pp, vpp)) for entry in schedule] + [[], []]
-        self.makes = [[], *(list(_sent(entry, pp, vpp)) for entry in schedule)]
+        self.receives = [list(_received(entry, pp, vpp)) for entry in schedule] + [[], []]
+        self.sends = [[], *(list(_sent(entry, pp, vpp)) for entry in schedule)]
         self.done: set[Transfer] = set()
         self.posted: list[Transfer] = []
         self.early: list[Transfer] = []
-        self.launched: list[list[Transfer]] = [[] for _ in self.makes]
+        self.launched: list[list[Transfer]] = [[] for _ in self.sends]
 
-    def stop(self) -> None:
-        """Posts the transfers before this entry."""
-        needed, ahead = ([t for t in self.needs[self.position + k] if t not in self.done] for k in (0, 1))
-        self.posted, self.early = [*self.makes[self.position], *needed, *ahead], ahead
+    def post(self) -> None:
+        """Posts the transfers before this entry: sends, receives of this entry, and early receives of the next."""
+        needed, early = ([t for t in self.receives[self.position + k] if t not in self.done] for k in (0, 1))
+        self.posted, self.early = [*self.sends[self.position], *needed, *early], early
 
     def complete(self, transfer: Transfer) -> None:
         """Completes one of the posted transfers."""
@@ -89,12 +89,12 @@ class _Rank:
     def advance(self) -> None:
         """Runs the entry."""
         self.position += 1
-        self.finished = self.position == len(self.makes)
+        self.finished = self.position == len(self.sends)
         if not self.finished:
-            self.stop()
+            self.post()
 
 
-def _run(ranks: list[_Rank]) -> bool:
+def _complete_transfers(ranks: list[_Rank]) -> bool:
     """Completes every transfer that both ends have posted, and advances ranks. Returns whether anything happened."""
     happened = False
     for rank in ranks:
@@ -110,7 +110,7 @@ def _run(ranks: list[_Rank]) -> bool:
     return happened
 
 
-def _resolve(ranks: list[_Rank]) -> None:
+def _resolve_deadlock(ranks: list[_Rank]) -> None:
     """No rank can continue: gives up one early receive, or else makes one receive early."""
     early = [transfer for rank in ranks for transfer in rank.early if transfer in rank.posted]
     if early:

@@ -33,9 +33,9 @@ from postlude.recipes.rollouts import (
     TRAINING_SEEDS,
     RolloutBatch,
     RolloutSampler,
-    completion_metrics,
     open_rollouts,
     sample_rows,
+    trajectory_metrics,
 )
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -107,7 +107,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         if held_out:
             return RolloutBatch({}, [batch])
         self.run.sample(self.step + 1, sample_rows(trajectories, self.tokenizer))
-        return RolloutBatch(completion_metrics(trajectories) | self.rollouts.take_metrics(), [batch])
+        return RolloutBatch(trajectory_metrics(trajectories) | self.rollouts.take_metrics(), [batch])
 
 
 def _batch(sequences: Sequence[EncodedSequence | Transcript]) -> Batch:

@@ -1,4 +1,4 @@
-"""EvaluationSettings: how well a model answers tasks, without training it."""
+"""The recipe `eval`: samples completions of tasks and scores them, without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from postlude.recipes.prompts import build_environment
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
 from postlude.recipes.rollout_engine import make_eval_engine
-from postlude.recipes.rollouts import RolloutSampler, completion_metrics, evaluation_metrics, sample_rows
+from postlude.recipes.rollouts import RolloutSampler, evaluation_metrics, sample_rows, trajectory_metrics
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.machine_info import machine_info
@@ -33,7 +33,7 @@ from postlude.recipes.server_commands import generator_limits
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 
-PAGE = 256  # tasks sampled at a time
+CHUNK = 256  # tasks sampled at a time
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
@@ -74,18 +74,18 @@ def run(
         tasks = [held_out[index] for index in range(count)]
         trajectories: list[Trajectory] = []  # on rank 0
 
-        def sample_page(first: int) -> dict[str, Any]:
-            trajectories.extend(rollouts.sample(tasks[first : first + PAGE], samples, step=0, first=first))
-            return completion_metrics(trajectories)
+        def sample_chunk(first: int) -> dict[str, Any]:
+            trajectories.extend(rollouts.sample(tasks[first : first + CHUNK], samples, step=0, first=first))
+            return trajectory_metrics(trajectories)
 
         with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
-            for first in range(0, count, PAGE):
-                live.update(min(first + PAGE, count), rollouts.sync_and_run_on_rank0(partial(sample_page, first)))
+            for first in range(0, count, CHUNK):
+                live.update(min(first + CHUNK, count), rollouts.sync_and_run_on_rank0(partial(sample_chunk, first)))
         if trajectories:
             directory.sample(0, sample_rows(trajectories, tokenizer))
         metrics = rollouts.sync_and_run_on_rank0(
             lambda: (
-                evaluation_metrics(trajectories, samples) | completion_metrics(trajectories) | rollouts.take_metrics()
+                evaluation_metrics(trajectories, samples) | trajectory_metrics(trajectories) | rollouts.take_metrics()
             )
         )
         directory.log(0, metrics | timer.take(), phase=EVALUATED)

@@ -30,10 +30,10 @@ from postlude.recipes.report.metrics import LOSS, SKIPPED
 from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts import (
     RolloutBatch,
-    completion_metrics,
     evaluation_metrics,
     open_rollouts,
     sample_rows,
+    trajectory_metrics,
 )
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.outcome import RunOutcome
@@ -157,7 +157,7 @@ class GRPOTrainer(Trainer):
         trained, sampled = self.select_trajectories()
         self.run.sample(self.step + 1, sample_rows(sampled, self.tokenizer))
         self.health.check_rewards(sampled, self.step + 1)
-        metrics = completion_metrics(sampled)
+        metrics = trajectory_metrics(sampled)
         metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
         metrics |= self.queue.take_metrics() | self.rollouts.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:

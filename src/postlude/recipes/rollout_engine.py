@@ -112,7 +112,7 @@ def make_eval_engine(
 def launch_servers(
     rollout: LaunchedServers, command: ServerCommand, tokenizer: Any, vocab_size: int, launcher: ServerLauncher
 ) -> GenerationClient:
-    """Launch the servers of a config. Returns their client when all are ready."""
+    """Launches the servers of a config. Returns their client when all are ready."""
     supervisor = ServerSupervisor(command, rollout.count, launcher, max_restarts=rollout.max_restarts)
     settings = _connection_settings(rollout)
     key = command.key or None

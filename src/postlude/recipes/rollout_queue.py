@@ -1,4 +1,4 @@
-"""RolloutQueue: groups of completions, started some steps before the step that trains on them."""
+"""RolloutQueue: groups of trajectories, started up to `max_staleness` steps before the step that trains on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class PendingGroup:
 
 
 class RolloutQueue:
-    """Groups of `samples` completions of tasks in the sampler's order, `prompts` groups a step, for `total_steps`.
+    """Takes tasks in the order of `sampler`, and samples a group of `samples` trajectories of each.
+
+    Every step trains on `prompts` groups, until `total_steps`.
 
     While a step trains, the groups of the next `max_staleness` steps are being sampled. A step never trains on a group
     that was started more than `max_staleness` steps before: it waits for a group that would become too old, so no
@@ -52,13 +54,13 @@ class RolloutQueue:
         self.max_staleness, self.total_steps = max_staleness, total_steps
         self._pending: list[PendingGroup] = []
         self._restart: deque[int] = deque()  # tasks that were pending in the checkpoint
-        self._resampled = 0  # completions of those tasks, until they are reported
+        self._resampled = 0  # trajectories of those tasks, until they are reported
         self._started: Counter[int] = Counter()  # groups by step
         self._taken: Counter[int] = Counter()
-        self._staleness: list[int] = []  # of the groups taken since the last report
+        self._staleness: list[int] = []  # steps between start and use, of the groups taken since the last report
 
     def take(self, count: int, step: int) -> list[Trajectory]:
-        """Returns the completions of `count` groups for `step`, numbered in the order in which they are taken."""
+        """Waits for `count` groups for `step`, numbers them in this order, and returns their trajectories."""
         prefetched = min(self.max_staleness, self.total_steps - 1 - step) * self.prompts
         for _ in range(count + prefetched - len(self._pending)):
             self._start(step)
@@ -73,7 +75,7 @@ class RolloutQueue:
         return [trajectory for pending in taken for trajectory in pending.group.trajectories]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the staleness of the groups taken since the last call, and the completions sampled again."""
+        """Returns the staleness of groups taken since the last call, and the number of trajectories sampled again."""
         staleness, self._staleness = self._staleness, []
         if not self.max_staleness or not staleness:
             return {}
@@ -85,8 +87,11 @@ class RolloutQueue:
         }
 
     def state(self) -> dict[str, Any]:
-        """Returns the sampler's state and the tasks that no step has trained on, for a checkpoint."""
-        return {"sampler": self.sampler.state(), "begun": [*(each.index for each in self._pending), *self._restart]}
+        """Returns the state of the task sampler, and the tasks that no step has trained on, for a checkpoint."""
+        return {
+            "sampler": self.sampler.state(),
+            "begun": [*(pending.index for pending in self._pending), *self._restart],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`."""
@@ -108,16 +113,16 @@ class RolloutQueue:
         self.rollouts.start(group)
 
     def _ready(self, count: int, step: int) -> list[PendingGroup] | None:
-        """Returns the `count` oldest finished groups. None if there are fewer, or if a later step would be too late.
+        """Returns the `count` oldest finished groups. None if there are fewer, or if another group would get too old.
 
-        Every later step takes `prompts` groups. So the groups left that are due by a step may not be more than the
-        steps until then can take.
+        A group that was started in step s is due by step s + max_staleness. Later steps take `prompts` groups each,
+        so of the remaining groups, no more may be due by a step than the steps until then take.
         """
         taken = [pending for pending in self._pending if pending.group.done][:count]
         for due in range(step, step + self.max_staleness + 1):
-            left = sum(pending.step + self.max_staleness <= due for pending in self._pending)
-            left -= sum(pending.step + self.max_staleness <= due for pending in taken)
-            if left > (due - step) * self.prompts:
+            remaining = sum(pending.step + self.max_staleness <= due for pending in self._pending)
+            remaining -= sum(pending.step + self.max_staleness <= due for pending in taken)
+            if remaining > (due - step) * self.prompts:
                 return None
         return taken if len(taken) == count else None
 

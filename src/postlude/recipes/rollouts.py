@@ -1,4 +1,4 @@
-"""Rollouts: trajectories of one or more turns, sampled by a rollout engine and scored by an environment."""
+"""RolloutSampler: samples trajectories on rank 0, scores them with an environment, and gives each rank its part."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RolloutSampler:
             budget=budget,
             max_new_tokens=settings.max_new_tokens,
             background=background and engine.controller.is_rank0,
-            timed=(lambda _: nullcontext()) if background else timer,
+            timer=(lambda _: nullcontext()) if background else timer,
         )
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def open_rollouts(
     )
 
 
-def completion_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
+def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Returns rewards, their parts, lengths and the acceptance rate of speculative tokens.
 
     Rewards and their parts exclude trajectories whose reward call failed. Those are reported as a fraction of all.

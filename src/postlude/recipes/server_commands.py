@@ -105,7 +105,7 @@ def needs_untied_head(rollout: LaunchedGenerators | LaunchedVLLM) -> bool:
 
 
 def write_model_files(engine: Engine, tokenizer: Any, directory: Path, *, untied_head: bool) -> str:
-    """Write the model's files without weights, for a server that starts empty. Returns the directory."""
+    """Writes the model's files without weights, for a server that starts empty. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     config = untied(engine.config) if untied_head else engine.config
     hf_config = hf_export_config(config, engine.compute_dtype, engine.families)[1]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.engine.checkpoint import check
+from postlude.engine.checkpoint import check_checkpoint
 from postlude.hf.load import load_tokenizer
 from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
@@ -385,7 +385,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             title = f"{trainer.name} {trainer.config.model}"
             with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as live:
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
-                    live.doing(trainer.phase)
+                    live.set_phase(trainer.phase)
                     metrics = trainer.run_training_step()
                     live.update(trainer.step, metrics)
             return trainer.stop() if trainer.stop_signal else trainer.finish()
@@ -428,7 +428,7 @@ def _check_same_config(config: Mapping[str, Any]) -> None:
 def _damage(checkpoint: Path) -> str:
     """Returns what is wrong with a checkpoint, or ""."""
     try:
-        check(checkpoint)
+        check_checkpoint(checkpoint)
     except (OSError, ValueError) as error:
         return str(error)
     return ""

@@ -104,7 +104,7 @@ class Conversations:
 
     With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
     all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
-    a thread advances them continuously. Only one thread may call `start` and `poll`. `timed` measures the phases
+    a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the phases
     "rollout" and "reward" without `background`.
     """
 
@@ -117,10 +117,10 @@ class Conversations:
         budget: int,
         max_new_tokens: int,
         background: bool = False,
-        timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        timer: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self.environment, self.encoder = engine, environment, encoder
-        self.budget, self.max_new_tokens, self.timed = budget, max_new_tokens, timed
+        self.budget, self.max_new_tokens, self.timer = budget, max_new_tokens, timer
         self._started: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by ticket and number
@@ -185,7 +185,7 @@ class Conversations:
 
     def _advance(self) -> None:
         """Waits briefly for completions and turn results, and continues the conversations that got one."""
-        with self.timed("rollout"):
+        with self.timer("rollout"):
             with self._condition:
                 started, self._started = self._started, deque()
             for group in started:
@@ -194,12 +194,12 @@ class Conversations:
                 self._add_completion(finished)
         if not self._waiting_for_environment:
             return
-        with self.timed("reward"):
+        with self.timer("reward"):
             if self.engine.batched_polls:
                 results = list(self.environment.collect(len(self._waiting_for_environment), COLLECT_SECONDS).values())
             else:
                 results = self.environment.poll(POLL_SECONDS)
-        with self.timed("rollout"):
+        with self.timer("rollout"):
             turns = [
                 (self._waiting_for_environment.pop(id(episode)), result)
                 for episode, result in results

@@ -275,10 +275,10 @@ class Transcript:
     mask: list[int] = field(init=False)
     """1 for each sampled token, for the column "response_mask"."""
     logprobs: list[float] = field(init=False)
-    """The sampler's log-prob of each sampled token, 0 for the others, for the column "rollout_logprobs"."""
+    """The rollout engine's log-prob of each sampled token, 0 for the others, for the column "rollout_logprobs"."""
     routing: Tensor | None = field(init=False, default=None)
     """The experts of each token up to the last sampled one, [length, routers, top_k] int16, for the column "routing";
-    None where the sampler does not return them."""
+    None if the rollout engine does not return them."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

@@ -87,8 +87,8 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
     )
     accumulator = MetricAccumulator(LossNormalizer([microbatch]))
     value = accumulator.evaluate(objective, inputs)
-    if accumulator.refused is not None:
-        raise accumulator.refused
+    if accumulator.loss_error is not None:
+        raise accumulator.loss_error
     if value.requires_grad:
         value.backward()
 

@@ -96,7 +96,7 @@ def _check_running(
 
 
 def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: SamplingSettings) -> None:
-    """Refuse a server that would refuse the longest request."""
+    """Refuses a server that would refuse the longest request."""
     longest, why, lower = inputs.max_request(sampling)
     if longest > limit.tokens:
         raise ValueError(f"{limit.source}, but {why}. {limit.fix}, or lower {lower}.")
@@ -105,7 +105,7 @@ def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: Samplin
 def _check_takes_weights(
     client: GenerationClient, server: RemoteServer, rollout: RunningServers, *, tied_head: bool
 ) -> None:
-    """Refuse a server that would keep its first weights, or some of them."""
+    """Refuses a server that would keep its first weights, or some of them."""
     if not server.api.can_reload:
         raise ValueError(
             f"{server.url} is {server.api.name}, which takes no new weights while it runs, but training changes them "
@@ -118,7 +118,7 @@ def _check_takes_weights(
 
 
 def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: PreflightInputs) -> None:
-    """Refuse a server without token ids or log-probs, or with another tokenizer: its text must equal ours."""
+    """Refuses a server without token ids or log-probs, or with another tokenizer: its text must equal ours."""
     prompt = tuple(inputs.tokenizer.encode(PROMPT))
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNUSED_STOP,))
     completion = client.generate_on(server, Request(prompt, greedy))
@@ -133,7 +133,7 @@ def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: Pre
 def _check_logprobs(
     client: GenerationClient, server: RemoteServer, inputs: PreflightInputs, sampling: SamplingSettings
 ) -> None:
-    """Refuse log-probs of another distribution than the trainer's, softmax(logits / temperature) over all tokens.
+    """Refuses log-probs of another distribution than the trainer's, softmax(logits / temperature) over all tokens.
 
     The likeliest token is sampled at two temperatures. Equal log-probs do not include the temperature; log-probs of 0
     are taken after top-k.
@@ -224,7 +224,7 @@ def _launched_limit(rollout: LaunchedGenerators | LaunchedVLLM, inputs: Prefligh
 
 
 def _check_gpus(rollout: LaunchedGenerators | LaunchedVLLM, unused: Sequence[str]) -> None:
-    """Refuse more GPUs than the trainer leaves on this machine."""
+    """Refuses more GPUs than the trainer leaves on this machine."""
     if 0 < rollout.gpus < 1:
         raise ValueError(
             f"rollout.gpus is {rollout.gpus:g}, but only Ray gives out shares of a GPU (--ray). Give a whole number, "

@@ -153,7 +153,7 @@ class EpisodeSettings(PromptSettings, TurnSettings):
     """Prompts of a file, each the start of an episode: an object of a class of yours."""
 
     episode: Code
-    """path/to/file.py:Class, constructed with a row and the settings. Its `async def step(self, said)` returns the next
+    """path/to/file.py:Class, constructed with a row and the settings. Its `async def step(self, turn)` returns the next
     observation, the reward, or (observation, reward)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""

@@ -50,7 +50,7 @@ class ProgressView(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def doing(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Shows the current phase."""
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class LiveView:
         self._silent = not is_rank0() if silent is None else silent
         self._history: dict[str, deque[float]] = {}
         self._phases: dict[str, float] = {}
-        self._doing = ""
+        self._phase = ""
         self._began = time.monotonic()
         self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
         self._live: Live | None = None
@@ -103,15 +103,15 @@ class LiveView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._doing = ""
+        self._phase = ""
         if self._live is not None:
             with suppress(OSError):  # the terminal may be closed
                 self._live.stop()
             self._live = None
 
-    def doing(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Shows the current phase beside the step: "rollout", "train", "evaluation"."""
-        self._doing = phase
+        self._phase = phase
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows a finished step. `metrics` are those of `RunDirectory.log`, nested or flat."""
@@ -172,8 +172,8 @@ class LiveView:
             parts.append(values)
         if self._phases:
             parts.append(phase_bar(self._phases, max(self._console.width - 6, 10)))
-        doing = f" · {self._doing}" if self._doing else ""
-        return Panel(Group(*parts), title=Text(f"{self.title}{doing}"), title_align="left", border_style="dim")
+        phase = f" · {self._phase}" if self._phase else ""
+        return Panel(Group(*parts), title=Text(f"{self.title}{phase}"), title_align="left", border_style="dim")
 
     def _cells(self, label: str, width: int) -> tuple[Text, Text, Text]:
         history = list(self._history[label])

@@ -98,7 +98,7 @@ class ServerAPI(ABC):
         return ""
 
     async def reload(self, send: SendRequest, directory: str, version: str) -> None:
-        """Read weights from a directory and call them `version`. Running completions continue with them."""
+        """Reads weights from a directory and calls them `version`. Running completions continue with them."""
         raise NotImplementedError(f"{self.name} takes no new weights")
 
     async def worker_count(self, send: SendRequest) -> int:
@@ -110,15 +110,15 @@ class ServerAPI(ABC):
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
     async def begin_update(self, send: SendRequest) -> None:
-        """Pause running completions and prepare for new weights."""
+        """Pauses running completions and prepares for new weights."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
     async def receive_tensors(self, send: SendRequest, specs: TensorSpecs) -> None:
-        """Receive one broadcast from the channel. The trainer sends it during this request."""
+        """Receives one broadcast from the channel. The trainer sends it during this request."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
     async def finish_update(self, send: SendRequest, version: str) -> None:
-        """Use the new weights under the name `version`, and resume running completions."""
+        """Uses the new weights under the name `version`, and resumes running completions."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")
 
 

@@ -167,7 +167,7 @@ class GenerationClient:
             self.wait_for_reload()
 
     def wait_for_reload(self) -> None:
-        """Wait until servers have the newest weights."""
+        """Waits until servers have the newest weights."""
         self.run(self.pool.wait_for_reload())
 
     def directories_in_use(self) -> set[str]:
@@ -177,13 +177,13 @@ class GenerationClient:
         return {directory for directory in (newest and newest.directory, *reading) if directory}
 
     def connect(self) -> list[RemoteServer]:
-        """Connect every server and return all, with their states. Raises `ServerError` if none is up."""
+        """Connects every server and returns all, with their states. Raises `ServerError` if none is up."""
         self.run(self.pool.connect())
         self.run(self.pool.wait_until_up())
         return self.pool.servers
 
     def add_server(self, url: str) -> None:
-        """Add a server. It gets the newest weights before its first request."""
+        """Adds a server. It gets the newest weights before its first request."""
         self.run(self.pool.add(self._make_server(url)))
 
     def remove_server(self, url: str, problem: str) -> None:
@@ -214,7 +214,7 @@ class GenerationClient:
         return counts
 
     def close(self) -> None:
-        """Cancel running requests, and end the connections and the thread."""
+        """Cancels running requests, and ends the connections and the thread."""
         if self._thread.is_alive():
             self.run(self._cancel_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -226,7 +226,7 @@ class GenerationClient:
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Start a coroutine in the client's event loop."""
+        """Starts a coroutine in the client's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _cancel_all(self) -> None:

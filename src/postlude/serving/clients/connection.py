@@ -110,14 +110,14 @@ class ServerConnection:
             raise ServerUnavailable(_reason(error)) from error
 
     def cancel_requests(self) -> None:
-        """End all running requests: they raise `RequestCancelled`."""
+        """Ends all running requests: they raise `RequestCancelled`."""
         for timeout_scope in self._timeouts:
             if not timeout_scope.expired():
                 self._timeouts[timeout_scope] = True
                 timeout_scope.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Closes the idle connections."""
         for connection in self._idle:
             connection.writer.close()
         self._idle.clear()

@@ -25,7 +25,7 @@ class OpenAIAPI(ServerAPI):
         """Fields added to every request."""
 
     async def probe(self, send: SendRequest) -> None:
-        """Do nothing: the server may have no list of models."""
+        """Does nothing: the server may have no list of models."""
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:
         """Returns max_model_len of /v1/models, if the server has that."""

@@ -58,7 +58,7 @@ class PostludeAPI(ServerAPI):
         return str(_field(await send("GET", WEIGHTS), "checksum"))
 
     async def reload(self, send: SendRequest, directory: str, version: str) -> None:
-        """Load weights. Running completions continue: the new model prefills their tokens again."""
+        """Loads weights. Running completions continue: the new model prefills their tokens again."""
         await send("POST", WEIGHTS, {"directory": directory, "version": version})
 
 

@@ -56,7 +56,7 @@ class RequestQueue:
             raise
 
     def dispatch(self) -> None:
-        """Assign waiting requests while servers have capacity. In an outage, they fail."""
+        """Assigns waiting requests while servers have capacity. In an outage, they fail."""
         while self._queue and self._queue[0].server_future.done():
             self._queue.popleft()  # cancelled
         if not self._queue:

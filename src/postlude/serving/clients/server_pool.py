@@ -136,7 +136,7 @@ class ServerPool:
             await self._prepare_retry(attempts)
 
     async def _prepare_retry(self, attempts: _Attempts) -> None:
-        """Raise if the request was tried often enough; else wait until it may be tried again."""
+        """Raises if the request was tried often enough; else waits until it may be tried again."""
         now = asyncio.get_running_loop().time()
         attempts.first_failure = attempts.first_failure or now
         waited, limit = now - attempts.first_failure, self.retries + len(self.servers)
@@ -158,7 +158,7 @@ class ServerPool:
         self._outage_start, self._outage_logged = None, False
 
     def _back_off_busy(self, server: RemoteServer, error: ServerBusy) -> None:
-        """Lower the capacity of a busy server, and send it no requests for a moment."""
+        """Lowers the capacity of a busy server, and sends it no requests for a moment."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         server.problem = str(error)
@@ -203,7 +203,7 @@ class ServerPool:
                 self._reloading[server] = asyncio.create_task(self._reload(server, weights, previous_reload))
 
     async def wait_for_reload(self) -> None:
-        """Wait until servers have the newest weights. Raises `ServerError` when none is left."""
+        """Waits until servers have the newest weights. Raises `ServerError` when none is left."""
         await asyncio.gather(*self._reloading.values())
         await self.wait_until_up()
 
@@ -256,20 +256,20 @@ class ServerPool:
         await self._notify()
 
     async def connect(self) -> None:
-        """Connect every server. Returns when each is up, unavailable or excluded."""
+        """Connects every server. Returns when each is up, unavailable or excluded."""
         for server in self.servers:
             if server.state in ("connecting", "unavailable"):
                 self._start_connecting(server)
         await asyncio.gather(*self._connecting.values())
 
     async def add(self, server: RemoteServer) -> None:
-        """Add a server. It gets the newest weights before its first request."""
+        """Adds a server. It gets the newest weights before its first request."""
         self.expected = max(0, self.expected - 1)
         self.servers.append(server)
         self._start_connecting(server)
 
     async def remove(self, url: str, problem: str) -> None:
-        """Remove the server at `url`, which is to be replaced: requests wait for the next `add`."""
+        """Removes the server at `url`, which is to be replaced: requests wait for the next `add`."""
         for server in [server for server in self.servers if server.url == url]:
             self.servers.remove(server)
             server.state, server.problem = "excluded", problem
@@ -300,7 +300,7 @@ class ServerPool:
             server.connection.close()
 
     async def wait_until_up(self) -> None:
-        """Wait until a server is up. Raises `ServerError` when none is left."""
+        """Waits until a server is up. Raises `ServerError` when none is left."""
         self._connect_new()
         async with self._changed:
             while not self.count_up():

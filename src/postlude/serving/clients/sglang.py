@@ -44,7 +44,7 @@ class SGLangAPI(ServerAPI):
         return str(reply["weight_version"] if isinstance(reply, dict) else reply)
 
     async def reload(self, send: SendRequest, directory: str, version: str) -> None:
-        """Load weights. Running completions return to the queue and continue with the new weights.
+        """Loads weights. Running completions return to the queue and continue with the new weights.
 
         The server stays paused if this fails, since it may hold some of the new weights.
         """

@@ -43,7 +43,7 @@ class TextAPI(ServerAPI):
         self.tokenizer, self.extra = tokenizer, dict(extra or {})
 
     async def probe(self, send: SendRequest) -> None:
-        """Do nothing: the server may have no list of models."""
+        """Does nothing: the server may have no list of models."""
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         """Returns one completion."""

@@ -128,12 +128,12 @@ class VLLMAPI(OpenAIAPI):
         await send("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def begin_update(self, send: SendRequest) -> None:
-        """Pause running completions until `finish_update`."""
+        """Pauses running completions until `finish_update`."""
         await self._pause(send)
         await send("POST", "/start_weight_update")
 
     async def receive_tensors(self, send: SendRequest, specs: TensorSpecs) -> None:
-        """Receive one broadcast: at most `SEND_BYTES`, or one tensor."""
+        """Receives one broadcast: at most `SEND_BYTES`, or one tensor."""
         update = {"names": specs.names, "dtype_names": specs.dtypes, "shapes": specs.shapes}
         await send("POST", "/update_weights", {"update_info": update})
 

@@ -59,14 +59,14 @@ class ServerProcess(Protocol):
         """Returns why it ended, as a clause that follows its address; None while it runs."""
 
     def stop(self) -> None:
-        """Stop it, and free its resources."""
+        """Stops it, and frees its resources."""
 
 
 class ServerLauncher(Protocol):
     """Starts servers."""
 
     def start(self, command: ServerCommand) -> ServerProcess:
-        """Start a server without waiting until it is ready."""
+        """Starts a server without waiting until it is ready."""
 
 
 class LocalLauncher:
@@ -82,7 +82,7 @@ class LocalLauncher:
         self._running: list[_LocalProcess] = []
 
     def start(self, command: ServerCommand) -> ServerProcess:
-        """Start a server at a free port."""
+        """Starts a server at a free port."""
         self._running = [process for process in self._running if not process.stopped]
         used = {device for process in self._running for device in process.devices}
         free = [device for device in self.devices if device not in used]
@@ -134,7 +134,7 @@ class _LocalProcess:
         return f"{how}; {log_tail(self.log)}"
 
     def stop(self) -> None:
-        """Stop it, and release its port and GPUs."""
+        """Stops it, and releases its port and GPUs."""
         self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT)

@@ -39,7 +39,7 @@ class ServerSupervisor:
         self._next_warning = time.monotonic() + WARN_SECONDS
 
     def start(self) -> list[str]:
-        """Start all servers. Returns their addresses when all are ready. Raises `ServerError` if one fails."""
+        """Starts all servers. Returns their addresses when all are ready. Raises `ServerError` if one fails."""
         try:
             for slot in self._slots:
                 self._start(slot)
@@ -60,7 +60,7 @@ class ServerSupervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop all servers."""
+        """Stops all servers."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -94,13 +94,13 @@ class ServerSupervisor:
         return None
 
     def _warn_if_unprotected(self, url: str) -> None:
-        """Warn if a server that other machines can reach ignores its key."""
+        """Warns if a server that other machines can reach ignores its key."""
         path = f"{url}{self.command.protected_path}"
         if self.command.protected_path and not is_loopback(str(urlsplit(url).hostname)) and _replies(path):
             LOG.warning("%s replies without its key: let only the run reach it, or use a newer version.", path)
 
     def _warn_of_waiting(self) -> None:
-        """Warn now and then of servers that no machine has room for."""
+        """Warns now and then of servers that no machine has room for."""
         count = sum(slot.process is not None and not slot.process.url for slot in self._slots)
         if not count:
             self._next_warning = time.monotonic() + WARN_SECONDS
@@ -130,7 +130,7 @@ class ServerSupervisor:
                     client.add_server(slot.process.url)
 
     def _replace(self, slot: _ServerSlot, problem: str, client: GenerationClient, *, in_use: bool) -> None:
-        """Restart the server of a slot, if it has restarts left."""
+        """Restarts the server of a slot, if it has restarts left."""
         assert slot.process is not None
         name, again = slot.name, slot.restarts_left > 0
         LOG.warning("%s %s. %s", name, problem, "It is restarted." if again else "It has no restarts left.")
@@ -180,7 +180,7 @@ class SupervisedClient(GenerationClient):
         supervisor.watch(self)
 
     def close(self) -> None:
-        """Stop the servers and close the client."""
+        """Stops the servers and closes the client."""
         self.supervisor.close()
         super().close()
 

@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run a server until it or `parent` ends, or a signal comes."""
+    """Runs a server until it or `parent` ends, or a signal comes."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _exit)
     try:

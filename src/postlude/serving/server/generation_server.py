@@ -62,14 +62,14 @@ class _Pending:
     def report(
         self, number: int, tokens: Sequence[int], logprobs: Sequence[float], completion: Completion | None
     ) -> None:
-        """Pass new tokens of a completion to `on_progress`."""
+        """Passes new tokens of a completion to `on_progress`."""
         before = self.reported.get(number, 0)
         if self.on_progress is not None and (len(tokens) > before or completion is not None):
             self.reported[number] = len(tokens)
             self.on_progress(number, tokens[before:], logprobs[before:], completion)
 
     def finish(self, number: int, completion: Completion) -> bool:
-        """Add a completion. Returns whether it was the last."""
+        """Adds a completion. Returns whether it was the last."""
         self.report(number, completion.tokens, completion.logprobs, completion)
         self.completions[number] = completion
         return len(self.completions) == self.request.n
@@ -109,7 +109,7 @@ class GenerationServer:
         self._failure: BaseException | None = None
 
     async def run(self, host: str, port: int, ready: Callable[[str], None]) -> None:
-        """Serve until `stop`; `ready` gets the address. Raises the error that ended generation, if there was one."""
+        """Serves until `stop`; `ready` gets the address. Raises the error that ended generation, if there was one."""
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         chosen_port = await self._http.listen(host, port)
         thread = threading.Thread(target=self._generate, name="postlude generator", daemon=True)
@@ -123,7 +123,7 @@ class GenerationServer:
             raise self._failure
 
     def stop(self) -> None:
-        """Stop serving. Called in the event loop, or by a signal handler there."""
+        """Stops serving. Called in the event loop, or by a signal handler there."""
         assert self._stopped is not None
         self._stopped.set()
 
@@ -179,7 +179,7 @@ class GenerationServer:
             self._cancel(pending)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model."""
+        """Refuses the name of another model."""
         if name not in (None, self.name):
             raise ValueError(f"model is {name!r}, but {self.name!r} is served here.")
 
@@ -250,7 +250,7 @@ class GenerationServer:
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def _step(self) -> None:
-        """Generate a token of every running completion. If the whole step fails, all running requests fail."""
+        """Generates a token of every running completion. If the whole step fails, all running requests fail."""
         try:
             finished = self._session.step()
         except Exception as error:
@@ -300,7 +300,7 @@ class GenerationServer:
         self._pending.clear()
 
     def _restart_session(self, sentence: str) -> None:
-        """Fail all running requests, and start with an empty session."""
+        """Fails all running requests, and starts with an empty session."""
         self._fail_all(sentence)
         self.generator.release()
         self._session = Session(self.generator, self.weights.version)

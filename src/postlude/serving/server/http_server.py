@@ -38,7 +38,7 @@ class HTTPError(Exception):
 
 @contextlib.contextmanager
 def bad_request_on_error() -> Iterator[None]:
-    """Turn the user's errors into status 400."""
+    """Turns the user's errors into status 400."""
     try:
         yield
     except USER_ERRORS as error:
@@ -72,7 +72,7 @@ class HTTPServer:
         self._running = 0  # requests without a reply
 
     async def listen(self, host: str, port: int) -> int:
-        """Start to listen. Returns the port; port 0 chooses a free one."""
+        """Starts to listen. Returns the port; port 0 chooses a free one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: asyncio.StreamReaderProtocol(_Reader(limit=MAX_HEAD, loop=loop), self._serve, loop=loop), host, port
@@ -81,7 +81,7 @@ class HTTPServer:
         return chosen
 
     async def close(self, timeout: float) -> None:
-        """Accept no more requests, and wait up to `timeout` seconds for the replies to running ones."""
+        """Accepts no more requests, and waits up to `timeout` seconds for the replies to running ones."""
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(TimeoutError):
@@ -104,7 +104,7 @@ class HTTPServer:
             writer.close()
 
     async def _serve_one(self, reader: _Reader, writer: asyncio.StreamWriter) -> bool:
-        """Reply to one request. Returns whether the connection stays open."""
+        """Replies to one request. Returns whether the connection stays open."""
         path = ""
         try:
             async with asyncio.timeout(IDLE_TIMEOUT):
@@ -132,7 +132,7 @@ class HTTPServer:
         return head.keep_alive
 
     def _check(self, head: _Head) -> None:
-        """Refuse a request without the key or above the size limit, before its body is read."""
+        """Refuses a request without the key or above the size limit, before its body is read."""
         if self._key is not None and head.path not in OPEN_PATHS:
             scheme, _, key = head.headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(key.strip().encode(errors="replace"), self._key.encode())
@@ -256,7 +256,7 @@ async def _write(writer: asyncio.StreamWriter, status: int, result: Any, *, keep
 
 
 async def _write_events(writer: asyncio.StreamWriter, values: AsyncGenerator[Any, None]) -> None:
-    """Write one server-sent event a value. The end of the connection ends them."""
+    """Writes one server-sent event a value. The end of the connection ends them."""
     head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\nConnection: close\r\n\r\n"
     writer.write(head.encode("latin-1"))
     try:

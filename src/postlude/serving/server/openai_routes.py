@@ -56,7 +56,7 @@ class Backend(Protocol):
     """Generates completions for the routes."""
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model."""
+        """Refuses the name of another model."""
 
     async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
         """Returns the completions of each request."""
@@ -69,7 +69,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
     def check_extra(self, prefix: str = "") -> None:
-        """Refuse unsupported fields, unless they ask for nothing."""
+        """Refuses unsupported fields, unless they ask for nothing."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and value not in NO_EFFECT.get(name, ()):
                 known = ", ".join(type(self).model_fields)

@@ -26,13 +26,13 @@ class Channel(Protocol):
     """An open channel."""
 
     def start_send(self, data: Tensor) -> None:
-        """Start to send bytes, [n] uint8, to every worker. They must not change until `is_done`."""
+        """Starts to send bytes, [n] uint8, to every worker. They must not change until `is_done`."""
 
     def is_done(self) -> bool:
         """Whether the send is complete. Raises `ChannelError` if it failed."""
 
     def close(self) -> None:
-        """Close the channel, also during a send."""
+        """Closes the channel, also during a send."""
 
 
 class ChannelRendezvous(Protocol):
@@ -43,11 +43,11 @@ class ChannelRendezvous(Protocol):
         """The address to join at, as fields of vLLM's `init_info`."""
 
     def open(self, timeout: float) -> Channel:
-        """Wait for all workers. They must join at the same time, within `timeout` seconds."""
+        """Waits for all workers. They must join at the same time, within `timeout` seconds."""
 
 
 def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tuple[dict[str, Channel], dict[str, str]]:
-    """Open channels in parallel. Returns the open ones and the failures, by server."""
+    """Opens channels in parallel. Returns the open ones and the failures, by server."""
     opened: dict[str, Channel] = {}
     failed: dict[str, str] = {}
 
@@ -64,7 +64,7 @@ def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tup
 
 
 def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> dict[str, str]:
-    """Send bytes through all channels in parallel. Returns the failures by server."""
+    """Sends bytes through all channels in parallel. Returns the failures by server."""
     failed: dict[str, str] = {}
 
     def attempt(url: str, action: Callable[[], Any]) -> bool:

@@ -34,7 +34,7 @@ class ChecksumComparison:
         return any(server.state == "up" and server.api.reports_hashes for server in self.pool.servers)
 
     async def compare(self, trainer_checksum: str) -> int:
-        """Compare all servers that are up. Returns how many reported hashes."""
+        """Compares all servers that are up. Returns how many reported hashes."""
         servers = [server for server in self.pool.servers if server.state == "up"]
         reports = zip(servers, await asyncio.gather(*map(self._fetch_hashes, servers)), strict=True)
         hashes = {server: values for server, values in reports if values}

@@ -61,7 +61,7 @@ class TransferCoordinator:
         return targets, {server.url for server in pool.servers}
 
     def join(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have the workers of servers join their channels."""
+        """Makes the workers of servers join their channels."""
 
         def join(url: str) -> Command:
             return lambda api, send: api.join_channel(send, infos[url], self._workers[url])
@@ -69,19 +69,19 @@ class TransferCoordinator:
         self._command({url: join(url) for url in infos if url in self._servers})
 
     def begin(self, broken: Mapping[str, str]) -> list[str]:
-        """Have servers pause and prepare. Returns those that are ready."""
+        """Makes servers pause and prepare. Returns those that are ready."""
         for server in self._servers.values():
             server.update_unconfirmed = True
         self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.begin_update(send)))
         return self._wait()
 
     def receive(self, specs: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
-        """Have servers receive the next broadcast. Returns those that do."""
+        """Makes servers receive the next broadcast. Returns those that do."""
         self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.receive_tensors(send, specs)))
         return list(self._servers)
 
     def finish(self, broken: Mapping[str, str]) -> list[str]:
-        """Have servers use the new weights. Returns those that report the new version."""
+        """Makes servers use the new weights. Returns those that report the new version."""
         version = self.weights.version
         self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.finish_update(send, version)))
         for url in self._wait():
@@ -98,7 +98,7 @@ class TransferCoordinator:
             self._running[url] = self.client.start(self._attempt(server, work))
 
     def _wait(self, broken: Mapping[str, str] | None = None) -> list[str]:
-        """Wait for all commands. Returns the servers that still take part; `broken` are those with failed channels."""
+        """Waits for all commands. Returns the servers that still take part; `broken` are those with failed channels."""
         for url, reason in (broken or {}).items():
             self._drop(url, ServerUnavailable(reason))
         running, self._running = self._running, {}

@@ -29,7 +29,7 @@ class GlooRendezvous:
         return {"master_address": self.address, "master_port": self.store.port}
 
     def open(self, timeout: float) -> GlooChannel:
-        """Wait for the workers."""
+        """Waits for the workers."""
         try:
             group = dist.ProcessGroupGloo(self.store, 0, self.size, timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -45,7 +45,7 @@ class GlooChannel:
         self._work: dist.Work | None = None
 
     def start_send(self, data: Tensor) -> None:
-        """Start to send bytes."""
+        """Starts to send bytes."""
         assert self._group is not None, "the channel is closed"
         try:
             self._work = self._group.broadcast(data, 0)
@@ -64,7 +64,7 @@ class GlooChannel:
         return True
 
     def close(self) -> None:
-        """Close the connections, which end with the group."""
+        """Closes the connections, which end with the group."""
         self._work = self._group = self._store = None
 
 

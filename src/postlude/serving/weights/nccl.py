@@ -76,7 +76,7 @@ class NCCLRendezvous:
         return {"nccl_unique_id_b64": base64.b64encode(bytes(self.id)).decode()}
 
     def open(self, timeout: float) -> NCCLChannel:
-        """Wait for the workers."""
+        """Waits for the workers."""
         return NCCLChannel(self.id, self.size, self.device, timeout)
 
 
@@ -99,7 +99,7 @@ class NCCLChannel:
             raise
 
     def start_send(self, data: Tensor) -> None:
-        """Start to send bytes, after the current stream has written them."""
+        """Starts to send bytes, after the current stream has written them."""
         assert self._communicator, "the channel is closed"
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -117,7 +117,7 @@ class NCCLChannel:
         return bool(self._done.query())
 
     def close(self) -> None:
-        """Abort the communicator, in a thread that is abandoned if the library does not return."""
+        """Aborts the communicator, in a thread that is abandoned if the library does not return."""
         if not self._communicator:
             return
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
@@ -131,7 +131,7 @@ class NCCLChannel:
         thread.join(ABORT_TIMEOUT)
 
     def _handshake(self) -> None:
-        """Take part in the all-reduce of one number with which vLLM's workers begin."""
+        """Takes part in the all-reduce of one number with which vLLM's workers begin."""
         one = torch.zeros(1, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         pointer, stream = one.data_ptr(), self._stream.cuda_stream
@@ -144,7 +144,7 @@ class NCCLChannel:
             time.sleep(POLL_SECONDS)
 
     def _call(self, result: int) -> None:
-        """Wait until a non-blocking call of the library is complete."""
+        """Waits until a non-blocking call of the library is complete."""
         deadline = time.monotonic() + self.timeout
         state = ctypes.c_int(result)
         while state.value == IN_PROGRESS:
@@ -156,7 +156,7 @@ class NCCLChannel:
 
 
 def check(result: int) -> None:
-    """Raise the library's error as a `ChannelError`."""
+    """Raises the library's error as a `ChannelError`."""
     if result != SUCCESS:
         message = library().ncclGetErrorString(result).decode(errors="replace")
         raise ChannelError(f"{LOST}: NCCL reports {message!r}")

@@ -68,7 +68,7 @@ class WeightSync(ABC):
         return self._client
 
     def sync(self, version: str) -> None:
-        """Have servers use the engine's weights under the name `version`, if some do not."""
+        """Makes servers use the engine's weights under the name `version`, if some do not."""
         if not self._is_needed(version):
             return
         start = time.perf_counter()
@@ -89,7 +89,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what servers no longer need."""
+        """Releases what servers no longer need."""
 
     def _is_needed(self, version: str) -> bool:
         return self.version != version
@@ -110,7 +110,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _sync(self, version: str) -> int:
-        """Sync, and return the bytes of the weights."""
+        """Syncs, and returns the bytes of the weights."""
 
     @abstractmethod
     def _checksum(self) -> str:
@@ -126,7 +126,7 @@ class DiskSync(WeightSync):
         return self.options.directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
-        """Remove the files."""
+        """Removes the files."""
         if self._client is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -167,7 +167,7 @@ class NetworkSync(WeightSync):
         return WeightTransfer(self.engine, timeout=self.options.timeout, group=self.group)
 
     def close(self) -> None:
-        """Close the channels."""
+        """Closes the channels."""
         self.transfer.close()
 
     def is_blocked(self) -> bool:
@@ -181,7 +181,7 @@ class NetworkSync(WeightSync):
         return self.client.pool.any_needs_weights()
 
     def _sync(self, version: str) -> int:
-        """Send until a server has the weights: servers that fail may come back. Raises when none is left."""
+        """Sends until a server has the weights: servers that fail may come back. Raises when none is left."""
         weights = Weights(None, version)
         while True:
             result = self.transfer.send(self._client, weights)

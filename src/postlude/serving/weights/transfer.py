@@ -65,7 +65,7 @@ class WeightTransfer:
         self.sender_ranks: dict[str, int] = {}
 
     def send(self, client: GenerationClient | None, weights: Weights) -> TransferResult:
-        """Send the engine's weights to all servers that reply and lack them. Only rank 0 has a client.
+        """Sends the engine's weights to all servers that reply and lack them. Only rank 0 has a client.
 
         A server that fails is left to its pool, and the others continue.
         """
@@ -90,11 +90,11 @@ class WeightTransfer:
         return TransferResult(len(ready), sent, time.perf_counter() - start, checksum)
 
     def close(self) -> None:
-        """Close the channels."""
+        """Closes the channels."""
         self._close(list(self.channels))
 
     def _connect(self, coordinator: TransferCoordinator | None, targets: Sequence[TransferTarget]) -> list[str]:
-        """Open channels to servers that were connected since the last transfer. Returns the servers that are ready."""
+        """Opens channels to servers that were connected since the last transfer. Returns the servers that are ready."""
         urls = [target.url for target in targets]
         self.sender_ranks |= assign_ranks(urls, self.sender_ranks, dist.get_world_size())
         mine = [target for target in targets if self.sender_ranks[target.url] == dist.get_rank()]
@@ -117,7 +117,7 @@ class WeightTransfer:
     def _announce(
         self, coordinator: TransferCoordinator | None, specs: TensorSpecs, failed: Mapping[str, str]
     ) -> list[str]:
-        """Have servers receive the next broadcast, except those with failed channels. Returns those that do."""
+        """Makes servers receive the next broadcast, except those with failed channels. Returns those that do."""
         return self._decide(failed, lambda broken: _on_rank0(coordinator).receive(specs, broken))
 
     def _decide(self, part: Mapping[str, Part], decide: Callable[[dict[str, Part]], Result]) -> Result:
