@@ -23,8 +23,8 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.grpo import GRPOTrainer
-from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
-from postlude.recipes.rollouts import RolloutSampler
+from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
+from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.phase_timer import PhaseTimer

@@ -21,7 +21,7 @@ from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollouts import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
+from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.trainer import run_training

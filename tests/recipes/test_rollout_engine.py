@@ -31,10 +31,10 @@ from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.report.metrics import explain
-from postlude.recipes.rollout_engine import connect_servers, launch_servers
+from postlude.recipes.rollouts.engine import connect_servers, launch_servers
+from postlude.recipes.rollouts.server_commands import build_server_command, vllm_max_length
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.run.runtime import Runtime
-from postlude.recipes.server_commands import build_server_command, vllm_max_length
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of, trained, without_times

@@ -20,7 +20,7 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts import RolloutSampler, trajectory_metrics
+from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.rollout import conversations

@@ -14,7 +14,7 @@ from postlude.recipes.config.environments import ToolSettings
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts import prompt_encoder
+from postlude.recipes.rollouts.sampler import prompt_encoder
 from postlude.rollout.environments import TurnResult
 from postlude.rollout.rewards import Score
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema

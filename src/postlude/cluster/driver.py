@@ -22,7 +22,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.pool.worker_pool import START_LIMIT
 from postlude.recipes.config.settings import ClusterSettings
 from postlude.recipes.registry import Recipe
-from postlude.recipes.rollout_engine import SERVERS
+from postlude.recipes.rollouts.engine import SERVERS
 from postlude.recipes.run.directory import RunDirectory
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome

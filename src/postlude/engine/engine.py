@@ -259,7 +259,7 @@ class Engine:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients."""
         config, norm_on_device = self.optimizer_config, self._gradient_norm()
         lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
-        idle = bool(self.parameters) and all(each.grad is None for each in self.parameters.values())
+        idle = bool(self.parameters) and all(parameter.grad is None for parameter in self.parameters.values())
         with self.failure_state.guard_write("optimizer_step"):
             self.optimizer.clipped_step(lr, norm_on_device)
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
@@ -303,13 +303,13 @@ class Engine:
 
     def weight_norm(self) -> float:
         """Returns the norm of all weights, over every rank. It is not finite if a weight is not."""
-        weights = ((each, gradients.replica_count(each)) for each in self._parameters_of_norms)
+        weights = ((parameter, gradients.replica_count(parameter)) for parameter in self._parameters_of_norms)
         return float(gradients.total_norm(weights, self.device))
 
     def _gradient_norm(self) -> Tensor:
         self.failure_state.check(gradients=True)
-        parameters = self._parameters_of_norms
-        local = ((each.grad, gradients.replica_count(each)) for each in parameters if each.grad is not None)
+        trained = ((parameter, parameter.grad) for parameter in self._parameters_of_norms)
+        local = ((grad, gradients.replica_count(parameter)) for parameter, grad in trained if grad is not None)
         return gradients.total_norm(local, self.device)
 
     @property
@@ -317,7 +317,7 @@ class Engine:
         """This rank's parameters that enter a norm: those that two stages hold enter on the first stage only."""
         if self.layout.pp == 1:
             return list(self.parameters.values())
-        return [each for name, each in self.parameters.items() if not self._is_second_copy(name)]
+        return [parameter for name, parameter in self.parameters.items() if not self._is_second_copy(name)]
 
     def evaluate_tokens(
         self, batch: Batch, processor: TokenProcessor, *, shifted: bool = True

@@ -27,8 +27,8 @@ from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
 from postlude.recipes.dataset import IndexedRows
-from postlude.recipes.prompts import build_environment
-from postlude.recipes.rollouts import (
+from postlude.recipes.rollouts.prompts import build_environment
+from postlude.recipes.rollouts.sampler import (
     HELD_OUT_SEEDS,
     TRAINING_SEEDS,
     RolloutBatch,

@@ -17,11 +17,12 @@ from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.rollout import NativeRollout
-from postlude.recipes.prompts import build_environment
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
-from postlude.recipes.rollout_engine import make_eval_engine
-from postlude.recipes.rollouts import RolloutSampler, evaluation_metrics, sample_rows, trajectory_metrics
+from postlude.recipes.rollouts.engine import make_eval_engine
+from postlude.recipes.rollouts.prompts import build_environment
+from postlude.recipes.rollouts.sampler import RolloutSampler, evaluation_metrics, sample_rows, trajectory_metrics
+from postlude.recipes.rollouts.server_commands import generator_limits
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.machine_info import machine_info
@@ -29,7 +30,6 @@ from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.server_commands import generator_limits
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 

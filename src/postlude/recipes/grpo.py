@@ -25,10 +25,10 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, environmen
 from postlude.recipes.checks.servers import check_servers
 from postlude.recipes.config.recipe_configs import GRPOConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.prompts import build_environment
 from postlude.recipes.report.metrics import LOSS, SKIPPED
-from postlude.recipes.rollout_queue import RolloutQueue, policy_lag
-from postlude.recipes.rollouts import (
+from postlude.recipes.rollouts.prompts import build_environment
+from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
+from postlude.recipes.rollouts.sampler import (
     RolloutBatch,
     evaluation_metrics,
     open_rollouts,

@@ -47,8 +47,8 @@ from postlude.recipes.config.settings import (
 )
 from postlude.recipes.dataset import CACHE, EncodedRows, hold_out_rows
 from postlude.recipes.mtp import describe_mtp, model_source
-from postlude.recipes.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.recipes.report.formatting import format_bytes
+from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock

@@ -15,8 +15,8 @@ from postlude.hf.export import has_hf_config
 from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, Rollout, RunningServers
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollout_engine import connect_servers
-from postlude.recipes.server_commands import (
+from postlude.recipes.rollouts.engine import connect_servers
+from postlude.recipes.rollouts.server_commands import (
     GENERATOR_LENGTH,
     VLLM_LENGTH,
     unused_gpus,

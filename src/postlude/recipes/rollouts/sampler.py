@@ -18,9 +18,9 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import EvaluationSettings, SamplingSettings
-from postlude.recipes.prompts import encode_prompt, prompt_encoder
 from postlude.recipes.report.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
-from postlude.recipes.rollout_engine import make_rollout_engine
+from postlude.recipes.rollouts.engine import make_rollout_engine
+from postlude.recipes.rollouts.prompts import encode_prompt, prompt_encoder
 from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.signals import StopSignals

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from postlude.data.datasets import Sampler
-from postlude.recipes.rollouts import RolloutSampler
+from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.rollout.conversations import Trajectory, TrajectoryGroup
 from postlude.rollout.tasks import Tasks
 

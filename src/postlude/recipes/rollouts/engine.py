@@ -24,7 +24,7 @@ from postlude.recipes.config.rollout import (
     SyncSettings,
 )
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.server_commands import (
+from postlude.recipes.rollouts.server_commands import (
     build_server_command,
     generator_limits,
     local_launcher,
