@@ -247,7 +247,7 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=OVERLAPS,
-        help="hide expert exchanges behind compute; or fill the pipeline bubble with weight gradients",
+        help="overlap the experts' all-to-all with compute; or fill the pipeline bubble with weight gradients",
     )
 
 
@@ -307,7 +307,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
-    _add_model(command, "; or a config.json, for fresh weights")
+    _add_model(command, "; or a config.json, for random weights")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
         "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
@@ -343,7 +343,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", action="append", help="prompt; may be repeated (default, and -: standard input)")
     command.add_argument("--n", type=_count, default=1, help="completions of each prompt (default: 1)")
     command.add_argument("--plain", action="store_true", help="send the prompt as it is, without the chat template")
-    command.add_argument("--json", action="store_true", help="print one JSON object a completion, with its tokens")
+    command.add_argument("--json", action="store_true", help="print one JSON object per completion, with its tokens")
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -393,7 +393,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
-    _add_model(command, "; or a config.json, for fresh weights")
+    _add_model(command, "; or a config.json, for random weights")
     command.add_argument(
         "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
     )
@@ -428,7 +428,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")
     command.add_argument("--budget", type=_count, help="tokens of a microbatch (default: one sequence)")
     command.add_argument(
-        "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches a pipeline rank)"
+        "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches per pipeline rank)"
     )
     _add_overlap(command)
     _add_recompute(command)

@@ -72,7 +72,7 @@ class AdamW:
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
-    """Limit of the gradient's norm; none does not clip."""
+    """Maximum norm of the gradient, to which it is clipped; none disables clipping."""
     schedule: LRSchedule = field(default_factory=LRSchedule)
     """Schedule of the learning rate."""
     moments: MomentStorage = "fp32"
@@ -103,7 +103,7 @@ class SGD:
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
-    """Limit of the gradient's norm; none does not clip."""
+    """Maximum norm of the gradient, to which it is clipped; none disables clipping."""
     schedule: LRSchedule = field(default_factory=LRSchedule)
     """Schedule of the learning rate."""
 

@@ -28,4 +28,4 @@ def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
     if overlap == ZERO_BUBBLE and pp == 1:
         raise ValueError(f"overlap={overlap!r} fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False.")
     if overlap == ZERO_BUBBLE and vpp > 1:
-        raise ValueError(f"overlap={overlap!r} has an order for one stage a rank, but vpp is {vpp}. Use vpp=1.")
+        raise ValueError(f"overlap={overlap!r} has a schedule for one stage per rank, but vpp is {vpp}. Use vpp=1.")

@@ -70,7 +70,7 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
     pattern = read_model_with_mtp(directory)[1].pattern
     other = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)
     other.load(checkpoint, recast=True)
-    assert not other.fresh
+    assert not other.new_tensors
     assert step(engine) == step(again) == step(other)
 
 

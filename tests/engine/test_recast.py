@@ -75,7 +75,7 @@ def go_on(group: Any, directory: str, begun: str, pattern: str, layouts: tuple[s
     curve(other, range(7, 8))  # moments of its own, to be forgotten
     extra = other.load(begun, recast=True)
     scores = [engine.logprobs(batch(9)).logprob for engine in (first, other)]
-    return extra, other.step, other.fresh, curve(first, range(2, 5)), curve(other, range(2, 5)), scores
+    return extra, other.step, other.new_tensors, curve(first, range(2, 5)), curve(other, range(2, 5)), scores
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def replaced(group: Any, directory: str, begun: str, later: str) -> tuple[Any, .
     moments = optimizer_state(first)
     source = Recast(Path(directory), "*-[*E]/[*-]", {"E": MOE})
     other = build("", source, optimizer=FAST, mtp=True, seed=5)
-    before, objective = other.fresh, MTP(objective=SFT(), weight=0.5)
+    before, objective = other.new_tensors, MTP(objective=SFT(), weight=0.5)
     curve(other, range(7, 8), objective)  # moments of its own, to be forgotten
     drawn = weights(other)
     other.load(begun, recast=True)
@@ -121,7 +121,7 @@ def replaced(group: Any, directory: str, begun: str, later: str) -> tuple[Any, .
     resumed.load(later)
     curves = [curve(engine, range(5, 8), objective) for engine in (other, resumed)]
     again = [same(weights(other), weights(resumed)), same(optimizer_state(other), optimizer_state(resumed))]
-    return before, other.fresh, kept, drawn, loaded, moments, state, curves, again
+    return before, other.new_tensors, kept, drawn, loaded, moments, state, curves, again
 
 
 def test_what_is_new_starts_without_moments_and_goes_on_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:

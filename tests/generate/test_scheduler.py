@@ -192,10 +192,10 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
             parameter.data = torch.randn_like(parameter) * 0.1
     assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
     assert generator._buffers is not buffers
-    generator.release(small=False)
+    generator.release(only_if_large=True)
     assert generator._buffers is not None
-    monkeypatch.setattr(GraphBuffers, "small", False)
-    generator.release(small=False)
+    monkeypatch.setattr(GraphBuffers, "is_small", False)
+    generator.release(only_if_large=True)
     assert generator._buffers is None
 
 

@@ -83,7 +83,7 @@ def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pa
     microbatch = small_microbatch()
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
     moved = read_recast_plan(Recast(llama, pattern))
-    assert (moved.fresh, moved.dropped) == ((), ())
+    assert (moved.new_tensors, moved.dropped) == ((), ())
     assert all(now == before for now, before in moved.kept.items()) == names_stay
 
 
@@ -171,24 +171,24 @@ class TestReplaced:
         assert (moved.fresh_parts, moved.dropped_parts) == (fresh, dropped)
         one, same_seed, other = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
         before = load_model(llama).state_dict()
-        assert set(one) == set(moved.kept) | set(moved.fresh)
+        assert set(one) == set(moved.kept) | set(moved.new_tensors)
         assert set(before) == set(moved.kept.values()) | set(moved.dropped)
         for name in moved.kept:
             assert torch.equal(one[name], before[moved.kept[name]])
             assert torch.equal(one[name], other[name])
         assert same(one, same_seed)
-        drawn = [name for name in moved.fresh if name.endswith("_proj.weight")]
+        drawn = [name for name in moved.new_tensors if name.endswith("_proj.weight")]
         assert len(drawn) > 5
         for name in drawn:
             assert not torch.equal(one[name], other[name])
             assert 0.2 < one[name].std() < 0.4
         anew = load_model(read_model(source)[1], seed=1).state_dict()
-        assert all(torch.equal(one[name], anew[name]) for name in moved.fresh), "as a fresh model has them"
+        assert all(torch.equal(one[name], anew[name]) for name in moved.new_tensors), "as a fresh model has them"
 
     def test_a_window_changes_no_tensor(self, llama: Path) -> None:
         source = Recast(llama, "[S-][*-]", {"S": WINDOW})
         moved = read_recast_plan(source)
-        assert (moved.fresh, moved.dropped) == ((), ())
+        assert (moved.new_tensors, moved.dropped) == ((), ())
         assert same(load_model(source).state_dict(), load_model(llama).state_dict())
 
     def test_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ class TestReplaced:
         moved = read_recast_plan(source)
         assert (moved.fresh_parts, moved.dropped_parts) == (("mtp.0",), ())
         ahead = load_model(source)
-        assert {name for name in ahead.state_dict() if name.startswith("mtp.")} == set(moved.fresh)
+        assert {name for name in ahead.state_dict() if name.startswith("mtp.")} == set(moved.new_tensors)
         assert torch.equal(ahead(small_microbatch()), load_model(llama)(small_microbatch()))
         own = export_model(ahead, tmp_path / "own")
 
@@ -217,7 +217,7 @@ class TestReplaced:
     def test_repeated_depths_are_one(self) -> None:
         config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)
         moved = read_recast_plan(Recast(config, "*-*-/*-"))
-        assert (moved.fresh, moved.dropped) == ((), ())
+        assert (moved.new_tensors, moved.dropped) == ((), ())
         assert read_recast_plan(Recast(config, "[*-]{2}")).dropped_parts == ("mtp.0",)
 
 

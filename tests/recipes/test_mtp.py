@@ -186,9 +186,9 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
     ):
         model_source(held, MTPSettings(depths=2))
     saved(CONFIGS["nemotron_h"](), Path(none))
-    assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, fresh: the model has none"
-    assert describe_mtp(none, MTPSettings(layers="[M-]")) == "1 depth(s) of [M-], fresh: the model has none"
-    assert describe_mtp("tiny-dense", MTPSettings()) == "1 depth(s) of [*-], fresh: the model has none"
+    assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, new: the model has none"
+    assert describe_mtp(none, MTPSettings(layers="[M-]")) == "1 depth(s) of [M-], new: the model has none"
+    assert describe_mtp("tiny-dense", MTPSettings()) == "1 depth(s) of [*-], new: the model has none"
 
 
 def test_a_run_begins_with_a_line_about_its_depths(
@@ -197,7 +197,7 @@ def test_a_run_begins_with_a_line_about_its_depths(
     write_rows(tmp_path)
     monkeypatch.setattr("postlude.world.launcher.run_on_ranks", lambda *_, **__: RunOutcome("finished", 1))
     plain = ["sft", "--data.path", f"{tmp_path}/rows.jsonl", "--run", f"{tmp_path}/run", "--held_out.rows=3"]
-    for more, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], fresh: the model has none\n"), ([], ""):
+    for more, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], new: the model has none\n"), ([], ""):
         assert main([*plain, *more]) == 0
         assert capsys.readouterr().out == line
 

@@ -47,7 +47,7 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
     ("words", "sentence"),
     [
         ("--layout tp=3", "8 heads"),
-        ("--layout pp=2,vpp=2 --overlap zero_bubble", "has an order for one stage a rank, but vpp is 2"),
+        ("--layout pp=2,vpp=2 --overlap zero_bubble", "has a schedule for one stage per rank, but vpp is 2"),
         ("--layout pp=2 --nproc 4", "--nproc 4: Layout(pp=2) runs on 2 rank(s)"),
         ("--tokens 1", "--tokens 1: a microbatch has at least 2"),
         ("--to FILE", "FILE is a file. Give it another directory."),

@@ -50,7 +50,7 @@ UNWRITTEN = "What was written is not a checkpoint; fix the cause and save again.
 
 
 class TrainingState(DistributedModel, Protocol):
-    """What a checkpoint saves: a model, its optimizer, and how far training has come."""
+    """What a checkpoint saves: a model, its optimizer, and its step counts."""
 
     step: int
     skipped: int
@@ -229,7 +229,7 @@ class _SavedTensors:
 
     def __init__(self, state: Mapping[str, Any], recast: RecastPlan | None) -> None:
         self.state, self.recast = state, recast
-        self.fresh = frozenset(() if recast is None else recast.fresh)
+        self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
 
     def name(self, ours: str) -> str:
         """Returns a tensor's name in the checkpoint."""
@@ -240,7 +240,7 @@ class _SavedTensors:
         """Returns whether a tensor is read. Moments may be missing: those of what was not trained then."""
         if self.recast is None:
             return True
-        if ours.rpartition("/")[2] in self.fresh:
+        if ours.rpartition("/")[2] in self.new_tensors:
             return False
         return not ours.startswith(OPTIMIZER) or self.name(ours) in self.state["tensors"]
 
@@ -280,7 +280,7 @@ class _SavedTensors:
         kept = self.recast.kept
         now = {ours: earlier[then] for ours, then in kept.items() if then in earlier}
         lacking = [ours for ours, then in kept.items() if then not in moments]
-        return now | dict.fromkeys((*self.recast.fresh, *lacking), self.state["step"] - self.idle)
+        return now | dict.fromkeys((*self.recast.new_tensors, *lacking), self.state["step"] - self.idle)
 
 
 def check_checkpoint(directory: str | os.PathLike[str]) -> None:

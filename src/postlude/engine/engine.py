@@ -56,7 +56,7 @@ class Engine:
     of at most `budget` tokens and returns results in the caller's order.
 
     source: what `load_model` takes. A `ModelConfig` starts from random weights; if it names no Hugging Face family, its
-        tensors are streamed under Postlude's names. For a `Recast`, `fresh` names the tensors that the source lacked.
+        tensors are streamed under Postlude's names. For a `Recast`, `new_tensors` names those that the source lacked.
     device: by default the one that `postlude.ranks()` chose for this rank.
     recompute, scans, head: as for `LanguageModel`.
     critic: adds a value head, initially zero. It is trained, clipped, saved and loaded like every other parameter,
@@ -116,7 +116,7 @@ class Engine:
         self.family, self.config = read_model(source, families, blocks)
         if selection_bias_rate is not None:
             self.config = self.config.with_selection_bias_rate(selection_bias_rate)
-        self.fresh = read_recast_plan(source, families, blocks).fresh if isinstance(source, Recast) else ()
+        self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.builder = StageBuilder(
@@ -462,7 +462,7 @@ class Engine:
 
         Each rank gets the state of its own random generators, or rank 0's if the saved layout had fewer ranks.
         With `recast` it may have been saved under another pattern; `Recast` describes how blocks are matched. New
-        tensors keep this engine's weights and start without moments, as at a first step; `fresh` then names them.
+        tensors keep this engine's weights and start without moments, as at a first step; `new_tensors` names them.
         """
         self.failure_state.check(load=True)
         if not recast:
@@ -470,7 +470,7 @@ class Engine:
         saved_config = on_rank0(lambda: read_model_with_mtp(Path(directory), self.families, self.block_types)[1])
         plan = plan_recast(saved_config, self.config, self.block_types)
         extra = checkpoint.load(self, directory, plan)
-        self.fresh = plan.fresh
+        self.new_tensors = plan.new_tensors
         return extra
 
     def _rebuild(self) -> None:

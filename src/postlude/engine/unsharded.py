@@ -1,4 +1,4 @@
-"""A stage whose parameters no other rank shares: used as they are stored, or as copies made once a pass. No FSDP."""
+"""A stage whose parameters no other rank shares: used as they are stored, or as copies made once per pass. No FSDP."""
 
 from __future__ import annotations
 

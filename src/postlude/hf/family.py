@@ -150,15 +150,15 @@ class Family:
             layer = self.mtp.layer_name(config, int(number), int(index))
         names = self.names(config) if callable(self.names) else self.names
         inner_module = inner.rpartition(".")[0]
-        found = names.get(inner)  # a name of a whole tensor
-        if found is None and inner_module in names:
-            found = f"{names[inner_module]}.{leaf}"
-        if found is None or (part == "mtp" and self.mtp is None):
+        hf_name = names.get(inner)  # a name of a whole tensor
+        if hf_name is None and inner_module in names:
+            hf_name = f"{names[inner_module]}.{leaf}"
+        if hf_name is None or (part == "mtp" and self.mtp is None):
             raise ValueError(
                 f"{self.model_type} models have no tensor for {name}. Give a family of your own that names it, or a "
                 "ModelConfig with family=None to go by our names."
             )
-        mapping = found if isinstance(found, TensorMapping) else TensorMapping(found)
+        mapping = hf_name if isinstance(hf_name, TensorMapping) else TensorMapping(hf_name)
         return replace(mapping, hf_name=f"{layer}.{mapping.hf_name}")
 
     def copies(self, name: str, config: ModelConfig) -> Iterator[str]:

@@ -73,15 +73,15 @@ def _moe(hf: HFConfig) -> BlockConfig:
 def names(config: ModelConfig) -> Names:
     """Returns the names: gate and up are one tensor, one after the other; those of all experts are stacked."""
     size, second = config.hidden_size, config.blocks.get("-") or config.blocks["E"]
-    found: dict[str, str | TensorMapping] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
+    mapped: dict[str, str | TensorMapping] = {**ATTENTION_NAMES, "mamba.norm": "input_layernorm"}
     if "M" in config.blocks:
-        found |= mamba_names("mamba", config)
+        mapped |= mamba_names("mamba", config)
     if isinstance(second, MLPConfig):
-        found |= {"mlp.norm": "post_attention_layernorm", **_halves("mlp", second.intermediate_size, size)}
+        mapped |= {"mlp.norm": "post_attention_layernorm", **_halves("mlp", second.intermediate_size, size)}
     elif isinstance(second, MoEConfig):
         inner, stacked = second.intermediate_size, "block_sparse_moe.input_linear.weight"
         shape = (second.experts, 2 * inner, size)
-        found |= {
+        mapped |= {
             "moe.norm": "post_attention_layernorm",
             "moe.router": "block_sparse_moe.router.layer",
             "moe.experts.gate_proj.weight": TensorMapping(stacked, shape, index=(slice(None), slice(0, inner))),
@@ -89,7 +89,7 @@ def names(config: ModelConfig) -> Names:
             "moe.experts.down_proj": "block_sparse_moe.output_linear",
             **_halves("moe.shared", second.shared_intermediate_size, size),
         }
-    return found
+    return mapped
 
 
 def _halves(module: str, inner: int, size: int) -> Names:

@@ -47,7 +47,7 @@ def load_model(
     families: Mapping[str, Family] = FAMILIES,
     blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> LanguageModel:
-    """Loads a model, or makes one with fresh weights.
+    """Loads a model, or makes one with random weights.
 
     `source` is a model directory with safetensors (Hugging Face's or Postlude's own), a training checkpoint as
     `Engine.save` writes it, a GGUF file, a transformers config object or a `ModelConfig` (random weights by `seed`),
@@ -132,7 +132,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
         _check_names(expected_tensors(before, family, blocks), set(tensors.names()), family, before)
         _check_tied(tensors, family, before)
     _zero_unstored(model)
-    model.reset(seed, only=set(moved.fresh))
+    model.reset(seed, only=set(moved.new_tensors))
     ours = model.state_dict()
     kept = {then: ours[now] for now, then in moved.kept.items() if now in ours}
     _copy(tensors, family, before, kept)
@@ -235,15 +235,15 @@ def _check_names(
     if config.tied_head and family is not None:
         derived.add(_tied_names(family)[1])
     for what, starts in {} if family is None else family.ignored_prefixes(config, available).items():
-        found = {name for name in available - wanted if name.startswith(starts)}
-        if found:
+        ignored = {name for name in available - wanted if name.startswith(starts)}
+        if ignored:
             named = ", ".join(f"{start}…" for start in starts)
             warnings.warn(
-                f"{len(found)} tensor(s) of the source, named {named} ({what}), are left out: the model is trained "
+                f"{len(ignored)} tensor(s) of the source, named {named} ({what}), are left out: the model is trained "
                 "and exported without them.",
                 stacklevel=2,
             )
-        derived |= found
+        derived |= ignored
     unknown = sorted(available - wanted - derived)
     if unknown:
         raise ValueError(
@@ -278,9 +278,9 @@ def _take(tensors: TensorSource, expected: HFTensor) -> Tensor:
     return tensor
 
 
-def _check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(found) != tuple(wanted):
-        raise ValueError(f"{name} is {tuple(found)} in the source, but the config asks for {tuple(wanted)}.")
+def _check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(shape) != tuple(wanted):
+        raise ValueError(f"{name} is {tuple(shape)} in the source, but the config asks for {tuple(wanted)}.")
 
 
 def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:

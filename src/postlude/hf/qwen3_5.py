@@ -38,15 +38,15 @@ def to_moe(hf: HFConfig) -> ModelConfig:
 
 def names(config: ModelConfig) -> Names:
     """Returns the names: q, k and v are one matrix, one after another."""
-    found = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
+    mapped = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
     if "G" not in config.blocks:
-        return found
+        return mapped
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     ends = (delta.keys, 2 * delta.keys, 2 * delta.keys + delta.values)
     shape = (ends[-1], config.hidden_size)
     for name, start, stop in zip("qkv", (0, *ends), ends, strict=False):
-        found[f"gated_delta.{name}_proj.weight"] = row_range("linear_attn.in_proj_qkv.weight", start, stop, shape)
-    return found | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
+        mapped[f"gated_delta.{name}_proj.weight"] = row_range("linear_attn.in_proj_qkv.weight", start, stop, shape)
+    return mapped | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
 
 
 def text_config(hf: HFConfig) -> HFConfig:

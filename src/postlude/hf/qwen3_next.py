@@ -84,17 +84,17 @@ def shared_experts(hf: HFConfig, *, normalise: bool) -> MoEConfig:
 
 def names(config: ModelConfig) -> Names:
     """Returns the names: q, k, v and z are one matrix and b and a another, key head by key head."""
-    found = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
+    mapped = {**NAMES, **gated_attention_names(config), **gated_delta_names(config)}
     if "G" not in config.blocks:
-        return found
+        return mapped
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     heads, size, group = delta.key_heads, config.hidden_size, delta.group
     sizes = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
     qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, sizes)
     ba = _by_head("linear_attn.in_proj_ba.weight", heads, size, (group, group))
     for name, place in zip("qkvzba", (*qkvz, *ba), strict=True):
-        found[f"gated_delta.{name}_proj.weight"] = place
-    return found
+        mapped[f"gated_delta.{name}_proj.weight"] = place
+    return mapped
 
 
 def gated_attention_names(config: ModelConfig) -> Names:
@@ -103,16 +103,16 @@ def gated_attention_names(config: ModelConfig) -> Names:
         return {}
     attention = cast(AttentionConfig, config.blocks["*"])
     heads, width = attention.heads, attention.head_dim
-    found = {}
+    mapped = {}
     for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
         for place, name in enumerate(("q_proj", "gate_proj")):
-            found[f"attention.{name}.{leaf}"] = TensorMapping(
+            mapped[f"attention.{name}.{leaf}"] = TensorMapping(
                 f"self_attn.q_proj.{leaf}",
                 (heads * 2 * width, *shape),
                 view=(heads, 2, width, *shape),
                 index=(slice(None), slice(place, place + 1)),
             )
-    return found
+    return mapped
 
 
 def gated_delta_names(config: ModelConfig) -> Names:
@@ -122,13 +122,13 @@ def gated_delta_names(config: ModelConfig) -> Names:
     delta = cast(GatedDeltaConfig, config.blocks["G"])
     channels, width = 2 * delta.keys + delta.values, delta.conv_kernel
     ends = (delta.keys, 2 * delta.keys, channels)
-    found: dict[str, str | TensorMapping] = {
+    mapped: dict[str, str | TensorMapping] = {
         f"gated_delta.{name}_conv.weight": TensorMapping(
             "linear_attn.conv1d.weight", (channels, 1, width), view=(channels, width), index=(slice(start, stop),)
         )
         for name, start, stop in zip("qkv", (0, *ends), ends, strict=False)
     }
-    return found | {
+    return mapped | {
         "gated_delta.norm": "input_layernorm",
         "gated_delta.vectors.A_log": "linear_attn.A_log",
         "gated_delta.vectors.dt_bias": "linear_attn.dt_bias",
@@ -139,12 +139,14 @@ def gated_delta_names(config: ModelConfig) -> Names:
 
 def _by_head(theirs: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
     """Maps matrices that are interleaved by head in one of theirs, each with its number of rows per head."""
-    rows_of_head, found, start = sum(sizes), [], 0
+    rows_of_head, mapped, start = sum(sizes), [], 0
     for rows in sizes:
         index = (slice(None), slice(start, start + rows))
-        found.append(TensorMapping(theirs, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index))
+        mapped.append(
+            TensorMapping(theirs, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index)
+        )
         start += rows
-    return found
+    return mapped
 
 
 MTP_NAMES = MTPNames(

@@ -42,12 +42,12 @@ def read_model(
         if moved.after.family is not None and moved.after.family == moved.before.family:
             family, _ = read_model(source.source, families, blocks)  # it may be that of a vision model
             return family, moved.after
-        found: PretrainedConfig | ModelConfig = moved.after
+        description: PretrainedConfig | ModelConfig = moved.after
     else:
-        found = read_description(source, blocks)
-    if not isinstance(found, ModelConfig):
-        return model_from_hf(found, families)
-    return None if found.family is None else _known(found.family, families), found
+        description = read_description(source, blocks)
+    if not isinstance(description, ModelConfig):
+        return model_from_hf(description, families)
+    return None if description.family is None else _known(description.family, families), description
 
 
 def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BLOCKS) -> PretrainedConfig | ModelConfig:
@@ -132,10 +132,10 @@ def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) 
         file = path / GENERATION
         if file.is_file():
             try:
-                found: dict[str, Any] = json.loads(file.read_text())
+                values: dict[str, Any] = json.loads(file.read_text())
             except ValueError as error:
                 raise ValueError(f"{file} is not JSON ({error}); fix it, or remove it.") from error
-            return found
+            return values
     described = read_description(source, blocks)
     settings = described.hf_config if isinstance(described, ModelConfig) else described.to_dict()
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}

@@ -111,7 +111,7 @@ class ForwardContext:
 
     @property
     def packing(self) -> Packing:
-        """Where each sequence lies among the tokens."""
+        """The borders of the sequences among the tokens."""
         return self.microbatch.packing
 
     @cached_property

@@ -52,7 +52,7 @@ class OutputHead:
 
         Materialises all logits: prefer `logprobs` if that is what you need.
         """
-        logits = self.logit_config.shape(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
+        logits = self.logit_config.transform(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
         if self.tp.group is not None:
             width = -(-size // self.tp.size)
@@ -148,10 +148,10 @@ class OutputHead:
             raise ValueError(NO_VALUE_HEAD)
         return gather_alike(self.value_head(hidden), self.tp.group)
 
-    def _count(self, targets: Tensor, given: int | None) -> int | None:
-        if given is None and self.known_target_count is not None and targets is self.known_target_count[0]:
+    def _count(self, targets: Tensor, target_count: int | None) -> int | None:
+        if target_count is None and self.known_target_count is not None and targets is self.known_target_count[0]:
             return self.known_target_count[1]
-        return given
+        return target_count
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""

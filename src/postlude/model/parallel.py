@@ -320,10 +320,10 @@ class VocabularyEmbedding(nn.Module):
             return F.embedding(tokens, weight)
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
         if self.start == self.stop:  # this rank has no part of the vocabulary
-            found = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
+            embedded = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
         else:
-            found = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
-        return scatter_to_sequence(found.masked_fill(elsewhere[:, None], 0.0), self.tp.group)
+            embedded = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
+        return scatter_to_sequence(embedded.masked_fill(elsewhere[:, None], 0.0), self.tp.group)
 
 
 class RMSNorm(nn.Module):

@@ -29,7 +29,7 @@ class RecastPlan:
     after: ModelConfig
     kept: Mapping[str, str]
     """Tensors that stay: new name -> old name."""
-    fresh: tuple[str, ...]
+    new_tensors: tuple[str, ...]
     """New tensors."""
     dropped: tuple[str, ...]
     """Old tensors without a place in the new pattern."""
@@ -62,12 +62,12 @@ def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, ty
     """
     old, new = _shapes(before, blocks), _shapes(after, blocks)
     parts = _matched(before, old, after, new)
-    kept, fresh = {}, []
+    kept, new_tensors = {}, []
     for name, shape in new.items():
         part = _part_of(name, parts)
         then = name if part is None else parts[part]
         if then is None:
-            fresh.append(name)
+            new_tensors.append(name)
             continue
         earlier = then if part is None else then + name.removeprefix(part)
         if old.get(earlier) != shape:
@@ -82,7 +82,7 @@ def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, ty
         before,
         after,
         kept,
-        tuple(fresh),
+        tuple(new_tensors),
         tuple(name for name in old if name not in stayed),
         tuple(part for part, then in parts.items() if then is None),
         tuple(part for part in gone if part.rpartition(".layers.")[0] not in gone),  # a depth stands for its blocks
@@ -91,29 +91,29 @@ def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, ty
 
 def _matched(before: ModelConfig, old: Shapes, after: ModelConfig, new: Shapes) -> dict[str, str | None]:
     """Returns the old name of each block and depth by its new name; None for a new one."""
-    found: dict[str, str | None] = {}
+    old_names: dict[str, str | None] = {}
     earlier = _sections(before)
     for section, now in _sections(after).items():
         if section not in earlier:
-            found[section] = None
+            old_names[section] = None
             continue
         if section != TRUNK:
-            found[section] = section
+            old_names[section] = section
         if len(now) != len(earlier[section]):
             raise ValueError(
                 f"{section} has {len(earlier[section])} blocks in {before.pattern}, but {len(now)} in {after.pattern}: "
-                "blocks are matched by their places, so write one for each."
+                "blocks are matched by position, so write one for each."
             )
         for (symbol, name), (symbol_then, name_then) in zip(now, earlier[section], strict=True):
             alike = _inside(new, name) == _inside(old, name_then)
             if symbol == symbol_then and not alike:
                 raise ValueError(
                     f"{name_then} has other tensors than {name} of the config that is given for {symbol!r}. Leave that "
-                    "out to keep the block, or use another symbol to make it anew."
+                    "out to keep the block, or use another symbol for a new block."
                 )
             named_alike = after.pattern.symbols[symbol] == before.pattern.symbols[symbol_then]
-            found[name] = name_then if alike and named_alike else None
-    return found
+            old_names[name] = name_then if alike and named_alike else None
+    return old_names
 
 
 def _sections(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
@@ -127,10 +127,10 @@ def _sections(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
         ]
 
     pattern = config.pattern
-    found = {TRUNK: named("layers", map(pattern.layer, range(len(pattern))))}
+    sections = {TRUNK: named("layers", map(pattern.layer, range(len(pattern))))}
     for depth in range(config.mtp_module_count):
-        found[f"mtp.{depth}"] = named(f"mtp.{depth}.layers", pattern.depth_layers(depth))
-    return found
+        sections[f"mtp.{depth}"] = named(f"mtp.{depth}.layers", pattern.depth_layers(depth))
+    return sections
 
 
 def _parts(config: ModelConfig) -> list[str]:

@@ -58,10 +58,10 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
 
 def _kept() -> list[Any]:
     """Returns the operators of KEPT that exist and are loaded."""
-    found = []
+    operators = []
     for name in KEPT:
-        room, operator = name.split(".")
-        packet = getattr(getattr(torch.ops, room), operator, None)
+        namespace, operator = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            found.append(packet.default)
-    return found
+            operators.append(packet.default)
+    return operators

@@ -33,10 +33,10 @@ def linear_logprobs_at(
 ) -> tuple[TokenStats, Tensor]:
     """Returns `linear_logprobs` for `targets` [N], and the log-probs of `ids` [N, k], fp32, with gradient.
 
-    Positions whose target is ignored hold 0 and give no gradient, whatever their ids. Of `hidden` [N, H] only one
-    dimension of tokens is taken. With `group`, one collective more; `hidden`'s gradient is this rank's part, as there.
-    A `target_count` promises of the ids, too, that they are inside the vocabulary: one that is not makes NaN. How
-    logits are made is said as in `linear_logprobs`.
+    `hidden` is [N, H]. Positions whose target is ignored hold 0 and have no gradient, whatever their ids. With `group`
+    there is one more collective, and the gradient of `hidden` is this rank's part, as in `linear_logprobs`. With a
+    `target_count`, ids are not checked either: one outside of the vocabulary gives NaN. `logit_config` and `changes`
+    are those of `linear_logprobs`.
     """
     if ids.ndim != 2 or ids.shape[0] != targets.shape[0] or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
@@ -62,9 +62,10 @@ def linear_logprobs_at(
     )
     if logit_config.target_count is not None:
         logits = logits * torch.zeros_like(logits).masked_fill_(outside, torch.nan).add_(1.0)
-    heat = logit_config.temperature
-    heat = heat.detach()[:, None] if isinstance(heat, Tensor) and heat.ndim else heat
-    return stats, (logit_config.shape(logits) / heat - stats.lse[:, None]).where(kept, 0.0)
+    temperature = logit_config.temperature
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = temperature.detach()[:, None]
+    return stats, (logit_config.transform(logits) / temperature - stats.lse[:, None]).where(kept, 0.0)
 
 
 class _SelectedLogits(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Where each sequence lies in a packed run of tokens (THD layout)."""
+"""Packing: the borders of sequences in packed tokens (THD layout), and indices derived from them."""
 
 from __future__ import annotations
 

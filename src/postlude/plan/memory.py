@@ -34,7 +34,7 @@ class MemoryEstimate:
     frozen: int
     """Weights of a reference or a teacher."""
     gathered: int
-    """Gathered weights in the compute dtype; also gradients if they are reduced once a step."""
+    """Gathered weights in the compute dtype; also gradients if they are reduced once per step."""
     activations: int
     """What microbatches in flight keep for their backward, and for deferred weight gradients."""
     working: int

@@ -36,7 +36,7 @@ class RunResult:
     summary: RunSummary
     """The printed summary: scores before and after, failures, time by phase."""
     metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl, one a step."""
+    """The lines of metrics.jsonl, one per step."""
     model: Path | None
     """The exported model, or None."""
 

@@ -55,7 +55,7 @@ class EncodedRows(Generic[Row]):
         """Describes the rows for the preflight."""
         dropped = f", {self.rows.dropped} more are too long and dropped" if self.rows.dropped else ""
         conversations = len(np.unique(self.rows.sources))
-        split = f" of {conversations} conversations, one a turn" if len(self) > conversations else ""
+        split = f" of {conversations} conversations, one per turn" if len(self) > conversations else ""
         return f"{len(self)} rows{split}{dropped}"
 
     @property
@@ -64,15 +64,15 @@ class EncodedRows(Generic[Row]):
         return int(self.rows.tokens.max())
 
     def content(self, index: int) -> bytes:
-        """Returns what distinguishes held-out rows."""
+        """Returns the content by which held-out rows are told from the others."""
         return self.rows.content(index)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        found = self.rows.row(index)
-        row: Any = found[0] if self.rows.sequences_per_row == 1 else tuple(found)
+        sequences = self.rows.row(index)
+        row: Any = sequences[0] if self.rows.sequences_per_row == 1 else tuple(sequences)
         return row  # type: ignore[no-any-return]
 
 
@@ -87,17 +87,17 @@ def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
     names = [rows.location(index) for index in range(len(rows))]
     _warn_of_roles(values, names)
     if data.tools in rows.columns:
-        values = [[*each, row.get(data.tools)] for each, row in zip(values, rows, strict=True)]
+        values = [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
     chunks = []
     with encoding_bar(len(rows), f"encoding {rows.name}") as advance:
         for chunk in encode(encoder, form, values, names):
             if chunk.too_long and data.overlong != "drop":
                 _, row, length = chunk.too_long[0]
-                mends = "drop" if data.overlong == "cut" else "drop or cut"
+                choices = "drop" if data.overlong == "cut" else "drop or cut"
                 held = " and ".join(f'"{column}"' for column in columns if column is not None)
                 raise ValueError(
                     f"{row} has {length} tokens in {held}, too many for the budget, which leaves {encoder.max_length}. "
-                    f"Raise budget, or set data.overlong to {mends}."
+                    f"Raise budget, or set data.overlong to {choices}."
                 )
             chunks.append(chunk)
             advance(CHUNK)

@@ -32,8 +32,8 @@ def describe_mtp(model: str, mtp: MTPSettings) -> str:
     """Returns one line about the MTP depths and where their weights come from."""
     depths = read_model(model_source(model, mtp))[1].pattern.mtp
     named = f"{len(depths)} depth(s) of {_as_pattern(depths[0])}"
-    own = read_model_with_mtp(model)[1].pattern.mtp
-    return f"{named}, the model's own" if own else f"{named}, fresh: the model has none"
+    has_depths = bool(read_model_with_mtp(model)[1].pattern.mtp)
+    return f"{named}, the model's own" if has_depths else f"{named}, new: the model has none"
 
 
 class MTPLoss:

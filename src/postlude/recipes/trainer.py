@@ -335,7 +335,7 @@ class Trainer(ABC):
         return self._end(RunOutcome("interrupted", self.step, message, 128 + self.stop_signal))
 
     def fail(self, message: str) -> RunOutcome:
-        """Ends a run that cannot go on. Nothing is exported; the message says which checkpoint can be resumed."""
+        """Ends a run that cannot continue. Nothing is exported; the message says which checkpoint can be resumed."""
         self.engine.finish_saving()
         return self._end_as_failed(message)
 

@@ -84,7 +84,7 @@ class AttentionConfig(BlockConfig):
         """Copies the fields of the model's other attention, full or sliding; else head_dim is 64."""
         for other in others:
             if isinstance(other, AttentionConfig):
-                same = {each.name: getattr(other, each.name) for each in fields(AttentionConfig)}
+                same = {field.name: getattr(other, field.name) for field in fields(AttentionConfig)}
                 return cls(**same, **cls._own_fields())
         heads, size = default_heads(hidden_size, 64)
         return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._own_fields(), **cls.shared_fields(others))
@@ -225,10 +225,10 @@ class Attention(Block):
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """See `Block`."""
         layers = self.fused_projections()[0]
-        joined = fused_weight(layers)
-        if joined is None or self.o_proj.bias is not None:
+        weight = fused_weight(layers)
+        if weight is None or self.o_proj.bias is not None:
             return None
-        projected = norm_linear(hidden, norm, joined).split([len(local(layer.weight)) for layer in layers], -1)
+        projected = norm_linear(hidden, norm, weight).split([len(local(layer.weight)) for layer in layers], -1)
         return linear_add(
             hidden, self._attention_output(projected, context), local(self.o_proj.weight), context.counters
         )
@@ -285,8 +285,8 @@ class Attention(Block):
             return features
         # The collective gathers dim 0, which is features here.
         whole = gather_from_sequence(features.T.contiguous(), tp.group).unflatten(0, (kv_heads, -1))  # [kv_heads, d, T]
-        own: Tensor = whole[tp.rank * kv_heads // tp.size].T
-        return own
+        head: Tensor = whole[tp.rank * kv_heads // tp.size].T
+        return head
 
     def _score_config(self) -> ScoreConfig:
         config = self.config

@@ -62,9 +62,9 @@ class LatentAttentionConfig(BlockConfig):
 
         Rotary features are half a head size, as in DeepSeek-V3.
         """
-        found = next((other for other in others if isinstance(other, AttentionConfig)), None)
-        heads, size = default_heads(hidden_size, 128) if found is None else (found.heads, found.head_dim)
-        rotary = RotaryConfig() if found is None or found.rotary is None else found.rotary
+        attention = next((other for other in others if isinstance(other, AttentionConfig)), None)
+        heads, size = default_heads(hidden_size, 128) if attention is None else (attention.heads, attention.head_dim)
+        rotary = RotaryConfig() if attention is None or attention.rotary is None else attention.rotary
         return cls(
             heads=heads,
             nope_dim=size,
@@ -205,8 +205,8 @@ class LatentAttention(Block):
         config = self.config
         query_part, query_rotated, latent = inputs
         latent, key_rotated = latent.split((config.latent_size, config.rope_dim), dim=-1)
-        made = self.kv_b_proj(latent).unflatten(-1, (-1, config.nope_dim + config.value_dim))
-        key_part, value = made.split((config.nope_dim, config.value_dim), dim=-1)
+        key_value = self.kv_b_proj(latent).unflatten(-1, (-1, config.nope_dim + config.value_dim))
+        key_part, value = key_value.split((config.nope_dim, config.value_dim), dim=-1)
         query = torch.cat((query_part, query_rotated), dim=-1)
         key = torch.cat((key_part, key_rotated[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
         return attend(query, key, value, queries, keys, config.score_config)

@@ -48,11 +48,11 @@ class GatedConfig(BlockConfig):
     @classmethod
     def gated_fields(cls, others: Sequence[BlockConfig]) -> dict[str, Any]:
         """Returns the fields of the first GatedConfig among `others`, else the shared fields of the first."""
-        found = next((other for other in others if isinstance(other, GatedConfig)), None)
+        gated = next((other for other in others if isinstance(other, GatedConfig)), None)
         return (
             cls.shared_fields(others)
-            if found is None
-            else {each.name: getattr(found, each.name) for each in fields(GatedConfig)}
+            if gated is None
+            else {field.name: getattr(gated, field.name) for field in fields(GatedConfig)}
         )
 
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:

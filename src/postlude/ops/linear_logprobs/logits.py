@@ -85,7 +85,7 @@ class LogitConfig:
                 "vocab_size is needed with group: a rank knows its own shard alone, not the whole vocabulary."
             )
 
-    def shape(self, products: Tensor) -> Tensor:
+    def transform(self, products: Tensor) -> Tensor:
         """hidden @ weightᵀ + bias -> logits before the temperature."""
         if self.logit_scale != 1.0:
             products = products * self.logit_scale

@@ -54,15 +54,15 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
     """See `Epilogue.accumulate`."""
     logits, _ = transform(slab)
     owned, column = _target_columns(slab)
-    found = torch.zeros_like(state)
-    found[TARGET] = torch.where(owned, logits.gather(1, column), LOWEST)[:, 0]
-    found[MAXIMUM] = logits.amax(1)
-    gap = logits.sub_(found[MAXIMUM][:, None])
+    chunk_state = torch.zeros_like(state)
+    chunk_state[TARGET] = torch.where(owned, logits.gather(1, column), LOWEST)[:, 0]
+    chunk_state[MAXIMUM] = logits.amax(1)
+    gap = logits.sub_(chunk_state[MAXIMUM][:, None])
     share = gap.exp()
-    found[SUM] = share.sum(1)
+    chunk_state[SUM] = share.sum(1)
     if entropy:
-        found[MOMENT] = share.mul_(gap).sum(1)
-    state.copy_(join(torch.stack((state, found))))
+        chunk_state[MOMENT] = share.mul_(gap).sum(1)
+    state.copy_(join(torch.stack((state, chunk_state))))
 
 
 def results(state: Tensor) -> Results:

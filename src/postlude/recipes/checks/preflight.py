@@ -351,7 +351,7 @@ def _model(inputs: PreflightInputs) -> str:
 
 def _weights(source: Source) -> str:
     count = check_weights(source)
-    return "fresh" if count is None else f"{count} tensors"
+    return "random" if count is None else f"{count} tensors"
 
 
 def _draft(inputs: PreflightInputs) -> str:

@@ -122,7 +122,7 @@ class GRPOConfig(TrainingConfig):
     steps: PositiveInt = 200
     """Number of GRPO steps, after those of the warm start."""
     prompts_per_step: PositiveInt = 32
-    """Prompts a step."""
+    """Prompts per step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the size of a group."""
     sampling: SamplingSettings = SamplingSettings()

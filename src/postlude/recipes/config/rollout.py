@@ -51,7 +51,7 @@ class SyncSettings(Settings):
     """Seconds for a server to join, or to receive one gibibyte. Then it counts as failed."""
     checksum_every: NonNegativeInt = 20
     """Weight updates between comparisons of the servers' checksums, starting with the first; 0 disables them. vLLM
-    hashes every weight for it, about a second a gigabyte."""
+    hashes every weight for it, about a second per gigabyte."""
 
 
 class RunningServers(ConnectionSettings, SyncSettings):

@@ -182,7 +182,7 @@ class Limits(Settings):
     weight_growth: Annotated[float, Field(gt=1)] = 100.0
     """Maximum growth of the norm of all weights since the start, checked at every checkpoint."""
     entropy: NonNegative = 0.01
-    """Mean entropy of the policy, in nats a token, below which the run warns."""
+    """Mean entropy of the policy, in nats per token, below which the run warns."""
     patience: PositiveInt = 5
     """Steps in a row before the run ends for failed rewards, or warns of low entropy or equal rewards."""
 
@@ -227,11 +227,12 @@ class TrainingConfig(RunConfig):
     recompute: Recompute = "none"
     """Activations to recompute in the backward instead of keeping them."""
     overlap: Overlap = False
-    """true alternates one microbatch's forward with another's backward, which hides expert exchanges behind compute and
-    keeps one more microbatch and whole weights. "zero_bubble" computes weight gradients in the pipeline's bubble."""
+    """true interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all with
+    compute. It keeps one more microbatch and gathered weights in memory. "zero_bubble" computes weight gradients in the
+    pipeline's bubble."""
     gather_once: bool = False
-    """Gather sharded weights and reduce gradients once a step instead of once a microbatch. Each rank then needs memory
-    for all weights and gradients of its stage."""
+    """Gather sharded weights and reduce gradients once per step instead of once per microbatch. Each rank then needs
+    memory for all weights and gradients of its stage."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves only the last one."""
     keep_checkpoints: PositiveInt = 2
@@ -241,7 +242,7 @@ class TrainingConfig(RunConfig):
     code_changes: Literal["refuse", "allow"] = "refuse"
     """Whether to resume a run after a file of yours that it calls (a reward function, an objective) was changed."""
     limits: Limits = Limits()
-    """When the run ends because it cannot learn any more."""
+    """Limits at which the run ends or warns, because it learns nothing more."""
     export: bool = True
     """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory."""
 

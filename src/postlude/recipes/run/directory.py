@@ -2,9 +2,9 @@
 
     config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
     run.json                    every start: time, host, versions, step
-    metrics.jsonl               one JSON object a step
-    layers.jsonl                lists of each layer, one JSON object a step; only if a block has any (load of experts)
-    samples.jsonl               one JSON object a sample
+    metrics.jsonl               one JSON object per step
+    layers.jsonl                lists of each layer, one JSON object per step; only if a block has any (load of experts)
+    samples.jsonl               one JSON object per sample
     tensorboard/                the metrics as event files
     cache/                      the dataset's rows as tokens
     checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it

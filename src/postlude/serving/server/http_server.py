@@ -256,7 +256,7 @@ async def _write(writer: asyncio.StreamWriter, status: int, result: Any, *, keep
 
 
 async def _write_events(writer: asyncio.StreamWriter, values: AsyncGenerator[Any, None]) -> None:
-    """Writes one server-sent event a value. The end of the connection ends them."""
+    """Writes one server-sent event per value. The end of the connection ends them."""
     head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\nConnection: close\r\n\r\n"
     writer.write(head.encode("latin-1"))
     try:
