@@ -150,7 +150,7 @@ def gated_delta_forward(
     chunks = Chunks(lengths, chunk, cu_seqlens)
     scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
     states = scan.last_states() if last_states else scan.value.new_empty(0)
-    return chunks.leave(scan.outputs()).to(value.dtype), states
+    return chunks.to_tokens(scan.outputs()).to(value.dtype), states
 
 
 # One operator, so that selective recompute keeps its result and nothing inside.
@@ -222,12 +222,12 @@ class Chunks:
         first = table[packing.sequence_index()] + table[len(lengths) + position // size]
         self._slots = first * size + position % size  # [T]
 
-    def enter(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_chunks(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero in padding."""
         room = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
         return _parted(room, self.size).transpose(1, 2).to(dtype).contiguous()
 
-    def leave(self, chunks: Tensor) -> Tensor:
+    def to_tokens(self, chunks: Tensor) -> Tensor:
         """[chunks, heads, size, ...] -> [T, heads, ...]."""
         return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self._slots)
 
@@ -255,123 +255,131 @@ class _Scan:
         wide = _wide(query, key, value, log_decay, beta)
         self.chunks, self.scale, self.heads = chunks, scale, value.shape[1]
         self.group = self.heads // key.shape[1]
-        self.unit_query, self.query_over = _unit(chunks.enter(query, wide), normalise)
-        self.unit_key, self.key_over = _unit(chunks.enter(key, wide), normalise)
+        self.unit_query, self.query_over = _unit(chunks.to_chunks(query, wide), normalise)
+        self.unit_key, self.key_over = _unit(chunks.to_chunks(key, wide), normalise)
         key = self.key = self._spread(self.unit_key)  # [B, C, dk]
         query = self.query = self._spread(self.unit_query * scale)
-        self.value = chunks.enter(value, wide).flatten(0, 1)  # [B, C, dv]
-        self.beta = chunks.enter(beta, wide).flatten(0, 1)[..., None]  # [B, C, 1]
+        self.value = chunks.to_chunks(value, wide).flatten(0, 1)  # [B, C, dv]
+        self.beta = chunks.to_chunks(beta, wide).flatten(0, 1)[..., None]  # [B, C, 1]
 
-        total = chunks.enter(log_decay, torch.float64).flatten(0, 1).cumsum(-1)  # [B, C]
-        self.since = total.exp().to(wide)[..., None]  # e^G, [B, C, 1]
-        self.until = (total[:, -1:] - total).exp().to(wide)[..., None]  # e^{G_C − G}, [B, C, 1]
-        self.across = self.since[:, -1:]  # e^{G_C}, [B, 1, 1]
+        total = chunks.to_chunks(log_decay, torch.float64).flatten(0, 1).cumsum(-1)  # [B, C]
+        self.decay_from_start = total.exp().to(wide)[..., None]  # e^G, [B, C, 1]
+        self.decay_to_end = (total[:, -1:] - total).exp().to(wide)[..., None]  # e^{G_C − G}, [B, C, 1]
+        self.chunk_decay = self.decay_from_start[:, -1:]  # e^{G_C}, [B, 1, 1]
         # Two numbers for G, since neighbours differ by little even where both are large.
         high = total.to(wide)
         low = (total - high).to(wide)
-        self.between = ((high[:, :, None] - high[:, None]) + (low[:, :, None] - low[:, None])).exp_().tril_()  # D
+        self.pair_decay = ((high[:, :, None] - high[:, None]) + (low[:, :, None] - low[:, None])).exp_().tril_()  # D
 
-        self.seen = self._pairs(self.unit_query * scale)  # P, [B, C, C]
-        self.alike = self._pairs(self.unit_key).tril_(-1)  # A / β
-        self.inverse = _inverse_of_one_plus(self.beta * self.alike)  # [B, C, C]
-        self.reading = self.inverse @ (self.beta * self.since * key)  # w, [B, C, dk]
-        self.leaving = self.until * key  # [B, C, dk]
-        self.written = self.inverse @ (self.beta * self.value)  # u, and δ once the states are known, [B, C, dv]
+        self.query_key = self._pairs(self.unit_query * scale)  # P, [B, C, C]
+        self.key_key = self._pairs(self.unit_key).tril_(-1)  # A / β
+        self.inverse = _inverse_of_one_plus(self.beta * self.key_key)  # [B, C, C]
+        self.state_reader = self.inverse @ (self.beta * self.decay_from_start * key)  # w, [B, C, dk]
+        self.decayed_key = self.decay_to_end * key  # [B, C, dk]
+        self.delta = self.inverse @ (self.beta * self.value)  # u, and δ once the states are known, [B, C, dv]
         self.states = self._run()  # S, [B, dk, dv]
 
     def _run(self) -> Tensor:
         """Returns the state at each chunk's start. Turns u into δ."""
         states = self.value.new_zeros(len(self.value), self.key.shape[-1], self.value.shape[-1])
         rounds = self._rounds()
-        for here, there in zip(rounds, [*rounds[1:], None], strict=True):
-            self.written[here].baddbmm_(self.reading[here], states[here], alpha=-1)
-            if there is not None:
-                on = slice(here.start, here.start + there.stop - there.start)
-                torch.mul(states[on], self.across[on], out=states[there])
-                states[there].baddbmm_(self.leaving[on].mT, self.written[on])
+        for this_round, next_round in zip(rounds, [*rounds[1:], None], strict=True):
+            self.delta[this_round].baddbmm_(self.state_reader[this_round], states[this_round], alpha=-1)
+            if next_round is not None:
+                on = slice(this_round.start, this_round.start + next_round.stop - next_round.start)
+                torch.mul(states[on], self.chunk_decay[on], out=states[next_round])
+                states[next_round].baddbmm_(self.decayed_key[on].mT, self.delta[on])
         return states
 
     def outputs(self) -> Tensor:
         """[chunks, heads, C, dv]."""
-        output = torch.baddbmm(self.seen @ self.written, self.since * self.query, self.states)
+        output = torch.baddbmm(self.query_key @ self.delta, self.decay_from_start * self.query, self.states)
         return _parted(output, self.heads)
 
     def last_states(self) -> Tensor:
         """[n, heads, dk, dv]."""
-        states, across, leaving, written = (
+        states, chunk_decay, decayed_key, delta = (
             _parted(each, self.heads).index_select(0, self.chunks.last)
-            for each in (self.states, self.across, self.leaving, self.written)
+            for each in (self.states, self.chunk_decay, self.decayed_key, self.delta)
         )
-        return states * across + leaving.mT @ written
+        return states * chunk_decay + decayed_key.mT @ delta
 
     def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the gradients of query, key, value, log decay and beta from those of outputs and last states."""
-        key, query, since, beta = self.key, self.query, self.since, self.beta
-        output = self.chunks.enter(output, self.value.dtype).flatten(0, 1)
-        written = self.seen.mT @ output  # of δ, [B, C, dv]
-        ahead = self._run_back(output, written, last_states)  # of the state each chunk leaves, [B, dk, dv]
-        written.baddbmm_(self.leaving, ahead)
-        solved = self.inverse.mT @ written  # of β (v − e^G k S)
+        key, query, decay_from_start, beta = self.key, self.query, self.decay_from_start, self.beta
+        output = self.chunks.to_chunks(output, self.value.dtype).flatten(0, 1)
+        delta_grads = self.query_key.mT @ output  # of δ, [B, C, dv]
+        state_grads = self._run_back(output, delta_grads, last_states)  # of the state each chunk leaves, [B, dk, dv]
+        delta_grads.baddbmm_(self.decayed_key, state_grads)
+        solved = self.inverse.mT @ delta_grads  # of β (v − e^G k S)
         right = beta * solved
 
-        pairs_seen = (output @ self.written.mT).tril_()  # of P
-        pairs_alike = (solved @ self.written.mT).neg_().tril_(-1)  # of A
-        own = self.since * (output @ self.states.mT)  # of q, through the state
-        own_key = self.since * (right @ self.states.mT).neg_()  # of k, through the state that it reads
-        left_key = self.until * (self.written @ ahead.mT)  # of k, through the state that it leaves
-        beta_gradient = (solved * (self.value - since * (key @ self.states))).sum(-1)
-        beta_gradient += (pairs_alike * self.alike).sum(-1)
+        query_key_grads = (output @ self.delta.mT).tril_()  # of P
+        key_key_grads = (solved @ self.delta.mT).neg_().tril_(-1)  # of A
+        query_through_state = self.decay_from_start * (output @ self.states.mT)  # of q, through the state
+        key_through_state = (
+            self.decay_from_start * (right @ self.states.mT).neg_()
+        )  # of k, through the state that it reads
+        key_through_update = self.decay_to_end * (self.delta @ state_grads.mT)  # of k, through the state that it leaves
+        beta_gradient = (solved * (self.value - decay_from_start * (key @ self.states))).sum(-1)
+        beta_gradient += (key_key_grads * self.key_key).sum(-1)
 
         decay = self._decay_gradient(
-            pairs_seen * self.seen + pairs_alike * (beta * self.alike),
-            (query * own).sum(-1) + (key * own_key).sum(-1),
-            (key * left_key).sum(-1),
-            self.across[:, 0, 0] * (self.states * ahead).sum((-2, -1)),
+            query_key_grads * self.query_key + key_key_grads * (beta * self.key_key),
+            (query * query_through_state).sum(-1) + (key * key_through_state).sum(-1),
+            (key * key_through_update).sum(-1),
+            self.chunk_decay[:, 0, 0] * (self.states * state_grads).sum((-2, -1)),
         )
-        pairs_seen = self._gather(pairs_seen.mul_(self.between))  # of q·k, [chunks · key heads, C, C]
-        pairs_alike = self._gather(pairs_alike.mul_(beta).mul_(self.between))  # of k·k
+        query_key_grads = self._gather(query_key_grads.mul_(self.pair_decay))  # of q·k, [chunks · key heads, C, C]
+        key_key_grads = self._gather(key_key_grads.mul_(beta).mul_(self.pair_decay))  # of k·k
         unit_query, unit_key = self.unit_query.flatten(0, 1), self.unit_key.flatten(0, 1)
-        of_query = self._gather(own) + pairs_seen @ unit_key
-        of_key = self._gather(own_key + left_key) + (pairs_alike + pairs_alike.mT) @ unit_key
-        of_key += pairs_seen.mT @ (unit_query * self.scale)
-        found = (
+        of_query = self._gather(query_through_state) + query_key_grads @ unit_key
+        of_key = self._gather(key_through_state + key_through_update) + (key_key_grads + key_key_grads.mT) @ unit_key
+        of_key += query_key_grads.mT @ (unit_query * self.scale)
+        gradients = (
             _through_unit(of_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_over),
             _through_unit(of_key.view_as(self.unit_key), self.unit_key, self.key_over),
             *(_parted(each, self.heads) for each in (right, decay, beta_gradient)),
         )
-        return tuple(self.chunks.leave(each) for each in found)
+        return tuple(self.chunks.to_tokens(each) for each in gradients)
 
-    def _run_back(self, output: Tensor, written: Tensor, last_states: Tensor | None) -> Tensor:
-        """Returns the gradient of each chunk's final state, [B, dk, dv]. `written` is δ's gradient from outputs."""
-        ahead = torch.zeros_like(self.states)
+    def _run_back(self, output: Tensor, delta_grads: Tensor, last_states: Tensor | None) -> Tensor:
+        """Returns the gradient of each chunk's final state, [B, dk, dv]. `delta_grads` are those of δ from outputs."""
+        state_grads = torch.zeros_like(self.states)
         if last_states is not None:
-            _parted(ahead, self.heads).index_copy_(0, self.chunks.last, last_states.to(ahead.dtype))
+            _parted(state_grads, self.heads).index_copy_(0, self.chunks.last, last_states.to(state_grads.dtype))
         # The gradient of the state at a chunk's start that does not come from later chunks.
-        direct = (self.since * self.query).mT @ output
-        direct.baddbmm_(self.reading.mT, written, alpha=-1)
+        direct = (self.decay_from_start * self.query).mT @ output
+        direct.baddbmm_(self.state_reader.mT, delta_grads, alpha=-1)
         rounds = self._rounds()
-        for here, before in zip(reversed(rounds), reversed([None, *rounds[:-1]]), strict=True):
+        for this_round, before in zip(reversed(rounds), reversed([None, *rounds[:-1]]), strict=True):
             if before is not None:
-                on = slice(before.start, before.start + here.stop - here.start)
-                torch.addcmul(direct[here], ahead[here], self.across[here], out=ahead[on])
-                ahead[on].baddbmm_(self.reading[here].mT, self.leaving[here] @ ahead[here], alpha=-1)
-        return ahead
+                on = slice(before.start, before.start + this_round.stop - this_round.start)
+                torch.addcmul(
+                    direct[this_round], state_grads[this_round], self.chunk_decay[this_round], out=state_grads[on]
+                )
+                state_grads[on].baddbmm_(
+                    self.state_reader[this_round].mT, self.decayed_key[this_round] @ state_grads[this_round], alpha=-1
+                )
+        return state_grads
 
-    def _decay_gradient(self, pairs: Tensor, since: Tensor, until: Tensor, across: Tensor) -> Tensor:
+    def _decay_gradient(
+        self, pairs: Tensor, decay_from_start: Tensor, decay_to_end: Tensor, chunk_decay: Tensor
+    ) -> Tensor:
         """Returns g's gradient [B, C] from d/d(G_i − G_j) [B, C, C], d/dG_i [B, C], d/d(G_C − G_i) [B, C], d/dG_C [B].
 
         Each sum covers only the decays that a token's g is part of, so that nothing large cancels.
         """
-        gradient = since.flip(-1).cumsum(-1).flip(-1) + across[:, None]
+        gradient = decay_from_start.flip(-1).cumsum(-1).flip(-1) + chunk_decay[:, None]
         over = pairs.cumsum(-1).tril_(-1).sum(-2)  # over i > l and j ≤ l
-        gradient[:, 1:] += over[:, :-1] + until.cumsum(-1)[:, :-1]
+        gradient[:, 1:] += over[:, :-1] + decay_to_end.cumsum(-1)[:, :-1]
         return gradient
 
     def _pairs(self, left: Tensor) -> Tensor:
         """Returns D_ij left_i·k_j, [B, C, C], for `left` [chunks, key heads, C, dk]."""
         products = left.flatten(0, 1) @ self.unit_key.flatten(0, 1).mT
-        between = _parted(self.between, self.group)
-        return (products[:, None] * between).flatten(0, 1)
+        pair_decay = _parted(self.pair_decay, self.group)
+        return (products[:, None] * pair_decay).flatten(0, 1)
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """[chunks, key heads, ...] -> [B, ...]."""

@@ -63,11 +63,11 @@ def ssd(
         output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
         return output, None
     chunk = max(1, min(chunk, packing.total))
-    at_once = WORKSPACE // max(1, packing.total * chunk)
+    max_heads = WORKSPACE // max(1, packing.total * chunk)
     outputs, states = [], []
-    for heads, groups in _turns(x.shape[1], B.shape[1], at_once):
-        own = x[:, heads], dt[:, heads], A[heads], B[:, groups], C[:, groups]
-        output, last = _Scan.apply(*own, packing.cu_seqlens, chunk, last_states)
+    for heads, groups in _turns(x.shape[1], B.shape[1], max_heads):
+        inputs = x[:, heads], dt[:, heads], A[heads], B[:, groups], C[:, groups]
+        output, last = _Scan.apply(*inputs, packing.cu_seqlens, chunk, last_states)
         outputs.append(output)
         states.append(last)
     y = torch.cat(outputs, 1)
@@ -122,10 +122,10 @@ def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | 
     return None, needed
 
 
-def _turns(heads: int, groups: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+def _turns(heads: int, groups: int, max_heads: int) -> Iterator[tuple[slice, slice]]:
     """Yields heads that are processed together, with their groups: whole groups, or part of one."""
     share = heads // groups
-    step = max(1, min(at_once, heads))
+    step = max(1, min(max_heads, heads))
     if step >= share:
         step -= step % share
         for start in range(0, heads, step):
@@ -194,8 +194,8 @@ class _Scan(Function):
             outputs = _scan(*arguments)
         wanted = [each for each in inputs if each.requires_grad]
         count = 2 if ctx.options[1] else 1  # without last states there is no gradient of them
-        found = iter(torch.autograd.grad(outputs[:count], wanted, gradients[:count]))
-        return *(next(found) if need else None for need in needed), None, None, None
+        input_gradients = iter(torch.autograd.grad(outputs[:count], wanted, gradients[:count]))
+        return *(next(input_gradients) if need else None for need in needed), None, None, None
 
 
 def _scan(
@@ -206,22 +206,23 @@ def _scan(
     wide, (tokens, heads, width), groups = _wide(x), x.shape, B.shape[1]
     split = (groups, heads // groups)
     # Sums of logarithms are float64, so that differences of large sums stay exact.
-    passed = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
-    pushed = chunks.cut(x.to(wide) * dt.to(wide)[..., None]).permute(0, 2, 1, 3).unflatten(1, split)  # [N, g, r, l, p]
+    log_decay = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
+    dt_x = chunks.cut(x.to(wide) * dt.to(wide)[..., None]).permute(0, 2, 1, 3).unflatten(1, split)  # [N, g, r, l, p]
     B, C = (chunks.cut(each.to(wide)).transpose(1, 2) for each in (B, C))  # [N, g, l, n]
 
     # Within a chunk each token sees those before it, as in attention, with decays instead of a softmax.
-    decay = _exp(passed[..., :, None] - passed[..., None, :], chunks.visible[:, None, None], wide)  # [N, g, r, l, l]
-    inside = ((C @ B.transpose(-1, -2))[:, :, None] * decay) @ pushed
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    decay = _exp(difference, chunks.visible[:, None, None], wide)  # [N, g, r, l, l]
+    inside = ((C @ B.transpose(-1, -2))[:, :, None] * decay) @ dt_x
 
     # Between chunks there are states: each chunk adds to them, and its tokens read the state before it.
-    left = _exp(passed[..., -1:] - passed, chunks.stays[:, None, None], wide)  # from a token to the chunk's end
-    added = (pushed * left[..., None]).transpose(-1, -2).flatten(2, 3) @ B  # [N, g, r·p, n]
-    closed = ~chunks.continues[:, -1]  # no state passes the start of a sequence
-    through = passed[..., -1].flatten(1).masked_fill(closed[:, None], float("-inf")).to(wide)  # [N, heads]
-    carried = _carry(added.reshape(chunks.count, heads, width * B.shape[-1]), through).reshape(added.shape)
-    since = _exp(passed, chunks.continues[:, None, None], wide)  # from the chunk's start to each token
-    before = (carried @ C.transpose(-1, -2)).unflatten(2, (-1, width)) * since[..., None, :]  # [N, g, r, p, l]
+    to_end = _exp(log_decay[..., -1:] - log_decay, chunks.stays[:, None, None], wide)  # decay to the chunk's end
+    added = (dt_x * to_end[..., None]).transpose(-1, -2).flatten(2, 3) @ B  # [N, g, r·p, n]
+    starts_sequence = ~chunks.continues[:, -1]  # no state passes the start of a sequence
+    across = log_decay[..., -1].flatten(1).masked_fill(starts_sequence[:, None], float("-inf")).to(wide)  # [N, heads]
+    states = _carry(added.reshape(chunks.count, heads, width * B.shape[-1]), across).reshape(added.shape)
+    from_start = _exp(log_decay, chunks.continues[:, None, None], wide)  # decay from the chunk's start
+    before = (states @ C.transpose(-1, -2)).unflatten(2, (-1, width)) * from_start[..., None, :]  # [N, g, r, p, l]
 
     y = (
         (inside + before.transpose(-1, -2))
@@ -230,10 +231,10 @@ def _scan(
     )
     if not last_states:
         return y, y.new_empty(0)
-    last, place = chunks.ends // chunks.length, chunks.ends % chunks.length
-    own = (pushed[last] * decay[last, :, :, place][..., None]).transpose(-1, -2).flatten(2, 3) @ B[last]
-    old = carried.unflatten(2, (-1, width))[last] * since[last, :, :, place][..., None, None]
-    return y, (own.reshape(old.shape) + old).flatten(1, 2)
+    last, offset = chunks.ends // chunks.length, chunks.ends % chunks.length
+    new = (dt_x[last] * decay[last, :, :, offset][..., None]).transpose(-1, -2).flatten(2, 3) @ B[last]
+    old = states.unflatten(2, (-1, width))[last] * from_start[last, :, :, offset][..., None, None]
+    return y, (new.reshape(old.shape) + old).flatten(1, 2)
 
 
 # One operator, so that selective recompute keeps its result and not each product inside.
