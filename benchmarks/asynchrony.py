@@ -111,7 +111,7 @@ def case(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict
         "max_staleness": staleness,
         "steps": len(rows),
         "seconds_a_step": round(step, 4),
-        "answers_a_second": round(arguments.prompts * 8 / step, 2),
+        "completions_per_second": round(arguments.prompts * 8 / step, 2),
         "idle": round(waited / step, 4),
         "phases": {name: round(seconds, 4) for name, seconds in phases.items()},
         "staleness_mean": round(mean(row.get("staleness_mean", 0.0) for row in rows), 3),
@@ -126,10 +126,10 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="that are counted")
-    parser.add_argument("--prompts", type=int, default=16, help="a step, with 8 answers each")
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most")
+    parser.add_argument("--prompts", type=int, default=16, help="a step, with 8 completions each")
+    parser.add_argument("--tokens", type=int, default=16, help="of a completion, at most")
     parser.add_argument("--budget", type=int, default=4096)
-    parser.add_argument("--median", type=float, default=0.4, help="seconds that an answer takes besides its tokens")
+    parser.add_argument("--median", type=float, default=0.4, help="seconds that a completion takes besides its tokens")
     parser.add_argument("--tail", type=float, default=0.8, help="the shape of these: 0 has none")
     parser.add_argument("--json", type=Path, help="written after each case")
     parser.add_argument("--smoke", action="store_true", help="two steps of almost nothing")

@@ -38,11 +38,11 @@ def main(arguments: argparse.Namespace) -> None:
         return drawn
 
     cases: list[Case] = [
-        (f"{count} answers", prompts(count), [arguments.length] * count) for count in arguments.answers
+        (f"{count} completions", prompts(count), [arguments.length] * count) for count in arguments.completions
     ]
-    most = max(arguments.answers)
+    most = max(arguments.completions)
     shares = torch.rand(most, generator=generator).square()
-    cases.append((f"{most} uneven answers", prompts(most), (4 + shares * (arguments.length - 4)).long().tolist()))
+    cases.append((f"{most} uneven completions", prompts(most), (4 + shares * (arguments.length - 4)).long().tolist()))
     cases.append((f"{most} first tokens", prompts(most), [1] * most))
     results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)

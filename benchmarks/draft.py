@@ -1,7 +1,7 @@
 """Tokens a second of the generator with drafts and without, for a model whose depth was trained briefly on a text.
 
     PYTHONPATH=src python benchmarks/draft.py                 # 200 steps on this repository's pages, then completions
-    PYTHONPATH=src python benchmarks/draft.py --device cuda --layers 24 --hidden 1024 --answers 1 16 128   # in bf16
+    PYTHONPATH=src python benchmarks/draft.py --device cuda --layers 24 --hidden 1024 --completions 1 16 128   # in bf16
     PYTHONPATH=src python benchmarks/draft.py --smoke         # a few steps and tokens, on any machine
 
 The completions of both are compared token by token: drafts change none, except where bf16 rounds two logits to a tie.
@@ -36,14 +36,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--steps", type=int, default=200, help="of training")
-    parser.add_argument("--answers", type=int, nargs="+", default=[1, 8], help="how many at once")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--completions", type=int, nargs="+", default=[1, 8], help="how many at once")
+    parser.add_argument("--tokens", type=int, default=128, help="of a completion")
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.steps, arguments.answers, arguments.tokens, arguments.repeat = 2, [4], 8, 1
+        arguments.steps, arguments.completions, arguments.tokens, arguments.repeat = 2, [4], 8, 1
         arguments.layers, arguments.hidden = 2, 64
     return arguments
 
@@ -83,8 +83,8 @@ def main() -> None:
     arguments = options()
     text = torch.tensor(list("\n".join(page.read_text() for page in PAGES).encode()))
     model = trained(arguments, text)
-    for answers, temperature in itertools.product(arguments.answers, (0.0, 1.0)):
-        prompts = [text[start : start + 32].tolist() for start in range(0, 997 * answers, 997)]
+    for completions, temperature in itertools.product(arguments.completions, (0.0, 1.0)):
+        prompts = [text[start : start + 32].tolist() for start in range(0, 997 * completions, 997)]
         sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature)
         seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
         found: dict[str, list[Completion]] = {}
@@ -94,13 +94,13 @@ def main() -> None:
                 groups = Generator(model, draft=draft).generate(prompts, sampling)  # type: ignore[arg-type]
                 if turn:
                     seconds[name].append(time.perf_counter() - start)
-                found[name] = [answer for group in groups for answer in group]
-        plain, drafted = (answers * arguments.tokens / statistics.median(each) for each in seconds.values())
+                found[name] = [completion for group in groups for completion in group]
+        plain, drafted = (completions * arguments.tokens / statistics.median(each) for each in seconds.values())
         right = sum(each.accepted for each in found["drafted"]) / sum(each.drafted for each in found["drafted"])
         same = sum(one.tokens == other.tokens for one, other in zip(*found.values(), strict=True))
         print(
-            f"{answers} at once, temperature {temperature}: {plain:.0f} tokens/s, drafted {drafted:.0f} "
-            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {same} of {answers} answers equal"
+            f"{completions} at once, temperature {temperature}: {plain:.0f} tokens/s, drafted {drafted:.0f} "
+            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {same} of {completions} completions equal"
         )
 
 

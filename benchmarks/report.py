@@ -123,7 +123,9 @@ def weight_sync(cases: Sequence[Case]) -> list[str]:
 
 
 def asynchrony(cases: Sequence[Case]) -> list[str]:
-    lines = heading("max_staleness", "seconds a step", "waiting for answers", "weights", "training", "idle", "gain")
+    lines = heading(
+        "max_staleness", "seconds per step", "waiting for completions", "weights", "training", "idle", "gain"
+    )
     for case in cases:
         phases = case["phases"]
         waiting = phases["rollout"] + phases["reward"]

@@ -76,9 +76,11 @@ class Postlude:
             SamplingParams(max_new_tokens=length, seed=seed, ignore_eos=True)
             for seed, length in enumerate(tasks.lengths)
         ]
-        answers = [each[0].tokens for each in self.generator.generate(tasks.prompts, samplings)]
-        assert [len(each) for each in answers] == tasks.lengths
-        self.sequences = [torch.tensor(prompt + answer) for prompt, answer in zip(tasks.prompts, answers, strict=True)]
+        completions = [each[0].tokens for each in self.generator.generate(tasks.prompts, samplings)]
+        assert [len(each) for each in completions] == tasks.lengths
+        self.sequences = [
+            torch.tensor(prompt + completion) for prompt, completion in zip(tasks.prompts, completions, strict=True)
+        ]
 
     def logprobs(self, tasks: Tasks) -> None:
         self.old = self.engine.logprobs(Batch(self.sequences)).logprob
@@ -150,8 +152,8 @@ class Transformers:
             )
         return found
 
-    def answers(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of the answers' positions, the tokens there, and which of them are real."""
+    def completions(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of the completions' positions, the tokens there, and which of them are real."""
         kept = int(batch["kept"])
         logits = self.model(
             input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False, logits_to_keep=kept + 1
@@ -160,12 +162,12 @@ class Transformers:
 
     @torch.no_grad()
     def logprobs(self, tasks: Tasks) -> None:
-        self.old = [peers.token_logprobs(*self.answers(batch)[:2]) for batch in self.batches(tasks)]
+        self.old = [peers.token_logprobs(*self.completions(batch)[:2]) for batch in self.batches(tasks)]
 
     def update(self, tasks: Tasks) -> None:
         tokens = sum(tasks.lengths)
         for batch, old in zip(self.batches(tasks), self.old, strict=True):
-            logits, targets, mask = self.answers(batch)
+            logits, targets, mask = self.completions(batch)
             logprobs = peers.token_logprobs(logits, targets)
             peers.entropies(logits)
             peers.clipped_loss(logprobs, old, batch["advantages"], mask, tokens).backward()
@@ -216,9 +218,11 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8, help="answers a prompt")
-    parser.add_argument("--median", type=int, default=96, help="of the answers' lengths, which are log-normal")
-    parser.add_argument("--longest", type=int, default=256, help="the longest answer; prompts have up to half of it")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--median", type=int, default=96, help="of the completions' lengths, which are log-normal")
+    parser.add_argument(
+        "--longest", type=int, default=256, help="the longest completion; prompts have up to half of it"
+    )
     parser.add_argument("--budget", type=int, default=16384, help="most tokens of one of Postlude's microbatches")
     parser.add_argument("--rows", type=int, default=8, help="rows that transformers runs at a time")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["postlude", "transformers"])
@@ -239,7 +243,8 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     tasks = Tasks.drawn(config, arguments.prompts, arguments.group, arguments.median, arguments.longest)
     count, tokens, prompts = len(tasks.lengths), sum(tasks.lengths), sum(map(len, tasks.prompts))
     print(
-        f"{arguments.shape}: {count} answers of {tokens:,} tokens, longest {max(tasks.lengths)}, to {prompts:,} tokens"
+        f"{arguments.shape}: {count} completions of {tokens:,} tokens, longest {max(tasks.lengths)}, "
+        f"to {prompts:,} tokens of prompts"
     )
     results = Results(" ".join(sys.argv), arguments.device, arguments.json)
     clock = Clock(arguments.device)
@@ -248,7 +253,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             kind, says = CASES[name]
             forget(arguments.device)
             found = attempt(lambda kind=kind: measured(kind, config, tasks, clock, arguments))
-            sizes = {"answers": count, "answer_tokens": tokens, "prompt_tokens": prompts}
+            sizes = {"completions": count, "completion_tokens": tokens, "prompt_tokens": prompts}
             results.add({"case": name, "says": says, "shape": arguments.shape, **sizes} | found)
             phases = "  ".join(f"{phase} {each:.3f} s" for phase, each in found.get("seconds", {}).items())
             print(f"  {name:<14} {phases}  in all {found['in_all']:.3f} s" if phases else f"  {name} {found['failed']}")

@@ -74,7 +74,7 @@ class Case:
 
 
 def batch(sample: Sample) -> Batch:
-    """All tokens are learned, as if answers were all there is."""
+    """All tokens are learned, as if completions were all there is."""
     columns = {
         "response_mask": [1.0] * len(sample.sequences),
         "advantages": sample.advantages,
