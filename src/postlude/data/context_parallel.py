@@ -34,7 +34,8 @@ def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> 
             f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "
             f"Shard it once, as pack made it."
         )
-    mtp = tuple(_shard(each, cp, multiple_of, depth) for depth, each in enumerate(microbatch.mtp_microbatches, start=1))
+    shifted = enumerate(microbatch.mtp_microbatches, start=1)
+    mtp = tuple(_shard(at_depth, cp, multiple_of, depth) for depth, at_depth in shifted)
     sharded = _shard(microbatch, cp, multiple_of)
     return replace(sharded, mtp_microbatches=mtp) if mtp else sharded
 

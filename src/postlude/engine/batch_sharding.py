@@ -217,9 +217,8 @@ def shard_batch(
             )
         digests = [UNKNOWN] * ranks
         digests[rank] = check.digest(content.tokens, *content.columns.values())
-        if (
-            batch.sharding is None and ranks > 1
-        ):  # to detect different batches, each rank also hashes its neighbour's part
+        # To detect different batches, each rank also hashes its neighbour's part.
+        if batch.sharding is None and ranks > 1:
             neighbour = (rank + 1) % ranks
             other = _content_of(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
             digests[neighbour] = check.digest(other.tokens, *other.columns.values())
@@ -237,7 +236,7 @@ def shard_batch(
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
-    local = [shard_context(each, mesh.cp, multiple_of=mesh.tp.size).to(device) for each in microbatches]
+    local = [shard_context(whole, mesh.cp, multiple_of=mesh.tp.size).to(device) for whole in microbatches]
     return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
 
 
@@ -249,7 +248,7 @@ def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: Mod
             replace(
                 microbatch,
                 batch_tokens=tokens,
-                mtp_microbatches=tuple(replace(each, batch_tokens=tokens) for each in microbatch.mtp_microbatches),
+                mtp_microbatches=tuple(replace(depth, batch_tokens=tokens) for depth in microbatch.mtp_microbatches),
             )
             for microbatch in local.microbatches
         ]
@@ -336,7 +335,7 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
         for microbatch in microbatches
     ]
     names = list(columns[0])
-    sums = [sum(float(each[name].sum(dtype=torch.float64)) for each in columns) for name in names]
+    sums = [sum(float(by_name[name].sum(dtype=torch.float64)) for by_name in columns) for name in names]
     if names and mesh.dp.group is not None:
         totals = for_backend(torch.tensor(sums, dtype=torch.float64, device=device))
         dist.all_reduce(totals, group=mesh.dp.group)

@@ -272,9 +272,8 @@ class ShardedSGD(torch.optim.SGD):
         self.config = config
         groups: dict[Any, dict[str, Any]] = {}
         for name, parameter in parameters.items():
-            mesh = (
-                parameter.device_mesh if isinstance(parameter, DTensor) else None
-            )  # a foreach step needs one mesh per group
+            # A foreach step needs one mesh per group.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             decay = config.weight_decay if name in matrices else 0.0
             groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})["params"].append(parameter)
         # Not fused: torch has no fused SGD for DTensors.

@@ -61,8 +61,8 @@ class LossNormalizer:
                 "column of that name to the batch, or pass counts=engine.count(*batches) with its sum."
             )
         if name not in self.counts:
-            weights = (self.weights(over, each, depth).sum(dtype=torch.float64) for each in self.microbatches)
-            self.counts[name] = float(sum(weights)) * self.cp_replicas(over)
+            sums = (self.weights(over, part, depth).sum(dtype=torch.float64) for part in self.microbatches)
+            self.counts[name] = float(sum(sums)) * self.cp_replicas(over)
         if not self.counts[name] > 0 and not (depth and self.counts[name] == 0):
             raise ValueError(
                 f'a loss is a mean over "{over}", whose weights sum to {self.counts[name]:g} in this batch. '

@@ -105,8 +105,8 @@ class ForwardContext:
     def mtp_contexts(self) -> list[ForwardContext]:
         """Returns the contexts of the MTP depths. Depths choose their experts themselves."""
         return [
-            ForwardContext(each, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
-            for each in self.microbatch.mtp_microbatches
+            ForwardContext(microbatch, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
+            for microbatch in self.microbatch.mtp_microbatches
         ]
 
     @property
@@ -136,14 +136,14 @@ class ForwardContext:
         return self._counters
 
     def routing(self, name: str) -> Tensor | None:
-        """Returns the given experts of block `name` for this rank's tokens, [T / tp, top_k or more]; None if none are.
+        """Returns the experts that block `name` must use for this rank's tokens, [T / tp, top_k or more], or None.
 
         The router chooses for a token with a -1. See `Microbatch.routing`.
         """
-        given, tp = self.microbatch.routing, self.mesh.tp
-        if given is None or name not in self.routers:
+        routing, tp = self.microbatch.routing, self.mesh.tp
+        if routing is None or name not in self.routers:
             return None
-        return given[slice(*tp.block(len(given))), self.routers.index(name)]
+        return routing[slice(*tp.block(len(routing))), self.routers.index(name)]
 
     def _real(self) -> Tensor | None:
         """Returns [T / tp] bool, False at padding; None without padding."""

@@ -198,9 +198,8 @@ class LanguageModel(FSDPUnit):
                 *last,
             ],
             context,
-            deferred_wgrad=not (
-                self.has_mtp and self.mtp.repeated
-            ),  # not if weights are used twice: their gradients are summed
+            # Gradients of weights that are used twice are summed, and so not deferred.
+            deferred_wgrad=not (self.has_mtp and self.mtp.repeated),
         )
 
     def _planned_end(
@@ -333,7 +332,10 @@ class LanguageModel(FSDPUnit):
         if self.mesh.tp.size == 1:
             return
         expert_parameters = {
-            id(each) for part in self.sharded_separately() if part.experts for each in part.module.parameters()
+            id(parameter)
+            for unit in self.sharded_separately()
+            if unit.experts
+            for parameter in unit.module.parameters()
         }
         for name, parameter in self.named_parameters():
             if not is_dtensor(parameter) and id(parameter) not in expert_parameters:

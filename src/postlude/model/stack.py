@@ -85,8 +85,8 @@ def _check(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) 
             f"pattern {config.pattern} uses {symbol!r} ({config.pattern.symbols[symbol]}), which has no "
             f"block yet; there are blocks for {', '.join(map(repr, blocks))}. Write one and pass it in `blocks`."
         )
-    wanted, given = blocks[symbol].Config, type(config.blocks[symbol])
-    if not issubclass(given, wanted):
+    expected, actual = blocks[symbol].Config, type(config.blocks[symbol])
+    if not issubclass(actual, expected):
         raise TypeError(
-            f"blocks[{symbol!r}] of the config is a {given.__name__}; {symbol!r} wants a {wanted.__name__}."
+            f"blocks[{symbol!r}] of the config is a {actual.__name__}; {symbol!r} wants a {expected.__name__}."
         )

@@ -164,6 +164,6 @@ def _grouped(rewards: Numbers, groups: Sequence[Hashable]) -> tuple[Tensor, Tens
     return values, torch.tensor(index, dtype=torch.int64), len(numbers)
 
 
-def _same_count(name: str, given: Sequence[Any], count: int) -> None:
-    if len(given) != count:
-        raise ValueError(f"there are {len(given)} {name} for {count} sequences. Give one for each.")
+def _same_count(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"there are {len(values)} {name} for {count} sequences. Give one for each.")

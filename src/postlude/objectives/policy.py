@@ -214,9 +214,7 @@ class PolicyGradient:
         metrics = {
             "ratio": mean(ratio, over),
             "ratio_max": largest(ratio, over),
-            "kl_old": mean(
-                estimate_kl(old, logprob), over
-            ),  # KL(old ‖ policy): tokens were sampled from the old policy
+            "kl_old": mean(estimate_kl(old, logprob), over),  # KL(old ‖ policy), at tokens sampled from the old policy
             "entropy": mean(entropy, over),
         }
         if self.surrogate != "reinforce":

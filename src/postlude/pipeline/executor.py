@@ -127,11 +127,8 @@ class Executor:
                     if action.kind == "B":
                         if isinstance(result := results.get(action.microbatch), Tensor):
                             results[action.microbatch] = result.detach()  # frees its graph
-                        hidden, stage_pass.input, stage_pass.output = (
-                            stage_pass.input,
-                            None,
-                            None,
-                        )  # its W needs neither
+                        hidden = stage_pass.input
+                        stage_pass.input = stage_pass.output = None  # its W needs neither
                         if hidden is not None:
                             transit.outgoing[action] = _gradient(hidden)
                     elif action.kind == "F" and stage.stage.last:

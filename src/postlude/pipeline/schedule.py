@@ -98,7 +98,7 @@ def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     all three take equally long.
     """
     forwards, backwards, _ = _actions(pp, 1, microbatches, rank)
-    deferred = [Action("W", each.stage, each.microbatch) for each in backwards]
+    deferred = [Action("W", backward.stage, backward.microbatch) for backward in backwards]
     warm_up = pp - rank - 1
     actions = forwards[:warm_up]
     for index, backward in enumerate(backwards):

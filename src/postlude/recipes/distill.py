@@ -111,7 +111,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
 
 
 def _batch(sequences: Sequence[EncodedSequence | Transcript]) -> Batch:
-    return Batch([each.tokens for each in sequences], {MASK: [each.mask for each in sequences]})
+    return Batch([sequence.tokens for sequence in sequences], {MASK: [sequence.mask for sequence in sequences]})
 
 
 def _with_teacher(batch: Batch, logprobs: Sequence[Tensor], ids: Sequence[Tensor]) -> Batch:

@@ -123,9 +123,7 @@ class GRPOTrainer(Trainer):
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
         batch = self.collect()
-        if (
-            self.step == self.warm_start_steps
-        ):  # only now: a signal that stops the sampling saves the warm start's optimizer
+        if self.step == self.warm_start_steps:  # after sampling: a signal until then saves the warm start's state
             self._start_grpo()
         return batch.metrics | self.train_minibatches(batch)
 
