@@ -112,7 +112,7 @@ def test_a_conversation_goes_on_until_it_is_reset(
     ((second,),) = here([told], [replace(SAMPLING, seed=7)])
     out = capsys.readouterr().out
     assert out.startswith(f"{first.text}\n{second.text}\n{first.text}\n")
-    assert "/what is no command" in out
+    assert "/what is not a command" in out
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(
@@ -130,11 +130,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
         return step(session)
 
     monkeypatch.setattr(Session, "step", interrupted)
-    cut = talk.answer("Hi")
+    cut = talk.reply("Hi")
     ((whole,),) = here([asked("Hi")], [replace(sampling, seed=4)])
     assert str(whole.text).startswith(cut)
     assert talk.messages[-1] == {"role": "assistant", "content": cut}
-    assert talk.answer("And?") in capsys.readouterr().out
+    assert talk.reply("And?") in capsys.readouterr().out
     assert len(talk.messages) == 4
 
 
@@ -145,6 +145,6 @@ def test_a_prompt_that_has_no_room_is_said_and_the_conversation_goes_on(
     assert main(["chat", "tiny-dense", "--max-batch-tokens", "96", *FEW]) == 0
     out = capsys.readouterr().out
     assert "max_batch_tokens is 96" in out
-    assert "/reset begins anew" in out
+    assert "/reset starts a new conversation" in out
     ((one,),) = here([asked("Hi")], [replace(SAMPLING, seed=4)])
     assert out.endswith(f"{one.text}\n")

@@ -242,7 +242,7 @@ def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2], TALK)))
     whole = EncodedRows(Examples(path=path), fast, 1000)
-    assert str(whole) == "5 rows of 3 conversations, one a turn"
+    assert str(whole) == "5 rows of 3 conversations, one per turn"
     assert [whole.rows.first_of(index) for index in range(5)] == [0, 0, 2, 3, 3]
     kept = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
     assert str(kept) == "3 rows, 2 more are too long and dropped"

@@ -225,7 +225,11 @@ class TestReplaced:
     ("pattern", "blocks", "sentence"),
     [
         ("[*-", {}, r"'\[' is never closed"),
-        ("[*-]{3}", {}, r"the trunk has 4 blocks in \[\*-\]\{2\}, but 6 in \[\*-\]\{3\}: blocks are matched by their"),
+        (
+            "[*-]{3}",
+            {},
+            r"the trunk has 4 blocks in \[\*-\]\{2\}, but 6 in \[\*-\]\{3\}: blocks are matched by position",
+        ),
         ("[*E][*-]", {}, "uses 'E', but `blocks` has configs for '\\*', '-' only"),
         ("[*-]{2}", {"E": MOE}, "`blocks` has a config for 'E', but the pattern .* has no such block"),
         ("[*-]{2}", {"-": MLPConfig(intermediate_size=24)}, "layers.0.mlp has other tensors than layers.0.mlp of the"),

@@ -357,7 +357,7 @@ def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
     ("overlap", "shape", "sentence"),
     [
         (ZERO_BUBBLE, {"pp": 1, "vpp": 1}, "fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False"),
-        (ZERO_BUBBLE, {"pp": 2, "vpp": 3}, "has an order for one stage a rank, but vpp is 3. Use vpp=1"),
+        (ZERO_BUBBLE, {"pp": 2, "vpp": 3}, "has a schedule for one stage per rank, but vpp is 3. Use vpp=1"),
         ("zb", {"pp": 2, "vpp": 1}, "overlap='zb' is unknown; use True, False or 'zero_bubble'"),
     ],
 )
