@@ -252,8 +252,9 @@ class MetricAccumulator:
     ) -> tuple[list[float], list[float]]:
         """Returns three sums per slot, followed by the layers' sums; and maxima.
 
-        The maxima are those of the digest, of its negation, of the numbers of ranks with a loss error, and of one number per
-        slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
+        The maxima are those of the digest, of its negation, of the numbers of ranks with a loss error, and of one
+        number per slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the
+        digests differ.
         """
         known, size = self.metric_index.has(local), self.metric_index.size
         device = next(
