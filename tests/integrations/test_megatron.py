@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from postlude.integrations.megatron import LogprobsProcessor, MegatronContext, logprobs_output_processor
+from postlude.integrations.megatron import (
+    LogprobsProcessor,
+    MegatronContext,
+    logprobs_output_layer,
+    logprobs_output_processor,
+)
 from postlude.ops.linear_logprobs import TokenStats
 from tests.conftest import Ranks
 from tests.equality import assert_equal
@@ -320,3 +325,63 @@ def test_refuses_settings_under_which_megatron_would_drop_the_heads_gradient() -
         scored = model(whole.hidden, **arguments).logprob
     model.output_layer.weight.zero_out_wgrad = True
     assert_equal(model(whole.hidden, **arguments).logprob, scored)
+
+
+class WithoutHook(nn.Module):
+    """The end of a Megatron model without `output_processor`, such as HybridModel."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.post_process = config, True
+        self.output_layer = ColumnParallelLinear(Whole().weight, None, config, None)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits, _ = self.output_layer(hidden, weight=None, runtime_gather_output=None)
+        return logits.transpose(0, 1).contiguous()
+
+
+def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() -> None:
+    whole, model = Whole(), WithoutHook(Config())
+    layer, parameters = model.output_layer, dict(model.named_parameters())
+    processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True)
+    with logprobs_output_layer(model, processor, whole.targets, temperature=whole.temperature):
+        assert dict(model.named_parameters()) == parameters
+        rows = model(whole.hidden).unbind(-1)
+    assert model.output_layer is layer
+    expected, (_, weight, _) = whole.exact(Case())
+    sum((row * up).sum() for row, up in zip(rows, whole.upstream, strict=True)).backward()
+    for name, actual, exact in zip(("logprob", "entropy", "lse"), rows, expected, strict=True):
+        assert_equal(actual, exact, name)
+    assert_equal(layer.weight.grad, weight, "gradient of the weight")
+
+
+def test_an_output_layer_is_back_after_an_error() -> None:
+    whole, model = Whole(), WithoutHook(Config())
+    layer = model.output_layer
+    with (
+        pytest.raises(ValueError, match=r"call the model without labels"),
+        logprobs_output_layer(model, LogprobsProcessor(), whole.labels),
+    ):
+        model(whole.hidden, whole.labels)
+    assert model.output_layer is layer
+    with pytest.raises(AssertionError, match=r"there would be logits"):
+        model(whole.hidden, whole.labels)
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "message"),
+    [
+        (Config(mtp_num_layers=1), LogprobsProcessor(), r"without MTP"),
+        (Config(use_mup=True, mup_output_mult=0.3), LogprobsProcessor(), r"cannot undo mup_output_mult = 0.3"),
+        (Config(), LogprobsProcessor(topk=2), r"Drop topk and hit"),
+    ],
+    ids=["mtp", "mup", "topk"],
+)
+def test_an_output_layer_that_cannot_be_replaced_is_refused(
+    config: Config, processor: LogprobsProcessor, message: str
+) -> None:
+    with (
+        pytest.raises(ValueError, match=message),
+        logprobs_output_layer(WithoutHook(config), processor, Whole().labels),
+    ):
+        pass
