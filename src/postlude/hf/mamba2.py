@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from postlude.hf.decoder import model_config
 from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
@@ -15,10 +16,13 @@ BACKBONE = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f", "head
 def to_model(hf: HFConfig) -> ModelConfig:
     """One block per layer. The residual stream has the model's dtype, whatever `residual_in_fp32` is."""
     check_activation(hf.hidden_act)
-    block = MambaConfig(
-        heads=hf.num_heads,
-        head_dim=hf.head_dim,
-        state_size=hf.state_size,
+    block = mamba_config(hf, heads=hf.num_heads, head_dim=hf.head_dim, state_size=hf.state_size)
+    return model_config(hf, ["M"] * hf.num_hidden_layers, {"M": block}, norm_eps=hf.layer_norm_epsilon)
+
+
+def mamba_config(hf: HFConfig, **sizes: Any) -> MambaConfig:
+    """Returns a block of these sizes, with the fields that Mamba-2 and Nemotron-H name alike."""
+    return MambaConfig(
         groups=hf.n_groups,
         conv_kernel=hf.conv_kernel,
         conv_bias=hf.use_conv_bias,
@@ -26,8 +30,8 @@ def to_model(hf: HFConfig) -> ModelConfig:
         time_step_limit=time_step_limit(hf),
         time_step_start=(hf.time_step_min, hf.time_step_max),
         chunk=hf.chunk_size,
+        **sizes,
     )
-    return model_config(hf, ["M"] * hf.num_hidden_layers, {"M": block}, norm_eps=hf.layer_norm_epsilon)
 
 
 def check_activation(name: str) -> None:

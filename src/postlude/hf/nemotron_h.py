@@ -7,10 +7,10 @@ from dataclasses import replace
 from postlude.hf.decoder import ACTIVATIONS, model_config
 from postlude.hf.deepseek_v3 import experts_by_groups
 from postlude.hf.family import EXPERT, Family, HFConfig, Names
-from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_names, time_step_limit
+from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_config, mamba_names
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
-from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig
+from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig
 
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 NAMES = {
@@ -37,19 +37,8 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 def _mamba(hf: HFConfig) -> BlockConfig:
     check_activation(hf.mamba_hidden_act)
-    return MambaConfig(
-        heads=hf.mamba_num_heads,
-        head_dim=hf.mamba_head_dim,
-        state_size=hf.ssm_state_size,
-        groups=hf.n_groups,
-        conv_kernel=hf.conv_kernel,
-        conv_bias=hf.use_conv_bias,
-        bias=hf.use_bias,
-        norm_groups=hf.n_groups,
-        time_step_limit=time_step_limit(hf),
-        time_step_start=(hf.time_step_min, hf.time_step_max),
-        chunk=hf.chunk_size,
-    )
+    heads, head_dim, state_size = hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size
+    return mamba_config(hf, heads=heads, head_dim=head_dim, state_size=state_size, norm_groups=hf.n_groups)
 
 
 def _attention(hf: HFConfig) -> BlockConfig:
