@@ -18,6 +18,7 @@ from transformers import Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.engine import gradients, unsharded
+from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.scale import LossNormalizer
 from postlude.hf.model_source import Source
 from postlude.model import context as context_module
@@ -54,6 +55,14 @@ SUMS_REPLICAS = FSDPModule.set_requires_all_reduce
 
 def never(module: Any, switch: Any, wanted: bool) -> None:
     switch(module, False)
+
+
+TAKES_SUMS = LayerMetrics.take_sums
+
+
+def of_the_last_stage(self: LayerMetrics, blocks: Any, device: Any) -> Tensor:
+    sums = TAKES_SUMS(self, blocks, device)
+    return sums if any(block.name.startswith("layers.3.") for block in blocks) else torch.zeros_like(sums)
 
 
 def nothing(entered: Tensor) -> Tensor:
@@ -141,6 +150,12 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         "tiny-dense",
         "sft",
         lambda: patch.object(executor, "_gradient", nothing),
+    ),
+    "pp: what the layers of the first stage measure is lost": (
+        Layout(pp=2),
+        "tiny-moe",
+        "sft",
+        lambda: patch.object(LayerMetrics, "take_sums", of_the_last_stage),
     ),
     "ep: gradients are lost on the way to the experts": (
         Layout(dp_shard=2, ep=2),

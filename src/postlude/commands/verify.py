@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     for report in different:
         name, off = report.worst
         line = f"{report.case.layout} with {report.case.objective}: the gradient furthest off is {name}, by {off:.1e}"
+        name, off = report.worst_layer_metric
+        line += f"; the layer metric furthest off is {name}, by {off:.1e}" if off > tolerance else ""
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     count = len(reports)
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
@@ -82,7 +84,7 @@ def _table(reports: Sequence[Report], tolerance: float) -> Table:
         table.add_column(name, no_wrap=True)
     for report in reports:
         layout = str(report.case.layout)[7:-1].replace(" ", "") or "one rank"
-        offs = (report.loss, report.logprob, report.entropy, report.worst[1], report.layer_metrics)
+        offs = (report.loss, report.logprob, report.entropy, report.worst[1], report.worst_layer_metric[1])
         verdict = "equal" if report.passes(tolerance) else "[red]differs[/red]"
         table.add_row(layout, report.case.objective, *(f"{off:.1e}" for off in offs), verdict)
     return table

@@ -7,7 +7,7 @@ Both share only the objective.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -43,19 +43,24 @@ class Report:
     logprob: float
     entropy: float
     gradients: Mapping[str, float]
-    layer_metrics: float = 0.0
+    layer_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> tuple[str, float]:
         """The gradient with the largest difference. NaN counts as infinite."""
         return max(self.gradients.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
 
+    @property
+    def worst_layer_metric(self) -> tuple[str, float]:
+        """The metric of a layer with the largest difference; ("", 0.0) if the model has none."""
+        return max(self.layer_metrics.items(), key=lambda item: item[1], default=("", 0.0))
+
     def passes(self, tolerance: float | None = None) -> bool:
         """Returns whether everything is within the tolerance, by default that of the dtype."""
         if tolerance is None:
             tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
-        single = (self.loss, self.logprob, self.entropy, self.layer_metrics)
-        return all(off <= tolerance for off in (*single, *self.gradients.values()))
+        several = (*self.gradients.values(), *self.layer_metrics.values())
+        return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *several))
 
 
 @dataclass(frozen=True)
@@ -201,8 +206,9 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
 
 def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
     """Returns the largest difference of all batches."""
-    loss = logprob = entropy = layer_metrics = 0.0
+    loss = logprob = entropy = 0.0
     gradients: dict[str, float] = {}
+    layer_metrics: dict[str, float] = {}
     for name, reference in expected.items():
         ours = actual[name]
         loss = max(loss, _difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
@@ -212,8 +218,8 @@ def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[s
             off = _difference(ours.gradients[parameter], gradient)
             gradients[parameter] = max(gradients.get(parameter, 0.0), off)
         for metric, value in reference.layer_metrics.items():
-            missing = torch.tensor(float("nan"))
-            layer_metrics = max(layer_metrics, _difference(ours.layer_metrics.get(metric, missing), value))
+            off = _difference(ours.layer_metrics.get(metric, torch.tensor(float("nan"))), value)
+            layer_metrics[metric] = max(layer_metrics.get(metric, 0.0), off)
     return Report(case, loss, logprob, entropy, gradients, layer_metrics)
 
 
