@@ -80,7 +80,7 @@ def _table(reports: Sequence[Report], tolerance: float) -> Table:
     """Returns a table of the differences, at most 80 columns wide."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")
-    for name in ("objective", "loss", "log-prob", "entropy", "gradient", "layers", ""):
+    for name in ("with", "loss", "log-prob", "entropy", "gradient", "layers", ""):
         table.add_column(name, no_wrap=True)
     for report in reports:
         layout = str(report.case.layout)[7:-1].replace(" ", "") or "one rank"
