@@ -60,7 +60,7 @@ def source(model: str) -> Any:
 def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list[str]]:
     """Where the host would wait in the forwards and backwards of each objective."""
     engine, found = build(layout, source(model), recompute=recompute), {}
-    run, given = engine.executor.run, columns(batch(0, LENGTHS))
+    run, given = engine.local_stages.executor.run, columns(batch(0, LENGTHS))
     passes = {name: (objective, given) for name, objective in OBJECTIVES.items()}
     if routers := engine.config.routers:
         replayed = [torch.arange(2).expand(length, len(routers), 2) for length in LENGTHS]
@@ -72,7 +72,7 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
             with watch:
                 return run(*given, **options)
 
-        with mock.patch.object(engine.executor, "run", watched):
+        with mock.patch.object(engine.local_stages.executor, "run", watched):
             engine.forward_backward(learned, objective)
         found[name] = [site for site in watch.sites if site not in HOST]
     return found
@@ -133,7 +133,7 @@ def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str
         for given in (short, long):
             engine.forward_backward(given, OBJECTIVES[name])
             engine.optimizer_step()
-            with mock.patch.object(engine.executor, "run", strict(engine.executor.run)):
+            with mock.patch.object(engine.local_stages.executor, "run", strict(engine.local_stages.executor.run)):
                 step = told(lambda given=given: engine.forward_backward(given, OBJECTIVES[name]))
             found.append((step, told(engine.optimizer_step)))
         assert found[0] == found[1]

@@ -251,6 +251,10 @@ ELSEWHERE = {
             "python",
         )
     },
+    **{
+        f"{within}rollout.share_gpu": "it changes no number; test_share_gpu.py, tests/engine/test_offload.py"
+        for within in ("", "data.")
+    },
     "cluster.cpus_per_rank": "tests/cluster/test_rank_actors.py",
     "cluster.gpus_per_rank": "tests/cluster/test_capacity.py",
     "cluster.cpus_per_worker": "tests/cluster/test_actor_pool.py",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +23,7 @@ from postlude.engine.reference import Reference
 from postlude.engine.result import Result, StepResult
 from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.stages import StageBuilder
+from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
@@ -42,10 +42,9 @@ from postlude.model.recast import plan_recast
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage, check_overlap
-from postlude.pipeline import Executor
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.agreement import on_rank0
-from postlude.world.devices import group_device
+from postlude.world.devices import check_initialized, group_device
 from postlude.world.mesh import Mesh
 
 
@@ -100,17 +99,11 @@ class Engine:
         blocks: Mapping[str, type[Block]] = BLOCKS,
         families: Mapping[str, Family] = FAMILIES,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised, and an engine needs it: make the engine inside "
-                "`with postlude.ranks():`, in a single process or under torchrun, or in a function given to "
-                "`postlude.launch`."
-            )
+        check_initialized()
         self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         check_overlap(overlap, pp=self.mesh.layout.pp, vpp=self.mesh.layout.vpp)
-        self.budget, self.overlap, self.weights = budget, overlap, weights
-        self.critic, self.mtp = critic, mtp
+        self.budget, self.overlap, self.weights, self.critic, self.mtp = budget, overlap, weights, critic, mtp
         self.block_types, self.families = blocks, families
         source = with_mtp(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
@@ -138,6 +131,7 @@ class Engine:
             lambda stage: init_or_load_weights(stage, source, self.family, seed, families)
         )
         self.failure_state = FailureState()
+        self._state_offload = StateOffload(self.device, self.failure_state)
         self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
         self.step = self.skipped = 0
         # What the optimizer's own step counts are restored from: the step at which it began, its steps without any
@@ -157,11 +151,6 @@ class Engine:
         """This rank's stages by their global numbers."""
         return self.local_stages.models
 
-    @property
-    def executor(self) -> Executor:
-        """Runs the pipeline."""
-        return self.local_stages.executor
-
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters by their global names."""
@@ -175,6 +164,7 @@ class Engine:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their global names."""
+        self.failure_state.check()
         return self.local_stages.tensors
 
     @property
@@ -183,6 +173,7 @@ class Engine:
 
         A split weight is an fp32 weight: its upper half is the bf16 parameter, its lower half is here.
         """
+        self.failure_state.check()
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
     def forward_backward(
@@ -265,10 +256,8 @@ class Engine:
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
-                blocks = self.local_stages.blocks
-                counters = [counter for block in blocks for counter in block.count_buffers()]
-                gradients.all_reduce_counters(counters, self.mesh)
-                for block in blocks:
+                gradients.all_reduce_counters(self.local_stages.counters, self.mesh)
+                for block in self.local_stages.blocks:
                     block.after_optimizer_step()
         self.step, self.skipped, self.idle = self.step + finite, self.skipped + (not finite), self.idle + idle
         self.zero_grad()
@@ -279,6 +268,7 @@ class Engine:
 
         If the new optimizer cannot be built, this raises and the old one stays.
         """
+        self.failure_state.check()
         new = self._build_optimizer(optimizer)
         if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
             new.move_low_bits_from(self.optimizer)
@@ -293,9 +283,8 @@ class Engine:
         self.failure_state.check()
         self.failure_state.recovered()
         self.optimizer.zero_grad(set_to_none=True)
-        for block in self.local_stages.blocks:
-            for counter in block.count_buffers():
-                counter.zero_()
+        for counter in self.local_stages.counters:
+            counter.zero_()
 
     def grad_norm(self) -> float:
         """Returns the global gradient norm, over every rank."""
@@ -303,6 +292,7 @@ class Engine:
 
     def weight_norm(self) -> float:
         """Returns the norm of all weights, over every rank. It is not finite if a weight is not."""
+        self.failure_state.check()
         weights = ((parameter, gradients.replica_count(parameter)) for parameter in self._parameters_of_norms)
         return float(gradients.total_norm(weights, self.device))
 
@@ -472,6 +462,14 @@ class Engine:
         extra = checkpoint.load(self, directory, plan)
         self.new_tensors = plan.new_tensors
         return extra
+
+    def offload(self) -> None:
+        """Moves this rank's weights, gradients and optimizer state to host memory. Other calls raise until `onload`."""
+        self._state_offload.offload(self.local_stages, self.optimizer)
+
+    def onload(self) -> None:
+        """Moves everything back to the device, to the bit. If there is no memory, it raises and can be called again."""
+        self._state_offload.onload()
 
     def _rebuild(self) -> None:
         self.local_stages = self.builder.rebuild(self.local_stages)

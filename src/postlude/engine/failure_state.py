@@ -1,4 +1,4 @@
-"""FailureState: whether an engine can be used after a call that failed, and what it refuses until then."""
+"""FailureState: whether an engine can be used after a failed call or an offload, and what it refuses until then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+OFFLOADED = "this engine's weights and optimizer state are in host memory since offload(): call onload() first."
+
 
 class FailureState:
     """What an exception leaves of an engine.
@@ -14,16 +16,19 @@ class FailureState:
     After a failed pass on one rank the engine is usable: its stages are rebuilt around the same parameters. If it was
     a `forward_backward`, the step's gradients are lost until `zero_grad`. With several ranks, the others may be
     anywhere: every later call is refused. Weights that were partly written (by a step or a load) are refused until a
-    load succeeds.
+    load succeeds. While everything is `offloaded`, every call is refused.
     """
 
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.load_recovers = False
         self.lost_gradients: str | None = None
+        self.offloaded = False
 
     def check(self, *, gradients: bool = False, load: bool = False) -> None:
-        """Raises RuntimeError if the engine is unusable, or its `gradients` are lost."""
+        """Raises RuntimeError if the engine is unusable or offloaded, or its `gradients` are lost."""
+        if self.offloaded:
+            raise RuntimeError(OFFLOADED)
         if self.refusal is not None and not (load and self.load_recovers):
             raise RuntimeError(self.refusal)
         if gradients and self.lost_gradients is not None:

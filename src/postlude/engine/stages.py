@@ -46,6 +46,11 @@ class Stages:
         return [block for stage in self.models.values() for block in stage.blocks]
 
     @property
+    def counters(self) -> list[Tensor]:
+        """What the blocks count of this rank's tokens between optimizer steps."""
+        return [counter for block in self.blocks for counter in block.count_buffers()]
+
+    @property
     def matrices(self) -> frozenset[str]:
         """The names of parameters that are matrices."""
         return frozenset[str]().union(*(stage.matrices for stage in self.models.values()))

@@ -114,7 +114,7 @@ class GRPOTrainer(Trainer):
         self.engine.set_optimizer(self.warm_start_optimizer if warm_start and self.warm_start_steps else self.optimizer)
         if not warm_start and self.config.has_reference:
             self.engine.load(self.run.path / REFERENCE)
-            self.reference = self.engine.reference()
+            self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
             self.engine.set_optimizer(self.optimizer)
         self.queue.restore(self.load_engine(checkpoint))
 
@@ -213,7 +213,7 @@ class GRPOTrainer(Trainer):
         if self.config.has_reference:
             self.run.discard(REFERENCE)  # left by an earlier start of the run
             self.engine.save(self.run.path / REFERENCE)
-            self.reference = self.engine.reference()
+            self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
         """Returns the minibatches, with the columns that the objective reads. Groups are assigned round-robin."""

@@ -35,6 +35,16 @@ def check_device(device: torch.device | str | None) -> None:
         raise ValueError(f"device {str(device)!r} was asked for, but torch sees {count} GPUs here{built}; use cpu.")
 
 
+def check_initialized() -> None:
+    """Raises RuntimeError if there are no process groups yet."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised, and an engine needs it: make the engine inside "
+            "`with postlude.ranks():`, in a single process or under torchrun, or in a function given to "
+            "`postlude.launch`."
+        )
+
+
 def group_device() -> torch.device:
     """Returns the device of this rank: the one bound to its process group, as `ranks` binds it.
 

@@ -192,6 +192,11 @@ class GRPOConfig(TrainingConfig):
     def _check_asynchrony(self) -> None:
         """Refuses settings that need equal weights in sampler and trainer."""
         staleness, objective = f"asynchrony.max_staleness is {self.asynchrony.max_staleness}", self.objective
+        if self.rollout.share_gpu:
+            raise ValueError(
+                f"{staleness}, so servers generate while the trainer trains, but rollout.share_gpu takes the trainer's "
+                "state off the GPU meanwhile. Set either to its default."
+            )
         if isinstance(self.rollout, NativeRollout):
             raise ValueError(
                 f"{staleness}, but rollout: native samples in the trainer's own ranks, which cannot train meanwhile. "
@@ -291,4 +296,6 @@ class EvalConfig(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)
+        if self.rollout.share_gpu:
+            raise ValueError("rollout.share_gpu is true, but an evaluation trains nothing to move. Leave it out.")
         return self

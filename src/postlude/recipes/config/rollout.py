@@ -21,11 +21,19 @@ GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_whole_or_share)]
 UserAPI: TypeAlias = Annotated[str, InputPath("code"), Field(pattern=r"\.py:\w+$")]
 
 
-class NativeRollout(Settings):
+class SharingSettings(Settings):
+    """What the trainer leaves to the generator on its GPU."""
+
+    share_gpu: bool = False
+    """Move the trainer's weights, gradients and optimizer state to host memory while completions are generated, so that
+    a generator on the same GPU can use the memory. It must not generate while the trainer trains."""
+
+
+class NativeRollout(SharingSettings):
     """The native generator in the trainer's own ranks, with a whole copy of the model on each."""
 
 
-class ConnectionSettings(Settings):
+class ConnectionSettings(SharingSettings):
     """Requests to servers, and when a server is given up."""
 
     concurrency: PositiveInt = 64

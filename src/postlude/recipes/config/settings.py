@@ -15,7 +15,7 @@ from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.recipes.config.environments import Code
-from postlude.recipes.config.rollout import NativeRollout, Rollout
+from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
 from postlude.recipes.config.schema import InputPath, NonNegative, Settings, TaggedUnion
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
@@ -266,7 +266,7 @@ def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
 
 
 def check_sampling(sampling: SamplingSettings, budget: int, rollout: Rollout) -> None:
-    """Refuses completions that leave no room for a prompt, and drafting on servers."""
+    """Refuses completions that leave no room for a prompt, drafting on servers, and NCCL on a shared GPU."""
     if sampling.max_new_tokens > budget - 2:
         raise ValueError(
             f"sampling.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a prompt in a budget of "
@@ -274,3 +274,8 @@ def check_sampling(sampling: SamplingSettings, budget: int, rollout: Rollout) ->
         )
     if sampling.draft is not None and not isinstance(rollout, NativeRollout):
         raise ValueError("sampling.draft works with rollout: native only; a server drafts as it was started to.")
+    if rollout.share_gpu and isinstance(rollout, SyncSettings) and rollout.sync == "network":
+        raise ValueError(
+            "rollout.share_gpu is for servers on the trainer's GPU, but rollout.sync is network, which needs a GPU for "
+            "each process. Set rollout.sync to disk."
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from postlude.recipes.rollouts.server_commands import (
     vllm_max_length,
     write_model_files,
 )
+from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.engine import ServerEngine
 from postlude.serving.launch.launcher import ServerCommand, ServerLauncher
@@ -83,6 +85,21 @@ def make_rollout_engine(
             return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, starter)
 
     return ServerEngine(connect, engine=engine, sync=sync)
+
+
+@contextmanager
+def offloading(engine: Engine | None, timer: PhaseTimer) -> Iterator[None]:
+    """The engine, if one is given, is in host memory inside the block, and on its device after it."""
+    if engine is None:
+        yield
+        return
+    with timer("offload"):
+        engine.offload()
+    try:
+        yield
+    finally:
+        with timer("offload"):
+            engine.onload()
 
 
 def make_eval_engine(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from postlude.data import Batch
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
 from postlude.generate.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import EvaluationSettings, SamplingSettings
 from postlude.recipes.report.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
-from postlude.recipes.rollouts.engine import make_rollout_engine
+from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
 from postlude.recipes.rollouts.prompts import encode_prompt, prompt_encoder
 from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.phase_timer import PhaseTimer
@@ -46,7 +47,10 @@ class RolloutBatch:
 
 
 class RolloutSampler:
-    """Samples and scores trajectories. Only rank 0 sends requests; `collect` gives every rank the results."""
+    """Samples and scores trajectories. Only rank 0 sends requests; `collect` gives every rank the results.
+
+    `offloaded` is the trained engine, if it is in host memory meanwhile: `rollout.share_gpu`.
+    """
 
     def __init__(
         self,
@@ -60,11 +64,12 @@ class RolloutSampler:
         timer: PhaseTimer,
         background: bool = False,
         signals: StopSignals | None = None,
+        offloaded: Engine | None = None,
     ) -> None:
         self.engine, self.environment, self.settings = engine, environment, settings
         self.params = replace(settings.sampling, stop_tokens=settings.stop_ids(tokenizer))
         self.budget, self.seed, self.timer = budget, seed, timer
-        self.background, self.signals = background, signals
+        self.background, self.signals, self.offloaded = background, signals, offloaded
         self._reported_lost_workers = 0
         self.encoder = prompt_encoder(environment, tokenizer, settings, budget)
         # In the background sampling overlaps training: `wait` then times only the waiting.
@@ -92,7 +97,8 @@ class RolloutSampler:
         """Syncs weights to the rollout engine, calls `work` on rank 0 and returns its result on every rank."""
         with self.timer("weight_sync"):
             self.engine.refresh()
-        return self.engine.controller.on_rank0(work)
+        with offloading(self.offloaded, self.timer):
+            return self.engine.controller.on_rank0(work)
 
     def collect(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
         """Calls `sample` on rank 0. Every rank gets the metrics and its own sequences of each minibatch."""
@@ -184,20 +190,21 @@ def open_rollouts(
     background: bool = False,
 ) -> RolloutSampler:
     """Opens a rollout engine with the weights of a trainer's engine, and a sampler. The trainer closes both."""
-    config = trainer.config
-    engine = trainer.keep_open(
-        make_rollout_engine(
-            rollout,
-            trainer.engine,
-            trainer.tokenizer,
-            config.run,
-            sampling,
-            budget=config.budget,
-            routing=routing,
-            launcher=trainer.runtime.launcher,
-            background=background,
+    config, offloaded = trainer.config, trainer.engine if rollout.share_gpu else None
+    with offloading(offloaded, trainer.timer):  # a server that starts looks how much memory is free
+        engine = trainer.keep_open(
+            make_rollout_engine(
+                rollout,
+                trainer.engine,
+                trainer.tokenizer,
+                config.run,
+                sampling,
+                budget=config.budget,
+                routing=routing,
+                launcher=trainer.runtime.launcher,
+                background=background,
+            )
         )
-    )
     return trainer.keep_open(
         RolloutSampler(
             engine,
@@ -209,6 +216,7 @@ def open_rollouts(
             timer=trainer.timer,
             signals=trainer.signals,
             background=background,
+            offloaded=offloaded,
         )
     )
 

@@ -1,0 +1,217 @@
+"""offload and onload: device memory is freed, every bit comes back, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import SGD, AdamW, Engine, Layout
+from postlude import ranks as started
+from postlude.engine.failure_state import OFFLOADED
+from postlude.model.blocks import MoEConfig
+from postlude.model.parallel import is_dtensor, local_shard
+from postlude.objectives import SFT
+from tests.engine.training import ADAMW, batch, build, told
+from tests.meshes import mesh
+from tests.model.small import VOCABULARY, small_config
+
+CONFIG = small_config(
+    "[*-][M-][*E]",
+    blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12, selection_bias=True, selection_bias_rate=1e-3)},
+)
+MOMENTUM = SGD(lr=1e-2, momentum=0.9)
+REFUSED = f"RuntimeError: {OFFLOADED}"
+
+
+def live_bytes() -> int:
+    """The memory of all tensors that Python knows of in this process."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_dtensor(each)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def host_bytes(engine: Engine) -> int:
+    return sum(chunk.numel() for chunk in engine._state_offload.chunks)
+
+
+def state(engine: Engine) -> dict[str, Tensor]:
+    """Every tensor of this rank: parameters, buffers, gradients, and the optimizer's state."""
+    found: dict[str, Tensor] = {}
+    for index, model in engine.stages.items():
+        found |= {f"{index} {name}": each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    for name, parameter in engine.parameters.items():
+        found |= {f"{name} gradient": parameter.grad} if parameter.grad is not None else {}
+        moments = engine.optimizer.state.get(parameter, {})
+        found |= {f"{name} {key}": value for key, value in moments.items() if isinstance(value, Tensor)}
+    return {name: local_shard(each) for name, each in found.items()}
+
+
+def state_bytes(engine: Engine) -> int:
+    storages = [each.untyped_storage() for each in state(engine).values()]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def digests(engine: Engine) -> dict[str, str]:
+    as_bytes = {name: each.clone().reshape(-1).view(torch.uint8) for name, each in state(engine).items()}
+    return {name: hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest() for name, each in as_bytes.items()}
+
+
+def step(engine: Engine, seed: int) -> float:
+    return engine.forward_backward(batch(seed, vocab_size=VOCABULARY), SFT()).loss
+
+
+def go_on(group: Any, layout: str, options: dict[str, Any], offloads: bool) -> tuple[list[float], dict[str, str]]:
+    """Losses and the last state of two steps, the second of two batches. `offloads` between all of these."""
+    engine = build(layout, CONFIG, **options)
+    losses = []
+    for seed in (0, None, 1, 2, None, 3):
+        if offloads:
+            move(engine)
+        if seed is None:
+            losses.append(engine.optimizer_step().grad_norm)
+        else:
+            losses.append(step(engine, seed))
+    return losses, digests(engine)
+
+
+def move(engine: Engine) -> None:
+    before, size, held = digests(engine), state_bytes(engine), live_bytes() - host_bytes(engine)
+    engine.offload()
+    engine.offload()
+    assert state_bytes(engine) == 0
+    assert held - (live_bytes() - host_bytes(engine)) == size > 0
+    chunks = list(engine._state_offload.chunks)
+    engine.onload()
+    engine.onload()
+    assert digests(engine) == before
+    assert all(one is other for one, other in zip(chunks, engine._state_offload.chunks, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp=2", {"critic": True}),
+        ("dp_shard=2", {}),
+        ("pp=2", {"optimizer": AdamW(lr=1e-3, moments="8bit"), "weights": "split", "overlap": True}),
+        pytest.param("dp_shard=2,ep=2", {"overlap": True, "critic": True}, marks=pytest.mark.thorough),
+        pytest.param("dp_shard=2", {"optimizer": MOMENTUM, "gather_once": True}, marks=pytest.mark.thorough),
+        pytest.param("", {"compute_dtype": torch.bfloat16, "weights": "rounded"}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_training_goes_on_as_if_nothing_had_happened(ranks: Any, layout: str, options: dict[str, Any]) -> None:
+    size = Layout.parse(layout).world_size
+    for moved, stayed in zip(
+        ranks(size, go_on, layout, options, True), ranks(size, go_on, layout, options, False), strict=True
+    ):
+        assert moved == stayed
+
+
+def refusals(group: Any, directory: Path) -> dict[str, str]:
+    engine = Engine(CONFIG, mesh=mesh(Layout()), budget=32, optimizer=ADAMW)
+    step(engine, 0)
+    reference, stream, rows = engine.reference(), engine.stream_weights(), batch(1, vocab_size=VOCABULARY)
+    engine.offload()
+    calls: dict[str, Callable[[], Any]] = {
+        "forward_backward": lambda: step(engine, 1),
+        "optimizer_step": engine.optimizer_step,
+        "zero_grad": engine.zero_grad,
+        "set_optimizer": lambda: engine.set_optimizer(MOMENTUM),
+        "grad_norm": engine.grad_norm,
+        "weight_norm": engine.weight_norm,
+        "evaluate_loss": lambda: engine.evaluate_loss(rows, SFT()),
+        "count": lambda: engine.count(rows),
+        "logprobs": lambda: engine.logprobs(rows),
+        "topk": lambda: engine.topk(rows, 2),
+        "reference": engine.reference,
+        "an earlier reference": lambda: reference.logprobs(rows),
+        "stream_weights": engine.stream_weights,
+        "an earlier stream": lambda: list(stream),
+        "gradients": engine.gradients,
+        "tensors": lambda: engine.tensors,
+        "low_bits": lambda: engine.low_bits,
+        "save": lambda: engine.save(directory / "saved"),
+        "load": lambda: engine.load(directory / "saved"),
+        "export_model": lambda: engine.export_model(directory / "exported"),
+    }
+    answers = {name: told(call) for name, call in calls.items()}
+    engine.onload()
+    return answers | {"afterwards": told(lambda: (step(engine, 1), engine.optimizer_step()))}
+
+
+def test_every_other_call_is_refused_in_between(ranks: Any, tmp_path: Path) -> None:
+    (answers,) = ranks(1, refusals, tmp_path)
+    assert answers.pop("afterwards") == "nothing"
+    assert {name: answer for name, answer in answers.items() if answer != REFUSED} == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def failures(group: Any) -> tuple[list[str], bool]:
+    engine = Engine(CONFIG, mesh=mesh(Layout()), budget=32, optimizer=ADAMW)
+    step(engine, 0)
+    before, answers = digests(engine), []
+    with mock.patch.object(torch, "empty", side_effect=RuntimeError("no host memory")):
+        answers.append(told(engine.offload))
+    answers.append(told(engine.grad_norm))
+    engine.offload()
+    resize, left = torch.UntypedStorage.resize_, [3]
+
+    def exhausted(storage: torch.UntypedStorage, size: int) -> Any:
+        left[0] -= size > 0
+        if size and left[0] < 0:
+            raise torch.OutOfMemoryError("no device memory")
+        return resize(storage, size)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", exhausted):
+        answers.append(told(engine.onload))
+    answers.append(told(engine.grad_norm))
+    assert all(storage.nbytes() == 0 for storage, _ in engine._state_offload.moved)
+    engine.onload()
+    return answers, digests(engine) == before
+
+
+def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> None:
+    (((offload, then, onload, refused), same),) = ranks(1, failures)
+    assert (offload, then) == ("RuntimeError: no host memory", "nothing")
+    assert onload.startswith("RuntimeError: onload needs 0.00 GiB on cpu, which it does not have (no device memory): ")
+    assert onload.endswith("free the memory of the generator there, and call onload again.")
+    assert refused == REFUSED
+    assert same
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"weights": "split"}], ids=str)
+def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None:
+    """Peak memory with a tensor as large as all that was offloaded is no more than before."""
+    large = small_config("[*-]{4}", hidden_size=1024, vocab_size=32_000)
+    with started("cuda"):
+        engine = Engine(large, budget=64, optimizer=ADAMW, **options)
+        for seed in range(2):
+            step(engine, seed)
+            engine.optimizer_step()
+        step(engine, 2)
+        torch.cuda.synchronize()
+        before, bits = torch.cuda.memory_allocated(), digests(engine)
+        reserved = torch.cuda.memory_reserved()
+        engine.offload()
+        freed = before - torch.cuda.memory_allocated()
+        assert freed > 0.95 * before
+        assert reserved - torch.cuda.memory_reserved() > 0.8 * freed, "other processes get it too"
+        assert all(chunk.is_pinned() for chunk in engine._state_offload.chunks)
+        torch.cuda.reset_peak_memory_stats()
+        cache = torch.empty(freed, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.max_memory_allocated() <= before + (1 << 20)
+        del cache
+        engine.onload()
+        assert digests(engine) == bits
+        step(engine, 3)
