@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from postlude.recipes.config import schema
+from postlude.recipes.config.recipe_configs import GRPOConfig
 from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.live import LiveView, sparkline
 from postlude.recipes.run.directory import (
@@ -293,6 +295,20 @@ def test_a_run_of_an_earlier_version_resumes_under_the_new_names_of_keys(tmp_pat
         assert not run.changed
     with pytest.raises(ValueError, match="prompts_per_step is 4 there and 8 here"):
         open_run(tmp_path, new | {"prompts_per_step": 8})
+
+
+def test_a_run_of_a_version_without_a_key_resumes_where_it_has_its_default(tmp_path: Path) -> None:
+    defaults = schema.default_values(GRPOConfig)
+    assert {"mtp.processor", "dynamic_sampling", "sampling.top_p"} <= defaults.keys()
+    old = schema.plain(GRPOConfig(model="tiny-dense", run=tmp_path))
+    del old["dynamic_sampling"], old["sampling"]["top_p"], old["mtp"]
+    with open_run(tmp_path, old) as run:
+        train(run, 1, 2)
+    new = schema.plain(GRPOConfig(model="tiny-dense", run=tmp_path))
+    with pytest.raises(ValueError, match="dynamic_sampling is nothing there and 3 here"):
+        open_run(tmp_path, new | {"dynamic_sampling": 3}, defaults=defaults)
+    with open_run(tmp_path, new, defaults=defaults) as run:
+        assert not run.changed
 
 
 def test_a_broken_config_of_a_run_is_a_sentence(tmp_path: Path) -> None:

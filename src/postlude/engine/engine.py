@@ -164,7 +164,7 @@ class Engine:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their global names."""
-        self.failure_state.check()
+        self.failure_state.check_on_device()
         return self.local_stages.tensors
 
     @property
@@ -173,7 +173,7 @@ class Engine:
 
         A split weight is an fp32 weight: its upper half is the bf16 parameter, its lower half is here.
         """
-        self.failure_state.check()
+        self.failure_state.check_on_device()
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
     def forward_backward(

@@ -27,12 +27,16 @@ class FailureState:
 
     def check(self, *, gradients: bool = False, load: bool = False) -> None:
         """Raises RuntimeError if the engine is unusable or offloaded, or its `gradients` are lost."""
-        if self.offloaded:
-            raise RuntimeError(OFFLOADED)
+        self.check_on_device()
         if self.refusal is not None and not (load and self.load_recovers):
             raise RuntimeError(self.refusal)
         if gradients and self.lost_gradients is not None:
             raise RuntimeError(self.lost_gradients)
+
+    def check_on_device(self) -> None:
+        """Raises RuntimeError if the engine is offloaded."""
+        if self.offloaded:
+            raise RuntimeError(OFFLOADED)
 
     def recovered(self, *, weights: bool = False) -> None:
         """Gradients were freed, or all `weights` were written."""

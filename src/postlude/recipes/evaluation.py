@@ -53,7 +53,8 @@ def run(
     if start_mode.resume_from is not None:
         raise ValueError("an evaluation has no checkpoints; leave out --resume-from.")
     plain = schema.plain(config)
-    check_run(config.run, plain, may_change=MAY_CHANGE)
+    defaults = schema.default_values(EvalConfig)
+    check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
     tokenizer = load_tokenizer(config.model)
     timer, samples = PhaseTimer(), config.samples_per_prompt
     with ExitStack() as resources:
@@ -61,7 +62,9 @@ def run(
             config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
         )
         resources.enter_context(closing(environment))
-        directory = resources.enter_context(open_run(config.run, plain, may_change=MAY_CHANGE, loggers=config.loggers))
+        directory = resources.enter_context(
+            open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)
+        )
         directory.resume_at(-1)
         directory.record(step=0, command=start_mode.command, **machine_info(torch.device(device)))
         engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, runtime)))

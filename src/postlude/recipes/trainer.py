@@ -104,7 +104,8 @@ class Trainer(ABC):
         self.run: RunDirectory = ReadOnlyRun(config.run)  # until `resume`
         self.plain_config = schema.plain(config)
         _check_same_config(self.plain_config)
-        check_run(config.run, self.plain_config, may_change=MAY_CHANGE)
+        self.run_rules: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
+        check_run(config.run, self.plain_config, **self.run_rules)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = load_tokenizer(config.model)
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
@@ -186,7 +187,7 @@ class Trainer(ABC):
         """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
         on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
-        self.run = open_run(self.config.run, self.plain_config, may_change=MAY_CHANGE, loggers=self.config.loggers)
+        self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.run_rules)
         self.resume_hint = (
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )

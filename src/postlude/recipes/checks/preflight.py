@@ -36,7 +36,7 @@ from postlude.plan.parameter_count import total_parameters
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
-from postlude.recipes.config.schema import plain
+from postlude.recipes.config.schema import default_values, plain
 from postlude.recipes.config.settings import (
     EvaluationSettings,
     MTPSettings,
@@ -336,7 +336,7 @@ def _device(start: LaunchInfo) -> str:
 
 def _run(inputs: PreflightInputs) -> str:
     path = check_writable("run", inputs.config.run, "--run")
-    check_run(path, plain(inputs.config), may_change=MAY_CHANGE)
+    check_run(path, plain(inputs.config), may_change=MAY_CHANGE, defaults=default_values(type(inputs.config)))
     if (path / LOCK).exists():
         RunLock(path).release()  # raises if another process holds it
     return str(path)

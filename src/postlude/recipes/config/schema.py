@@ -298,6 +298,14 @@ def options(config: type) -> Iterator[Option]:
     return options_of(structure(config, helpful=True))
 
 
+def default_values(config: type) -> dict[str, list[Any]]:
+    """Returns the defaults of every field by its dotted path; several where kinds of a section have the same field."""
+    defaults: dict[str, list[Any]] = {}
+    for option in options_of(structure(config)):
+        defaults.setdefault(option.path, []).append(option.default)
+    return defaults
+
+
 def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
     """Yields the fields of one section, with the values of `default` in place of their own."""
     for name, node in section["properties"].items():

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, LAYERS, SAMPLES = "metrics.jsonl", "layers.jsonl", "samples.jsonl"
 COMPLETE = "state.json"  # a checkpoint has it once it is complete
 DELETING = ".deleting"
+NO_DEFAULTS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 Value = TypeVar("Value")
 
 
@@ -241,22 +243,26 @@ def open_run(
     *,
     resume: bool = True,
     may_change: Collection[str] = (),
+    defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
     loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
     """Creates a run directory, or opens it again if `resume` and `config` allow. Every rank calls it.
 
     Refuses a directory that another process holds, or that has steps of another config. Keys in `may_change` (dotted,
-    with everything below) may differ, and take their new value. A refusal changes nothing.
+    with everything below) may differ, and take their new value. So may a key that an earlier version did not have, if
+    it is at one of its `defaults`. A refusal changes nothing.
     """
     directory = Path(path).expanduser().absolute()
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
         check_loggers(loggers)
-        _changes(directory, config, resume, may_change)
+        _changes(directory, config, resume, may_change, defaults)
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
         try:
-            changed = _changes(directory, config, resume, may_change)  # again, now that no other process can write
+            changed = _changes(
+                directory, config, resume, may_change, defaults
+            )  # again, now that no other process can write
             _claim(directory, config, bool(changed))
         except BaseException:
             lock.release()
@@ -272,10 +278,16 @@ def open_run(
     return RunDirectory(directory, loggers=loggers, lock=lock, changed=changed)
 
 
-def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
+def check_run(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    *,
+    may_change: Collection[str] = (),
+    defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
+) -> None:
     """Refuses what `open_run` would refuse of this config, without touching anything. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
-    on_rank0(lambda: _changes(directory, config, True, may_change))
+    on_rank0(lambda: _changes(directory, config, True, may_change, defaults))
 
 
 def is_rank0() -> bool:
@@ -336,7 +348,13 @@ def read_record(run: Path) -> dict[str, Any]:
     return record
 
 
-def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Collection[str]) -> dict[str, Any]:
+def _changes(
+    path: Path,
+    config: Mapping[str, Any],
+    resume: bool,
+    may_change: Collection[str],
+    defaults: Mapping[str, Sequence[Any]],
+) -> dict[str, Any]:
     """Returns the settings that differ from those of the run in a directory, each as [old, new], or raises.
 
     A directory without steps is not a run yet: its config may be replaced.
@@ -358,7 +376,11 @@ def _changes(path: Path, config: Mapping[str, Any], resume: bool, may_change: Co
             f"{changed} changed since {path} was last started. Restore the file, set --code_changes allow to resume "
             "with the new one, or give another directory (--run)."
         )
-    changed_keys = list(differences(yaml.safe_load(written), _config_of(path)))
+    changed_keys = [
+        (key, old, new)
+        for key, old, new in differences(yaml.safe_load(written), _config_of(path))
+        if not (old is MISSING and new in defaults.get(key, ()))
+    ]
     refused = [each for each in changed_keys if not is_covered(each[0], may_change)]
     if refused:
         saved = RunDirectory(path).checkpoints()
