@@ -202,7 +202,8 @@ def test_measuring_finds_what_a_step_would_and_makes_no_gradient(ranks: Any, lay
     for found, expected, untouched in run(ranks, layout, measured, SOURCES[model]):
         assert untouched
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
+        of_objective = {name: value for name, value in expected.metrics.items() if not name.startswith("moe/")}
+        assert found.metrics == pytest.approx(of_objective, rel=1e-5, abs=1e-7)
         assert (found.tokens, found.microbatches) == (expected.tokens, expected.microbatches)
 
 

@@ -223,7 +223,7 @@ class Engine:
         return total
 
     def evaluate_loss(self, batch: Batch, objective: Objective) -> Result:
-        """Returns what `forward_backward` would, without a backward: no gradient changes."""
+        """Returns what `forward_backward` would, without a backward and without the layers' metrics."""
         local = self._shard(batch)
         metrics = self._metrics(objective, local)
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
