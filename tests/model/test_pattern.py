@@ -171,7 +171,7 @@ def test_error_is_the_sentence_of_the_style_guide():
 def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, rest):
     blocks = mixers + terminals + rest
     error = raised(f"[{blocks}]")
-    whole, first = error.mend.removeprefix("Write ").removesuffix(".").split(" or ")
+    whole, first = error.fix.removeprefix("Write ").removesuffix(".").split(" or ")
     assert Pattern.parse(whole).blocks == blocks
     assert Pattern.parse(first).layers == (blocks[: error.column - 1],)
 

@@ -84,13 +84,13 @@ def connected_to_ray(address: str, needs: ResourceNeeds) -> Iterator[None]:
 
 
 def check_capacity(needs: ResourceNeeds) -> None:
-    """Raises a ValueError if the cluster is too small, even if nobody else used it."""
+    """Raises a ValueError if the cluster is too small, even with no other load."""
     if sentence := missing_capacity(needs):
         raise ValueError(sentence)
 
 
 def missing_capacity(needs: ResourceNeeds) -> str:
-    """Returns a sentence about what the cluster lacks, even if nobody else used it; empty if it lacks nothing."""
+    """Returns a sentence about what the cluster lacks, even with no other load; empty if it lacks nothing."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -200,8 +200,8 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
         needs = (
             f"the least needs about {format_bytes(result.least)} a rank" if result.fitting else "none divides the model"
         )
-        mend = "Use more GPUs, --recompute full, or a smaller --budget." if result.fitting else "Raise --batch-tokens."
-        console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {mend}", highlight=False)
+        fix = "Use more GPUs, --recompute full, or a smaller --budget." if result.fitting else "Raise --batch-tokens."
+        console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {fix}", highlight=False)
         return 1
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("layout", overflow="fold")

@@ -245,8 +245,8 @@ def _reasoning_and_answer(message: Message) -> tuple[str, str]:
     if CLOSE in content and not any(message.get(key) for key in REASONING_KEYS):
         reasoning, _, answer = content.rpartition(CLOSE)
         gap = answer[: len(answer) - len(answer.lstrip())]
-        opening = "" if reasoning.lstrip().startswith(OPEN) else f"{OPEN}\n"
-        return f"{opening}{reasoning.lstrip()}{CLOSE}{gap}", answer.strip()
+        open_tag = "" if reasoning.lstrip().startswith(OPEN) else f"{OPEN}\n"
+        return f"{open_tag}{reasoning.lstrip()}{CLOSE}{gap}", answer.strip()
     return f"{OPEN}\n{reasoning_of(message)}\n{CLOSE}\n\n", content.strip()
 
 

@@ -160,8 +160,8 @@ def _check_names(name: str, given: Mapping[str, Any], known: Iterable[Field[Any]
     for each in given:
         if each not in names:
             near = difflib.get_close_matches(each, names, 1)
-            mend = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
-            raise ValueError(f"{name} has {each!r}, which is none of its fields; {mend}")
+            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
+            raise ValueError(f"{name} has {each!r}, which is none of its fields; {fix}")
     missing = [each for each, field in names.items() if each not in given and _is_required(field)]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(map(repr, missing))}.")

@@ -39,16 +39,16 @@ _LONGEST_PERIOD: Final = 64  # printing looks for repetitions of up to this many
 class PatternError(ValueError):
     """A pattern that cannot be parsed or staged: `text`, and the 1-based `column` of the faulty character if any."""
 
-    def __init__(self, text: str, problem: str, mend: str, column: int | None = None) -> None:
-        super().__init__(text, problem, mend, column)  # all of them, so that the error survives pickling
-        self.text, self.problem, self.mend, self.column = text, problem, mend, column
+    def __init__(self, text: str, problem: str, fix: str, column: int | None = None) -> None:
+        super().__init__(text, problem, fix, column)  # all of them, so that the error survives pickling
+        self.text, self.problem, self.fix, self.column = text, problem, fix, column
 
     def __str__(self) -> str:
         shown = "".join(character if character.isprintable() else " " for character in self.text)
         if self.column is None:
-            return f'pattern "{shown}": {self.problem}. {self.mend}'
+            return f'pattern "{shown}": {self.problem}. {self.fix}'
         caret = " " * (self.column - 1) + "^"
-        return f'pattern "{shown}": {self.problem} (column {self.column}). {self.mend}\n{shown}\n{caret}'
+        return f'pattern "{shown}": {self.problem} (column {self.column}). {self.fix}\n{shown}\n{caret}'
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Pattern:
             text = str(self)
             problem = f"its {segments} segments do not divide into pp·vpp = {count} stages"
             divisors = ", ".join(str(divisor) for divisor in range(1, segments + 1) if segments % divisor == 0)
-            mend = f"Use a number of stages out of {divisors}, or move the cuts."
-            raise PatternError(text, problem, mend, text.index("|") + 1)
+            fix = f"Use a number of stages out of {divisors}, or move the cuts."
+            raise PatternError(text, problem, fix, text.index("|") + 1)
         bounds = list(accumulate(map(len, self.segments), initial=0))[:: segments // count]
         return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
@@ -229,8 +229,8 @@ class _Parser:
         self._end_section("", 0)
         return tuple(self.segments), tuple(self.mtp)
 
-    def _error(self, at: int, problem: str, mend: str) -> PatternError:
-        return PatternError(self.text, problem, mend, at + 1)
+    def _error(self, at: int, problem: str, fix: str) -> PatternError:
+        return PatternError(self.text, problem, fix, at + 1)
 
     def _block(self, symbol: str, at: int) -> None:
         if symbol not in self.symbols:
@@ -271,15 +271,15 @@ class _Parser:
         for at in layer[:-1]:
             if (symbol := self.text[at]) in TERMINAL:
                 parts = _split_after_terminals(self._written(layer))
-                mend = f"Write {_spell(parts)} or {_spell(parts[:1])}."
-                raise self._error(at, f"'{symbol}' must be last in its group", mend)
+                fix = f"Write {_spell(parts)} or {_spell(parts[:1])}."
+                raise self._error(at, f"'{symbol}' must be last in its group", fix)
 
     def _repeat(self, number: str | None, at: int) -> None:
         if number is None:
             raise self._error(at, "'{' is never closed", "Write a repeat as {n}.")
         if self.unit is None:
-            mend = "Write one {n} right after a block, ']' or ')'."
-            raise self._error(at, "this repeat does not follow a block or a group", mend)
+            fix = "Write one {n} right after a block, ']' or ')'."
+            raise self._error(at, "this repeat does not follow a block or a group", fix)
         number_at = at + 1 + len(number) - len(number.lstrip())
         digits = number.strip().lstrip("0")
         if not (digits.isascii() and digits.isdigit()):
@@ -328,8 +328,8 @@ def _check_symbols(symbols: Mapping[str, str]) -> None:
         if len(symbol) != 1 or not symbol.isprintable() or symbol.isspace() or symbol in _PUNCTUATION:
             raise ValueError(f"{symbol!r} cannot be a block symbol. Use one visible character, but not [](){{}}|/.")
         if not name.isidentifier() or re.search(r"_\d+$", name):
-            mend = "Use an identifier that does not end in _<number>, which tells equal blocks of a layer apart."
-            raise ValueError(f"{name!r} cannot be the name of block {symbol!r}. {mend}")
+            fix = "Use an identifier that does not end in _<number>, which tells equal blocks of a layer apart."
+            raise ValueError(f"{name!r} cannot be the name of block {symbol!r}. {fix}")
 
 
 def _is_tuple_of_text(layers: Any) -> bool:

@@ -64,7 +64,7 @@ class AsyncEnvironment(Environment):
         super().release(episode)
         state, episode.state = episode.state, None
         if hasattr(state, "close"):
-            self._coroutines.submit(next(self._tickets), _close(state))  # nobody polls its result
+            self._coroutines.submit(next(self._tickets), _close(state))  # its result is not polled
 
     def trial_call(self, task: Task, completion: str) -> None:
         """Takes one step before a run starts."""

@@ -157,7 +157,7 @@ def _final(solution: str) -> str:
 
 def _bare(expression: str) -> str:
     text = expression.strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
-            return text[len(opening) : -len(closing)].strip()
+    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
+            return text[len(left) : -len(right)].strip()
     return text
