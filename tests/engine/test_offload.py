@@ -194,7 +194,7 @@ def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> N
 def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None:
     """Peak memory with a tensor as large as all that was offloaded is no more than before."""
     large = small_config("[*-]{4}", hidden_size=1024, vocab_size=32_000)
-    with started("cuda"):
+    with started(device="cuda"):
         engine = Engine(large, budget=64, optimizer=ADAMW, **options)
         for seed in range(2):
             step(engine, seed)

@@ -19,7 +19,9 @@ MOE = config("tiny-moe")
 
 
 def build(layout: str, seed: int = 0) -> Engine:
-    return Engine(MOE, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, seed=seed)
+    return Engine(
+        MOE, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, seed=seed, compute_dtype=torch.float32
+    )
 
 
 def train(engine: Engine, seeds: range) -> list[float]:

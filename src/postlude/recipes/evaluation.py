@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
@@ -32,6 +31,7 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
+from postlude.world.agreement import on_rank0
 
 CHUNK = 256  # tasks sampled at a time
 
@@ -93,8 +93,7 @@ def run(
         )
         directory.log(0, metrics | timer.take(), phase=EVALUATED)
     outcome = RunOutcome("finished", 0)
-    finish_run(config.run, outcome)
-    dist.barrier()
+    on_rank0(lambda: finish_run(config.run, outcome))
     return outcome
 
 

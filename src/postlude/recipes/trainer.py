@@ -373,8 +373,7 @@ class Trainer(ABC):
 
     def _end(self, outcome: RunOutcome) -> RunOutcome:
         if self.step:
-            finish_run(self.config.run, outcome)
-        dist.barrier()
+            on_rank0(lambda: finish_run(self.config.run, outcome))
         return outcome
 
 
