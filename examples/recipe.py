@@ -13,7 +13,7 @@ from pydantic import PositiveFloat
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.objectives import SFT, weights
-from postlude.recipes.checks.objective_trial import SEQUENCES
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig, SFTObjective
 from postlude.recipes.config.settings import build_objective
@@ -42,7 +42,7 @@ class RowMeanTrainer(SupervisedTrainer[EncodedSequence]):
 
     @staticmethod
     def checks(inputs: PreflightInputs) -> list[Check]:
-        trial = weighted_batch(SEQUENCES, inputs.config.short_row_weight)
+        trial = weighted_batch(TRIAL_SEQUENCES, inputs.config.short_row_weight)
         return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data)]
 
     def read_rows(self) -> EncodedRows[EncodedSequence]:

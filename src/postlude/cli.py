@@ -23,7 +23,7 @@ from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.layout import Layout
 from postlude.plan.hardware import HARDWARE
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
-from postlude.recipes.run.outcome import DONE, FAILED, MISTAKE, RunFailed
+from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
 from postlude.recipes.run.start_mode import resume_command
 from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
@@ -42,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         with _repeat_lost_interrupts():
-            return _command(options.module)(options) or DONE
+            return _command(options.module)(options) or EXIT_DONE
     except USER_ERRORS as error:
-        return _fail(options, error, MISTAKE)
+        return _fail(options, error, EXIT_USER_ERROR)
     except RunFailed as error:
-        return _fail(options, error, FAILED)
+        return _fail(options, error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail(options, "SIGINT ended it.", 128 + signal.SIGINT)
     except RuntimeError as error:
         from postlude.world.failure_report import RankError  # imports torch, as every command with ranks has done
 
         if isinstance(error, RankError):
-            return _fail(options, error, MISTAKE if error.user_error else FAILED)
+            return _fail(options, error, EXIT_USER_ERROR if error.user_error else EXIT_FAILED)
         raise
 
 
@@ -120,7 +120,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
-        self.exit(MISTAKE)
+        self.exit(EXIT_USER_ERROR)
 
     def format_help(self) -> str:
         if self.recipe is not None:
@@ -158,7 +158,7 @@ def _user_recipe(name: str) -> Recipe:
         return UserRecipe.load(name)
     except (ValueError, AttributeError) as error:
         print_error(f"postlude: {error_message(error)}")
-        sys.exit(MISTAKE)
+        sys.exit(EXIT_USER_ERROR)
 
 
 def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:

@@ -102,7 +102,7 @@ class Steps:
         self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
         self.engine = engine or Elsewhere()
         self.environment = SingleTurn(self.tasks, RewardPool(fixed, workers=0))
-        self.rollouts = RolloutSampler(
+        self.rollout_sampler = RolloutSampler(
             self.engine,
             self.environment,
             byte_tokenizer(),
@@ -113,11 +113,11 @@ class Steps:
             background=ahead > 0,
         )
         self.supply = RolloutQueue(
-            self.rollouts,
+            self.rollout_sampler,
             self.tasks,
             Sampler(tasks, 5),
-            samples=SAMPLES,
-            prompts=PROMPTS,
+            samples_per_prompt=SAMPLES,
+            prompts_per_step=PROMPTS,
             max_staleness=ahead,
             total_steps=steps,
         )
@@ -129,7 +129,7 @@ class Steps:
         return [each.task.name for each in answers[::SAMPLES]]
 
     def close(self) -> None:
-        for each in (self.rollouts.conversations, self.engine, self.environment):
+        for each in (self.rollout_sampler.conversations, self.engine, self.environment):
             each.close()
 
 
@@ -189,9 +189,9 @@ def test_what_ends_all_conversations_is_told_to_who_waits() -> None:
     with closing(Steps(1, engine=engine)) as run:
         run.learned(0)
         engine.failure = ValueError("no server is left")
-        run.rollouts.start(run.rollouts.make_group(run.tasks[0], 0, SAMPLES, step=9))
+        run.rollout_sampler.start(run.rollout_sampler.make_group(run.tasks[0], 0, SAMPLES, step=9))
         with pytest.raises(ValueError, match="no server is left"):
-            run.rollouts.wait(lambda: False)
+            run.rollout_sampler.wait(lambda: False)
 
 
 class Held:

@@ -85,8 +85,8 @@ def rooms(group: Any, directory: str) -> list[int]:
     found = []
     for budget in (64, 70_000):
         with closing(trainer_of("grpo", directory, budget)) as trainer:
-            assert isinstance(trainer.rollouts.engine, SyncedGenerator)  # type: ignore[union-attr]
-            found.append(trainer.rollouts.engine.generator.max_batch_tokens)  # type: ignore[union-attr]
+            assert isinstance(trainer.rollout_sampler.rollout_engine, SyncedGenerator)  # type: ignore[union-attr]
+            found.append(trainer.rollout_sampler.rollout_engine.generator.max_batch_tokens)  # type: ignore[union-attr]
     return found
 
 
@@ -98,12 +98,12 @@ def seeds(group: Any, directory: str) -> list[set[int]]:
     """Those of a distillation's answers to learn from, and to what is held out, in one step."""
     trainer = trainer_of("distill", directory)
     assert isinstance(trainer, DistillTrainer)
-    assert trainer.rollouts is not None
+    assert trainer.rollout_sampler is not None
     drawn: list[set[int]] = []
     module = import_module("postlude.recipes.distill")
     tasks = trainer.rows.held_out
     with patch.object(
-        trainer.rollouts, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []
+        trainer.rollout_sampler, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []
     ):
         for held_out in (False, True):
             with patch.object(module, "_batch"), patch.object(module, "trajectory_metrics", return_value={}):

@@ -174,7 +174,7 @@ def prompts(group: Any, directory: str) -> tuple[list[str], set[str]]:
     """What a run asks that is held out, and in two epochs of training, of 200 prompts that 1,000 tasks share."""
     config = config_of(Path(directory), "--environment.size=1000", "--evaluation.tasks=64")
     with closing(GRPOTrainer(config, "cpu")) as trainer:
-        trained = {str(trainer.tasks[index].prompt) for index in trainer.sampler.take(1000)}
+        trained = {str(trainer.tasks[index].prompt) for index in trainer.task_sampler.take(1000)}
         return [str(task.prompt) for task in trainer.held_out], trained
 
 
@@ -410,11 +410,11 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Ba
     trainer, left = object.__new__(GRPOTrainer), iter(rounds)
     trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
     trainer.step = 0
-    trainer.queue, trainer.run, trainer.health, trainer.rollouts, trainer.engine, trainer.tokenizer = (
+    trainer.queue, trainer.run, trainer.health, trainer.rollout_sampler, trainer.engine, trainer.tokenizer = (
         Mock() for _ in range(6)
     )
     trainer.queue.take = lambda count, step: next(left)
-    trainer.queue.take_metrics.return_value = trainer.rollouts.take_metrics.return_value = {}
+    trainer.queue.take_metrics.return_value = trainer.rollout_sampler.take_metrics.return_value = {}
     trainer.tokenizer.decode = str
     batch = trainer.sample_rollouts()
     return batch.minibatches, batch.metrics

@@ -89,7 +89,7 @@ def example_run(directory: Path, steps: int = 200, *, seed: int = 0, rollouts: i
                 metrics |= {"loss": math.nan, "grad_norm": math.inf}
             if step % max(steps // 10, 1) == 0:
                 metrics["eval"] = {"accuracy": 0.2 + 0.6 * done}
-                run.sample(step, [_rollout(noise, done, index) for index in range(6)])
+                run.log_samples(step, [_rollout(noise, done, index) for index in range(6)])
             run.log(step, metrics, phase="rollout/grpo")
     return directory
 
@@ -238,7 +238,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
     with open_run(evil, {EVIL: EVIL, "nested": {"<u>": ["<s>", EVIL]}}) as run:
         run.log(1, {EVIL: 1.0, "time": {EVIL: 2.0}, f"list {EVIL}": [1.0, 2.0]}, phase=EVIL)
         sample = Sample(EVIL, EVIL, 1.0, {EVIL: 1.0}, [1, 2, 3, 4], tokens, [-0.1, -1.0, math.nan, -math.inf])
-        run.sample(1, [sample, Sample(EVIL, EVIL)])
+        run.log_samples(1, [sample, Sample(EVIL, EVIL)])
     safe = example_run(tmp_path / "safe", steps=2)
     page = Page(write_report([evil], tmp_path / "evil.html"))
     assert EVIL in page.text
@@ -435,7 +435,7 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
     words = [f" {index}" for index in range(count)]
     with RunDirectory(tmp_path) as run:
         run.log(1, {"loss": 1.0}, phase="sft")
-        run.sample(1, [Sample("p" * count, "".join(words), 1.0, {}, list(range(count)), words, [-0.5] * count)])
+        run.log_samples(1, [Sample("p" * count, "".join(words), 1.0, {}, list(range(count)), words, [-0.5] * count)])
     target = write_report([tmp_path], tmp_path / "report.html")
     text = Page(target).text
     assert target.stat().st_size < 200_000

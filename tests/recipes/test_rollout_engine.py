@@ -27,7 +27,7 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import read_description, read_model
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, _stop_tokens
 from postlude.recipes.checks.preflight import _tasks as look_at_tasks
-from postlude.recipes.checks.servers import check_servers
+from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.grpo import run
 from postlude.recipes.report.metrics import explain
@@ -296,7 +296,7 @@ def told(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **fou
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
     inputs = PreflightInputs(config, start or LaunchInfo(), **found)
-    (check,) = check_servers(inputs, config.rollout, config.sampling, trained=True, compared=compared)
+    (check,) = server_checks(inputs, config.rollout, config.sampling, gets_weights=True, compares_logprobs=compared)
     try:
         return check.look()
     except USER_ERRORS as error:

@@ -53,7 +53,7 @@ def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> N
     for step in range(first, last + 1):
         run.log_layers(step, {"moe/layer_00/load": [0.0, float(step)]})
         run.log(step, metrics(step), phase="sft")
-        run.sample(step, [Sample("p", f"answer {step}", 0.5, {"right": 1.0}, [1], ["a"], [-0.1])] * 2)
+        run.log_samples(step, [Sample("p", f"answer {step}", 0.5, {"right": 1.0}, [1], ["a"], [-0.1])] * 2)
         if step % save_every == 0:
             save(run, step)
 
@@ -129,7 +129,7 @@ def test_lines_are_strict_json_and_read_back_as_they_were(tmp_path: Path) -> Non
     logged = {"a": math.inf, "b": -math.inf, "list": [1, math.nan], "t": torch.tensor(0.5), "none": None, "on": True}
     with open_run(tmp_path, CONFIG) as run:
         run.log(7, logged, phase="rollout/grpo")
-        run.sample(7, [Sample("p", "half a pair: \ud83d", math.nan, {}, [5], ["x"], [-math.inf])])
+        run.log_samples(7, [Sample("p", "half a pair: \ud83d", math.nan, {}, [5], ["x"], [-math.inf])])
     raw = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["step"] == 7
     (line,) = read_metrics(tmp_path)
@@ -247,7 +247,7 @@ def test_what_may_change_is_written_and_what_it_was_is_kept(tmp_path: Path) -> N
     first = contents_of_config(tmp_path / "run")
     for number, changes in enumerate(({"steps": 20}, {"steps": 30, "optimizer": {"lr": 1.0, "betas": [0.9, 0.95]}})):
         with open_run(tmp_path / "run", CONFIG | changes, may_change=["steps", "optimizer.lr"]) as run:
-            run.record(step=4)
+            run.record_start(step=4)
             assert run.changed == {"steps": [10 + 10 * number, 20 + 10 * number]} | (
                 {"optimizer.lr": [1e-6, 1.0]} if number else {}
             )
@@ -265,7 +265,7 @@ def test_a_start_that_made_no_step_does_not_bind_the_next(tmp_path: Path, left: 
     if left == "start":
         run.log(0, {"eval/loss": 1.0}, phase="start")
     elif left == "samples":
-        run.sample(1, [Sample("p", "c")])
+        run.log_samples(1, [Sample("p", "c")])
     elif left == "partial checkpoint":
         save(run, 1, complete=False)
     elif left == "broken config":
@@ -365,8 +365,8 @@ def test_checkpoints_that_are_set_aside_count_no_more_and_stay(tmp_path: Path) -
     with open_run(tmp_path, CONFIG) as run:
         for _ in range(2):
             train(run, 1, 8)
-            run.set_aside(run.checkpoints()[1:], "later")
-            run.set_aside(run.checkpoints()[:1], "damaged")
+            run.rename_checkpoints(run.checkpoints()[1:], "later")
+            run.rename_checkpoints(run.checkpoints()[:1], "damaged")
             run.resume_at(0)
         assert run.checkpoints() == []
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -404,7 +404,7 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
             run.resume()
             for step in (1, 2, 3):
                 run.log(step, metrics(step), phase="sft")
-                run.sample(step, [Sample("p", "c")])
+                run.log_samples(step, [Sample("p", "c")])
                 view.update(step, metrics(step))
             if dist.get_rank() == 0:
                 for step in (2, 3):

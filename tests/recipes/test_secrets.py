@@ -38,9 +38,9 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     config = config_of(*WORDS)
     with open_run(tmp_path / "run", plain(config)) as run:
         run.log(1, {"loss": 1.0}, phase="train")
-        run.record(step=1, command=resume_command(["grpo", *WORDS]))
+        run.record_start(step=1, command=resume_command(["grpo", *WORDS]))
     with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), resume=True, may_change=("steps",)) as run:
-        run.record(step=1, command="")
+        run.record_start(step=1, command="")
     write_report([tmp_path / "run"], tmp_path / "run")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "report.html"} <= {path.name for path in files}

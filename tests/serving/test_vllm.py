@@ -19,7 +19,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
-from postlude.recipes.checks.servers import check_servers
+from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.grpo import run
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.errors import ServerError
@@ -215,10 +215,14 @@ def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> Non
     load_tokenizer("tiny-dense").save_pretrained(tied)
     with vllm(tied, tmp_path) as url:
         config = config_of(tmp_path, f"--model={tied}", f"--rollout={url}")
-        (check,) = check_servers(PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, trained=True)
+        (check,) = server_checks(
+            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=True
+        )
         with pytest.raises(ValueError, match="does not update a head that is tied to the embedding"):
             check.look()
-        (check,) = check_servers(PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, trained=False)
+        (check,) = server_checks(
+            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=False
+        )
         assert check.look() == "1 of 1 reply (vllm)"
 
 

@@ -12,7 +12,7 @@ from postlude.layout import Layout
 from postlude.recipes.config.load import to_yaml
 from postlude.recipes.registry import Recipe
 from postlude.recipes.run.lock import wait_for
-from postlude.recipes.run.outcome import DONE
+from postlude.recipes.run.outcome import EXIT_DONE
 from postlude.recipes.run.start_mode import StartMode, find_checkpoint, parse_step
 
 RELEASE_SECONDS = 10.0  # for ranks of an earlier Ray driver to release the run directory
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             for write in inputs.on_success:
                 write()
     if options.dry_run:
-        return DONE
+        return EXIT_DONE
     if options.ray is None:
         outcome = run_on_ranks(
             recipe.run, config, device, start_mode, nproc=size, timeout=options.timeout, device=device

@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.engine import Engine
-from postlude.recipes.checks.objective_trial import SEQUENCES
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import (
     Check,
     PreflightInputs,
@@ -22,7 +22,7 @@ from postlude.recipes.checks.preflight import (
     teacher_checks,
     training_checks,
 )
-from postlude.recipes.checks.servers import check_servers
+from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
@@ -33,7 +33,7 @@ from postlude.recipes.rollouts.sampler import (
     TRAINING_SEEDS,
     RolloutBatch,
     RolloutSampler,
-    open_rollouts,
+    open_rollout_sampler,
     sample_rows,
     trajectory_metrics,
 )
@@ -55,7 +55,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
     def __init__(self, config: DistillConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         objective = config.objective
         self.temperature = 1.0 if isinstance(objective, ObjectiveFile) else objective.temperature
-        self.rollouts: RolloutSampler | None = None
+        self.rollout_sampler: RolloutSampler | None = None
         super().__init__(config, device, build_objective(objective), runtime)
         with self.close_on_error():
             self.teacher = Engine(
@@ -78,7 +78,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         environment = self.keep_open(
             build_environment(data.environment, config.seed, self.tokenizer, data.sampling, config.budget, factory)
         )
-        self.rollouts = open_rollouts(self, environment, data.rollout, data.sampling)
+        self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
         return environment.tasks
 
     def make_batch(
@@ -86,11 +86,13 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
     ) -> tuple[Batch, StepMetrics]:
         """Returns sequences with the teacher's most likely tokens at every position."""
         metrics: StepMetrics = {}
-        if self.rollouts is None:
+        if self.rollout_sampler is None:
             batch = _batch([row for row in rows if isinstance(row, EncodedSequence)])
         else:
             tasks = [row for row in rows if isinstance(row, Task)]
-            sampled = self.rollouts.collect(lambda: self.sample_rollouts(tasks, held_out=held_out), self.engine.mesh)
+            sampled = self.rollout_sampler.sample_and_scatter(
+                lambda: self.sample_rollouts(tasks, held_out=held_out), self.engine.mesh
+            )
             (batch,), metrics = sampled.minibatches, sampled.metrics
         with self.timer("teacher"):
             logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
@@ -98,16 +100,16 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
 
     def sample_rollouts(self, tasks: Sequence[Task], *, held_out: bool) -> RolloutBatch:
         """Runs on rank 0. Samples the student's completions, and returns those of all ranks in one batch."""
-        assert self.rollouts is not None
+        assert self.rollout_sampler is not None
         assert isinstance(self.config.data, OnPolicyData)
         samples = self.config.data.samples_per_prompt
         seed_stream = HELD_OUT_SEEDS if held_out else TRAINING_SEEDS
-        trajectories = self.rollouts.sample(tasks, samples, step=self.step, seed_stream=seed_stream)
+        trajectories = self.rollout_sampler.sample(tasks, samples, step=self.step, seed_stream=seed_stream)
         batch = _batch([trajectory.transcript for trajectory in trajectories])
         if held_out:
             return RolloutBatch({}, [batch])
-        self.run.sample(self.step + 1, sample_rows(trajectories, self.tokenizer))
-        return RolloutBatch(trajectory_metrics(trajectories) | self.rollouts.take_metrics(), [batch])
+        self.run.log_samples(self.step + 1, sample_rows(trajectories, self.tokenizer))
+        return RolloutBatch(trajectory_metrics(trajectories) | self.rollout_sampler.take_metrics(), [batch])
 
 
 def _batch(sequences: Sequence[EncodedSequence | Transcript]) -> Batch:
@@ -120,7 +122,7 @@ def _with_teacher(batch: Batch, logprobs: Sequence[Tensor], ids: Sequence[Tensor
 
 def _trial_batch(top_k: int) -> Batch:
     """Returns a batch for the objective's trial call, with the same teacher tokens at every position."""
-    batch, best = _batch(SEQUENCES), torch.arange(top_k) % 8
+    batch, best = _batch(TRIAL_SEQUENCES), torch.arange(top_k) % 8
     logprobs = [(-1.0 - best).expand(length, -1) for length in batch.lengths]
     return _with_teacher(batch, logprobs, [best.expand(length, -1) for length in batch.lengths])
 
@@ -134,7 +136,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
         if isinstance(data, Examples)
         else [
             *environment_checks(inputs, data.environment, data.sampling),
-            *check_servers(inputs, data.rollout, data.sampling, trained=True),
+            *server_checks(inputs, data.rollout, data.sampling, gets_weights=True),
         ]
     )
     return [

@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, preference_batch
 from postlude.engine.reference import Reference
-from postlude.recipes.checks.objective_trial import SEQUENCES
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
@@ -55,7 +55,7 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    trial = preference_batch([(SEQUENCES[0], SEQUENCES[1]), (SEQUENCES[2], SEQUENCES[3])])
+    trial = preference_batch([(TRIAL_SEQUENCES[0], TRIAL_SEQUENCES[1]), (TRIAL_SEQUENCES[2], TRIAL_SEQUENCES[3])])
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])
     return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data)]

@@ -12,7 +12,7 @@ from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import end_tokens, read_generation
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, model_checks
-from postlude.recipes.checks.servers import check_servers
+from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.rollout import NativeRollout
@@ -42,7 +42,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [
         *model_checks(inputs),
         *environment_checks(inputs, config.environment, config.sampling),
-        *check_servers(inputs, config.rollout, config.sampling, trained=False),
+        *server_checks(inputs, config.rollout, config.sampling, gets_weights=False),
     ]
 
 
@@ -66,29 +66,33 @@ def run(
             open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)
         )
         directory.resume_at(-1)
-        directory.record(step=0, command=start_mode.command, **machine_info(torch.device(device)))
+        directory.record_start(step=0, command=start_mode.command, **machine_info(torch.device(device)))
         engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, runtime)))
-        rollouts = RolloutSampler(
+        rollout_sampler = RolloutSampler(
             engine, environment, tokenizer, config.sampling, budget=config.budget, seed=config.seed, timer=timer
         )
-        resources.enter_context(closing(rollouts))
+        resources.enter_context(closing(rollout_sampler))
         count = min(config.tasks, len(environment.tasks))
         held_out = last_tasks(environment.tasks, count)
         tasks = [held_out[index] for index in range(count)]
         trajectories: list[Trajectory] = []  # on rank 0
 
         def sample_chunk(first: int) -> dict[str, Any]:
-            trajectories.extend(rollouts.sample(tasks[first : first + CHUNK], samples, step=0, first=first))
+            trajectories.extend(rollout_sampler.sample(tasks[first : first + CHUNK], samples, step=0, first=first))
             return trajectory_metrics(trajectories)
 
         with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
             for first in range(0, count, CHUNK):
-                live.update(min(first + CHUNK, count), rollouts.sync_and_run_on_rank0(partial(sample_chunk, first)))
+                live.update(
+                    min(first + CHUNK, count), rollout_sampler.sync_and_run_on_rank0(partial(sample_chunk, first))
+                )
         if trajectories:
-            directory.sample(0, sample_rows(trajectories, tokenizer))
-        metrics = rollouts.sync_and_run_on_rank0(
+            directory.log_samples(0, sample_rows(trajectories, tokenizer))
+        metrics = rollout_sampler.sync_and_run_on_rank0(
             lambda: (
-                evaluation_metrics(trajectories, samples) | trajectory_metrics(trajectories) | rollouts.take_metrics()
+                evaluation_metrics(trajectories, samples)
+                | trajectory_metrics(trajectories)
+                | rollout_sampler.take_metrics()
             )
         )
         directory.log(0, metrics | timer.take(), phase=EVALUATED)

@@ -20,9 +20,9 @@ from postlude.data.microbatch import ROUTING
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient, weights
 from postlude.objectives.advantages import grpo, rloo
-from postlude.recipes.checks.objective_trial import SEQUENCES
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
-from postlude.recipes.checks.servers import check_servers
+from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.recipe_configs import GRPOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.report.metrics import LOSS, SKIPPED
@@ -31,7 +31,7 @@ from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import (
     RolloutBatch,
     evaluation_metrics,
-    open_rollouts,
+    open_rollout_sampler,
     sample_rows,
     trajectory_metrics,
 )
@@ -65,22 +65,22 @@ class GRPOTrainer(Trainer):
         if isinstance(self.objective, PolicyGradient):
             self.objective = replace(self.objective, temperature=config.sampling.temperature)
         with self.close_on_error():
-            self._open_rollouts()
+            self._open_environment_and_queue()
 
-    def _open_rollouts(self) -> None:
+    def _open_environment_and_queue(self) -> None:
         config, factory = self.config, self.runtime.pool_factory
         self.environment = self.keep_open(
             build_environment(config.environment, config.seed, self.tokenizer, config.sampling, config.budget, factory)
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
-        self.sampler = Sampler(len(self.tasks), config.seed)
+        self.task_sampler = Sampler(len(self.tasks), config.seed)
         if self.evaluate_every:
             held_out = hold_out(self.tasks, config.evaluation.tasks, config.evaluation.split_by)
             self.held_out = [self.tasks[index] for index in held_out.indices]
-            self.sampler.skip = held_out
+            self.task_sampler.skip = held_out
         staleness = config.asynchrony.max_staleness
-        self.rollouts = open_rollouts(
+        self.rollout_sampler = open_rollout_sampler(
             self,
             self.environment,
             config.rollout,
@@ -89,18 +89,18 @@ class GRPOTrainer(Trainer):
             background=staleness > 0,
         )
         self.queue = RolloutQueue(
-            self.rollouts,
+            self.rollout_sampler,
             self.tasks,
-            self.sampler,
-            samples=config.samples_per_prompt,
-            prompts=config.prompts_per_step,
+            self.task_sampler,
+            samples_per_prompt=config.samples_per_prompt,
+            prompts_per_step=config.prompts_per_step,
             max_staleness=staleness,
             total_steps=self.total_steps,
         )
 
     @property
     def phase(self) -> str:
-        """Warm-start steps are logged as SFT."""
+        """Returns "sft" for warm-start steps, else "grpo"."""
         return "sft" if self.step < self.warm_start_steps else "grpo"
 
     def state(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class GRPOTrainer(Trainer):
         """Runs one warm-start or GRPO step."""
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
-        batch = self.collect()
+        batch = self.collect_rollouts()
         if self.step == self.warm_start_steps:  # after sampling: a signal until then saves the warm start's state
             self._start_grpo()
         return batch.metrics | self.train_minibatches(batch)
@@ -130,15 +130,15 @@ class GRPOTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Returns the mean reward and pass@k on held-out tasks."""
         settings = self.config.evaluation
-        return self.rollouts.sync_and_run_on_rank0(
+        return self.rollout_sampler.sync_and_run_on_rank0(
             lambda: evaluation_metrics(
-                self.rollouts.evaluate(self.held_out, settings, step=self.step), settings.samples_per_prompt
+                self.rollout_sampler.evaluate(self.held_out, settings, step=self.step), settings.samples_per_prompt
             )
         )
 
     def train_warm_start(self) -> StepMetrics:
         """Runs one SFT step on the tasks' reference answers."""
-        tasks = [self.tasks[index] for index in self.sampler.take(self.config.warm_start.batch_size)]
+        tasks = [self.tasks[index] for index in self.task_sampler.take(self.config.warm_start.batch_size)]
         options = self.environment.template_options
         examples = [warm_start_example(task, self.tokenizer, self.config.budget, options) for task in tasks]
         batch = Batch(
@@ -146,18 +146,18 @@ class GRPOTrainer(Trainer):
         )
         return self.train_batch(batch, SFT(over="response_mask"))
 
-    def collect(self) -> RolloutBatch:
+    def collect_rollouts(self) -> RolloutBatch:
         """Samples trajectories on rank 0 and scatters them. Every rank calls it and gets its own sequences."""
-        return self.rollouts.collect(self.sample_rollouts, self.engine.mesh)
+        return self.rollout_sampler.sample_and_scatter(self.sample_rollouts, self.engine.mesh)
 
     def sample_rollouts(self) -> RolloutBatch:
         """Runs on rank 0. Returns the minibatches of the step, with the sequences of all ranks."""
         trained, sampled = self.select_trajectories()
-        self.run.sample(self.step + 1, sample_rows(sampled, self.tokenizer))
+        self.run.log_samples(self.step + 1, sample_rows(sampled, self.tokenizer))
         self.health.check_rewards(sampled, self.step + 1)
         metrics = trajectory_metrics(sampled)
         metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
-        metrics |= self.queue.take_metrics() | self.rollouts.take_metrics()
+        metrics |= self.queue.take_metrics() | self.rollout_sampler.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
         return RolloutBatch(metrics, self._minibatches(trained))
@@ -326,12 +326,12 @@ def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
 
 def _trial_batch(config: GRPOConfig) -> Batch:
     """Returns a batch for the objective's trial call: two prompts, each with a good and a bad completion."""
-    logprobs = [torch.full((len(sequence),), -1.0) for sequence in SEQUENCES]
-    masks = [sequence.mask for sequence in SEQUENCES]
+    logprobs = [torch.full((len(sequence),), -1.0) for sequence in TRIAL_SEQUENCES]
+    masks = [sequence.mask for sequence in TRIAL_SEQUENCES]
     columns = policy_columns(masks, [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0], logprobs)
     if config.has_reference:
         columns["reference_logprobs"] = logprobs
-    return Batch([sequence.tokens for sequence in SEQUENCES], columns)
+    return Batch([sequence.tokens for sequence in TRIAL_SEQUENCES], columns)
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
@@ -348,8 +348,12 @@ def checks(inputs: PreflightInputs) -> list[Check]:
         *training_checks(inputs, _trial_batch(config)),
         *(replay if config.replay_routing else []),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
-        *check_servers(
-            inputs, config.rollout, config.sampling, trained=True, compared=config.old_logprobs == "rollout"
+        *server_checks(
+            inputs,
+            config.rollout,
+            config.sampling,
+            gets_weights=True,
+            compares_logprobs=config.old_logprobs == "rollout",
         ),
     ]
 

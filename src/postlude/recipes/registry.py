@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.start_mode import CHECKPOINTS, MODEL, RESUME_NEWEST, STEP, StartMode
+from postlude.recipes.run.start_mode import CHECKPOINTS, EXPORTED_MODEL, RESUME_NEWEST, STEP, StartMode
 from postlude.user_code import load_callable
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class UserRecipe(Recipe):
 
 def _run_name(model: str, command: str) -> str:
     """Returns the name of a run without a config file: the recipe's name and the model's, or its run's."""
-    names = [part for part in Path(model).parts if part not in (MODEL, CHECKPOINTS, os.sep, "..")]
+    names = [part for part in Path(model).parts if part not in (EXPORTED_MODEL, CHECKPOINTS, os.sep, "..")]
     kept = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
     return "-".join([command.rpartition(":")[2], *kept])
 

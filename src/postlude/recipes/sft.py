@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, sft_batch
-from postlude.recipes.checks.objective_trial import SEQUENCES
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import build_objective
@@ -39,7 +39,7 @@ class SFTTrainer(SupervisedTrainer[EncodedSequence]):
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    return [*training_checks(inputs, sft_batch(SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
+    return [*training_checks(inputs, sft_batch(TRIAL_SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
 
 
 def run(

@@ -47,11 +47,11 @@ from postlude.recipes.run.directory import (
 )
 from postlude.recipes.run.health import Health, UnhealthyRun
 from postlude.recipes.run.machine_info import machine_info
-from postlude.recipes.run.outcome import FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
+from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
-from postlude.recipes.run.start_mode import MODEL, RESUME_NEWEST, StartMode
+from postlude.recipes.run.start_mode import EXPORTED_MODEL, RESUME_NEWEST, StartMode
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
@@ -140,7 +140,7 @@ class Trainer(ABC):
 
     @property
     def phase(self) -> str:
-        """Part of the recipe that the next step belongs to, as it is logged: "sft" in a warm start, then `name`."""
+        """The name under which the next step is logged: "sft" in a warm start, else the recipe's `name`."""
         return self.name
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Trainer(ABC):
 
     @contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """For use in a constructor: closes all resources if the body raises."""
+        """Closes all resources if the block raises. A subclass's constructor uses it."""
         try:
             yield
         except BaseException:
@@ -192,7 +192,7 @@ class Trainer(ABC):
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )
         checkpoint = self._restore_newest(start_mode.resume_from)
-        step = -1 if checkpoint is None else checkpoint_step(checkpoint)  # -1 is before step 0, the first evaluation
+        step = -1 if checkpoint is None else checkpoint_step(checkpoint)  # -1: before the evaluation of step 0
         if step > self.total_steps:
             raise ValueError(
                 f"{self.run.path} is at step {step} already, but the run ends at step {self.total_steps}. Raise steps, "
@@ -202,9 +202,9 @@ class Trainer(ABC):
             clear_outcome(self.run.path)
             if changed := changed_code(self.run.path, self.plain_config):
                 LOG.warning("%s changed since the run was last started; the run uses the new code.", changed)
-        self.run.set_aside([path for path in self.run.checkpoints() if checkpoint_step(path) > step], LATER)
+        self.run.rename_checkpoints([path for path in self.run.checkpoints() if checkpoint_step(path) > step], LATER)
         self.run.resume_at(step)
-        self.run.record(
+        self.run.record_start(
             step=self.step,
             command=start_mode.command,
             **machine_info(self.engine.device),
@@ -231,7 +231,7 @@ class Trainer(ABC):
                 if is_rank0():
                     LOG.warning("%s The checkpoint before it is loaded, and later steps are repeated.", damage)
                 continue
-            self.run.set_aside(damaged, DAMAGED)
+            self.run.rename_checkpoints(damaged, DAMAGED)
             return checkpoint
         if damaged:
             raise ValueError(
@@ -319,7 +319,8 @@ class Trainer(ABC):
         if self.config.export:
             card = self._model_card() if is_rank0() else None
             # The directory belongs to the run: an earlier export is replaced.
-            self.engine.export_model(self.run.path / MODEL, tokenizer=self.tokenizer, card=card, overwrite=True)
+            path = self.run.path / EXPORTED_MODEL
+            self.engine.export_model(path, tokenizer=self.tokenizer, card=card, overwrite=True)
         return self._end(RunOutcome("finished", self.step))
 
     def stop(self, request: StopRequested | None = None) -> RunOutcome:
@@ -342,7 +343,7 @@ class Trainer(ABC):
 
     def _end_as_failed(self, message: str) -> RunOutcome:
         message = f"{message} {on_rank0(self._checkpoint_status)}"
-        return self._end(RunOutcome("failed", self.step, message, FAILED))
+        return self._end(RunOutcome("failed", self.step, message, EXIT_FAILED))
 
     def fail_without_servers(self, error: ServerError) -> RunOutcome:
         """Saves the finished steps and ends a run whose servers are all lost."""
@@ -437,6 +438,6 @@ def _damage(checkpoint: Path) -> str:
 def _write_failure(trainer: Trainer, error: BaseException) -> None:
     status: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
     try:
-        finish_run(trainer.config.run, RunOutcome(status, trainer.step, str(error), FAILED))
+        finish_run(trainer.config.run, RunOutcome(status, trainer.step, str(error), EXIT_FAILED))
     except Exception as report_error:  # the caller raises the original error
         error.add_note(f"The report could not be written either: {report_error}")

@@ -22,7 +22,7 @@ from postlude.recipes.config.settings import MTPSettings
 from postlude.recipes.mtp import MTPLoss
 from postlude.user_code import UserCodeError, describe_error
 
-SEQUENCES = tuple(
+TRIAL_SEQUENCES = tuple(
     EncodedSequence([1, 2, 3, 4, *range(5, 5 + length)], [0] * 4 + [1] * length) for length in (3, 2, 1, 3)
 )
 """Small sequences: four prompt tokens, then some tokens to train on."""

@@ -49,31 +49,45 @@ class LengthLimit:
     """How to raise it."""
 
 
-def check_servers(
-    inputs: PreflightInputs, rollout: Rollout, sampling: SamplingSettings, *, trained: bool, compared: bool = False
+def server_checks(
+    inputs: PreflightInputs,
+    rollout: Rollout,
+    sampling: SamplingSettings,
+    *,
+    gets_weights: bool,
+    compares_logprobs: bool = False,
 ) -> Iterator[Check]:
-    """Checks that servers reply and can do what the recipe needs, or can be launched.
+    """Yields the check that servers reply and can do what the recipe needs, or can be launched; none without servers.
 
-    `trained`: they get the trainer's weights. `compared`: their log-probs are compared with the trainer's.
+    `gets_weights`: they get the trainer's weights. `compares_logprobs`: theirs are compared with the trainer's.
     """
     if isinstance(rollout, NativeRollout):
         return
 
     def check() -> str:
-        if trained and not has_hf_config(inputs.model[1]):
+        if gets_weights and not has_hf_config(inputs.model[1]):
             raise ValueError(
                 f"servers read Hugging Face directories, but {inputs.config.model} has no Hugging Face family to be "
                 "written as. Use rollout: native."
             )
         if isinstance(rollout, RunningServers):
-            return _check_running(inputs, rollout, sampling, trained=trained, compared=compared)
-        return _check_launched(inputs, rollout, sampling, trained=trained, compared=compared)
+            return _check_running(
+                inputs, rollout, sampling, gets_weights=gets_weights, compares_logprobs=compares_logprobs
+            )
+        return _check_launched(
+            inputs, rollout, sampling, gets_weights=gets_weights, compares_logprobs=compares_logprobs
+        )
 
     yield Check("servers", check, after=("tokenizer",))
 
 
 def _check_running(
-    inputs: PreflightInputs, rollout: RunningServers, sampling: SamplingSettings, *, trained: bool, compared: bool
+    inputs: PreflightInputs,
+    rollout: RunningServers,
+    sampling: SamplingSettings,
+    *,
+    gets_weights: bool,
+    compares_logprobs: bool,
 ) -> str:
     with closing(connect_servers(rollout, inputs.tokenizer, inputs.model[1].vocab_size, trial=True)) as client:
         servers = client.connect()
@@ -85,10 +99,10 @@ def _check_running(
             if (limit := client.run_on(server, server.max_length())) is not None:
                 source = f"{server.url} takes {limit} tokens (its max_model_len)"
                 _check_length(LengthLimit(limit, source, "Start it with a larger one"), inputs, sampling)
-            if trained:
+            if gets_weights:
                 _check_takes_weights(client, server, rollout, tied_head=inputs.model[1].tied_head)
             _check_tokenizer(client, server, inputs)
-            if compared:
+            if compares_logprobs:
                 _check_logprobs(client, server, inputs, sampling)
         kinds = ", ".join(sorted({server.api.name for server in up}))
         down = "".join(f"; {server.url} {server.problem}" for server in servers if server not in up)
@@ -96,7 +110,7 @@ def _check_running(
 
 
 def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: SamplingSettings) -> None:
-    """Refuses a server that would refuse the longest request."""
+    """Raises ValueError if a server would refuse the longest request."""
     longest, why, lower = inputs.max_request(sampling)
     if longest > limit.tokens:
         raise ValueError(f"{limit.source}, but {why}. {limit.fix}, or lower {lower}.")
@@ -105,7 +119,7 @@ def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: Samplin
 def _check_takes_weights(
     client: GenerationClient, server: RemoteServer, rollout: RunningServers, *, tied_head: bool
 ) -> None:
-    """Refuses a server that would keep its first weights, or some of them."""
+    """Raises ValueError if a server would keep its first weights, or some of them."""
     if not server.api.can_reload:
         raise ValueError(
             f"{server.url} is {server.api.name}, which takes no new weights while it runs, but training changes them "
@@ -175,8 +189,8 @@ def _check_launched(
     rollout: LaunchedGenerators | LaunchedVLLM,
     sampling: SamplingSettings,
     *,
-    trained: bool,
-    compared: bool,
+    gets_weights: bool,
+    compares_logprobs: bool,
 ) -> str:
     start = inputs.launch
     if limit := _launched_limit(rollout, inputs):
@@ -186,7 +200,7 @@ def _check_launched(
             "rollout.arguments hold --api-key, but the run makes its own key for launched servers. Leave it out."
         )
     if not start.ray:
-        _check_gpus(rollout, unused_gpus(start.ranks if trained and start.device == "cuda" else 0))
+        _check_gpus(rollout, unused_gpus(start.ranks if gets_weights and start.device == "cuda" else 0))
     if isinstance(rollout, LaunchedGenerators):
         if start.ray and not rollout.gpus and (rollout.device or start.device) == "cuda":
             raise ValueError(
@@ -196,7 +210,7 @@ def _check_launched(
             )
         return f"{rollout.count} of postlude serve, to be launched"
     (package, version), *_ = _installed_vllm(rollout).items()
-    if compared and (cut := _cut(sampling)):
+    if compares_logprobs and (cut := _cut(sampling)):
         raise ValueError(
             f"vLLM gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. Set "
             f"old_logprobs to recompute, or leave {cut} out."

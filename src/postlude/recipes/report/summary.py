@@ -29,7 +29,7 @@ from postlude.recipes.report.metrics import (
 )
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome, read_outcome
-from postlude.recipes.run.start_mode import MODEL
+from postlude.recipes.run.start_mode import EXPORTED_MODEL
 
 REPORT = "report.html"  # written when a run ends
 EVALUATED = "eval"  # the phase of an evaluation
@@ -155,7 +155,7 @@ def read_summary(run: Path) -> RunSummary:
         skipped=round(sum(_number(line.get(SKIPPED)) for line in lines)),
         not_finite=sum(_count_not_finite(value) for line in lines for value in line.values()),
         seconds=times,
-        model=run / MODEL if (run / MODEL).is_dir() else None,
+        model=run / EXPORTED_MODEL if (run / EXPORTED_MODEL).is_dir() else None,
         report=run / REPORT if (run / REPORT).is_file() else None,
     )
 

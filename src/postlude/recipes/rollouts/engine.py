@@ -56,7 +56,7 @@ def make_rollout_engine(
     launcher: ServerLauncher | None = None,
     background: bool = False,
 ) -> DistributedEngine:
-    """Returns the engine that samples with the weights of the trained `engine`.
+    """Returns the rollout engine that samples with the weights of the trained `engine`.
 
     Servers are started by `launcher`; None starts them on this machine. `budget` is the most tokens of prompt and
     completion together. With `background` the trainer works while servers generate.
@@ -75,21 +75,21 @@ def make_rollout_engine(
     else:
 
         def connect() -> GenerationClient:
-            home, device = run.expanduser().absolute() / SERVERS, engine.device.type
-            model = write_model_files(engine, tokenizer, home / MODEL, untied_head=untied)
+            server_files, device = run.expanduser().absolute() / SERVERS, engine.device.type
+            model = write_model_files(engine, tokenizer, server_files / MODEL, untied_head=untied)
             limit = vllm_max_length(engine.config, tokenizer)
             command = build_server_command(
                 rollout, model, engine.compute_dtype, device, weights=False, budget=budget, model_limit=limit
             )
-            starter = launcher or local_launcher(home, training_on=device)
-            return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, starter)
+            server_launcher = launcher or local_launcher(server_files, training_on=device)
+            return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, server_launcher)
 
     return ServerEngine(connect, engine=engine, sync=sync)
 
 
 @contextmanager
 def offloading(engine: Engine | None, timer: PhaseTimer) -> Iterator[None]:
-    """The engine, if one is given, is in host memory inside the block, and on its device after it."""
+    """Moves the engine, if one is given, to host memory for the block, and back to its device after it."""
     if engine is None:
         yield
         return
@@ -112,7 +112,7 @@ def make_eval_engine(
     budget: int,
     launcher: ServerLauncher | None = None,
 ) -> DistributedEngine:
-    """Returns the engine of servers whose model does not change. Arguments are those of `make_rollout_engine`."""
+    """Returns the rollout engine of servers whose weights stay. Arguments are those of `make_rollout_engine`."""
 
     def connect() -> GenerationClient:
         config = read_model(model)[1]
@@ -120,8 +120,8 @@ def make_eval_engine(
             return connect_servers(rollout, tokenizer, config.vocab_size)
         limit = vllm_max_length(config, tokenizer)
         command = build_server_command(rollout, model, dtype, device, weights=True, budget=budget, model_limit=limit)
-        starter = launcher or local_launcher(run.expanduser().absolute() / SERVERS, training_on="cpu")
-        return launch_servers(rollout, command, tokenizer, config.vocab_size, starter)
+        server_launcher = launcher or local_launcher(run.expanduser().absolute() / SERVERS, training_on="cpu")
+        return launch_servers(rollout, command, tokenizer, config.vocab_size, server_launcher)
 
     return ServerEngine(connect)
 
@@ -132,18 +132,18 @@ def launch_servers(
     """Launches the servers of a config. Returns their client when all are ready."""
     supervisor = ServerSupervisor(command, rollout.count, launcher, max_restarts=rollout.max_restarts)
     settings = _connection_settings(rollout)
-    key = command.key or None
-    return SupervisedClient(supervisor, tokenizer=tokenizer, vocab_size=vocab_size, api_key=key, **settings)
+    api_key = command.key or None
+    return SupervisedClient(supervisor, tokenizer=tokenizer, vocab_size=vocab_size, api_key=api_key, **settings)
 
 
 def connect_servers(
     rollout: RunningServers, tokenizer: Any, vocab_size: int, *, trial: bool = False
 ) -> GenerationClient:
     """Returns a client of the running servers of a config. A `trial` does not wait for servers."""
-    key = None
+    api_key = None
     if rollout.api_key is not None:
-        key = os.environ.get(rollout.api_key)
-        if not key:
+        api_key = os.environ.get(rollout.api_key)
+        if not api_key:
             raise ValueError(
                 f"rollout.api_key names the environment variable {rollout.api_key}, which is not set. Export it."
             )
@@ -152,7 +152,7 @@ def connect_servers(
         rollout.model,
         api=rollout.api,
         tokenizer=tokenizer,
-        api_key=key,
+        api_key=api_key,
         vocab_size=vocab_size,
         **_connection_settings(rollout) | ({"retries": 1, "outage_timeout": 0.0} if trial else {}),
     )

@@ -26,12 +26,12 @@ from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.signals import StopSignals
 from postlude.recipes.trainer import StepMetrics, Trainer
-from postlude.rollout.conversations import FAILED, Conversations, Trajectory, TrajectoryGroup, combine_seeds
+from postlude.rollout.conversations import REWARD_FAILED, Conversations, Trajectory, TrajectoryGroup, combine_seeds
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
 
-HEALTH_CHECK_SECONDS = 0.5  # between checks of the engine's health and of signals
+HEALTH_CHECK_SECONDS = 0.5  # between checks of the rollout engine's health and of signals
 LOGGED_SAMPLES = 8  # trajectories per step that are written to samples.jsonl
 TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1  # seed streams: training and evaluation of a task use different seeds
 Result = TypeVar("Result")
@@ -43,18 +43,19 @@ class RolloutBatch:
 
     metrics: StepMetrics
     minibatches: list[Batch]
-    """After `RolloutSampler.collect` each holds the sequences of this rank."""
+    """After `RolloutSampler.sample_and_scatter` each holds the sequences of this rank."""
 
 
 class RolloutSampler:
-    """Samples and scores trajectories. Only rank 0 sends requests; `collect` gives every rank the results.
+    """Samples and scores trajectories. Only rank 0 sends requests; `sample_and_scatter` gives every rank its sequences.
 
-    `offloaded` is the trained engine, if it is in host memory meanwhile: `rollout.share_gpu`.
+    `offloaded_engine` is the training engine if it is moved to host memory while rollouts are sampled
+    (`rollout.share_gpu`), else None.
     """
 
     def __init__(
         self,
-        engine: DistributedEngine,
+        rollout_engine: DistributedEngine,
         environment: Environment,
         tokenizer: ChatTokenizer,
         settings: SamplingSettings,
@@ -64,22 +65,22 @@ class RolloutSampler:
         timer: PhaseTimer,
         background: bool = False,
         signals: StopSignals | None = None,
-        offloaded: Engine | None = None,
+        offloaded_engine: Engine | None = None,
     ) -> None:
-        self.engine, self.environment, self.settings = engine, environment, settings
+        self.rollout_engine, self.environment, self.settings = rollout_engine, environment, settings
         self.params = replace(settings.sampling, stop_tokens=settings.stop_ids(tokenizer))
         self.budget, self.seed, self.timer = budget, seed, timer
-        self.background, self.signals, self.offloaded = background, signals, offloaded
+        self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
         self.encoder = prompt_encoder(environment, tokenizer, settings, budget)
         # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
-            engine,
+            rollout_engine,
             environment,
             self.encoder,
             budget=budget,
             max_new_tokens=settings.max_new_tokens,
-            background=background and engine.controller.is_rank0,
+            background=background and rollout_engine.controller.is_rank0,
             timer=(lambda _: nullcontext()) if background else timer,
         )
 
@@ -88,19 +89,19 @@ class RolloutSampler:
         self.conversations.close()
 
     def _check_health_and_signals(self) -> None:
-        self.engine.check_health()
+        self.rollout_engine.check_health()
         # With the native generator a poll returns when all completions are done, and signals wait for the step's end.
-        if self.signals is not None and not self.engine.batched_polls:
+        if self.signals is not None and not self.rollout_engine.batched_polls:
             self.signals.check()
 
     def sync_and_run_on_rank0(self, work: Callable[[], Result]) -> Result:
         """Syncs weights to the rollout engine, calls `work` on rank 0 and returns its result on every rank."""
         with self.timer("weight_sync"):
-            self.engine.refresh()
-        with offloading(self.offloaded, self.timer):
-            return self.engine.controller.on_rank0(work)
+            self.rollout_engine.refresh()
+        with offloading(self.offloaded_engine, self.timer):
+            return self.rollout_engine.controller.on_rank0(work)
 
-    def collect(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
+    def sample_and_scatter(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
         """Calls `sample` on rank 0. Every rank gets the metrics and its own sequences of each minibatch."""
         sampled: list[Batch] = []  # on rank 0
 
@@ -112,7 +113,7 @@ class RolloutSampler:
         metrics, count = self.sync_and_run_on_rank0(sample_on_rank0)
         batches: Sequence[Batch | None] = sampled or [None] * count
         return RolloutBatch(
-            metrics, [scatter_batch(batch, mesh, self.engine.controller, self.budget) for batch in batches]
+            metrics, [scatter_batch(batch, mesh, self.rollout_engine.controller, self.budget) for batch in batches]
         )
 
     def sample(
@@ -172,15 +173,15 @@ class RolloutSampler:
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns metrics of the engine and the reward workers since the last call."""
-        metrics, lost = self.engine.take_metrics(), self.environment.lost_workers
+        """Returns metrics of the rollout engine and the reward workers since the last call."""
+        metrics, lost = self.rollout_engine.take_metrics(), self.environment.lost_workers
         if lost is not None:
             metrics[WORKERS_LOST] = float(lost - self._reported_lost_workers)
             self._reported_lost_workers = lost
         return metrics
 
 
-def open_rollouts(
+def open_rollout_sampler(
     trainer: Trainer,
     environment: Environment,
     rollout: Rollout,
@@ -189,10 +190,10 @@ def open_rollouts(
     routing: bool = False,
     background: bool = False,
 ) -> RolloutSampler:
-    """Opens a rollout engine with the weights of a trainer's engine, and a sampler. The trainer closes both."""
-    config, offloaded = trainer.config, trainer.engine if rollout.share_gpu else None
-    with offloading(offloaded, trainer.timer):  # a server that starts looks how much memory is free
-        engine = trainer.keep_open(
+    """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both."""
+    config, offloaded_engine = trainer.config, trainer.engine if rollout.share_gpu else None
+    with offloading(offloaded_engine, trainer.timer):  # a server measures the free memory when it starts
+        rollout_engine = trainer.keep_open(
             make_rollout_engine(
                 rollout,
                 trainer.engine,
@@ -207,7 +208,7 @@ def open_rollouts(
         )
     return trainer.keep_open(
         RolloutSampler(
-            engine,
+            rollout_engine,
             environment,
             trainer.tokenizer,
             sampling,
@@ -216,7 +217,7 @@ def open_rollouts(
             timer=trainer.timer,
             signals=trainer.signals,
             background=background,
-            offloaded=offloaded,
+            offloaded_engine=offloaded_engine,
         )
     )
 
@@ -243,7 +244,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     completions = [completion for trajectory in trajectories for completion in trajectory.completions]
     if drafted := sum(completion.drafted for completion in completions):
         metrics[DRAFTS] = sum(completion.accepted for completion in completions) / drafted
-    kinds = (FAILED, *FAILURE_KINDS)
+    kinds = (REWARD_FAILED, *FAILURE_KINDS)
     failures = [{kind: parts[kind] for kind in kinds if kind in parts} for parts in _parts(trajectories)]
     return metrics | _means(PARTS, _parts(scored)) | _means(PARTS, failures)
 
@@ -258,8 +259,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int) -> dict
     failures = [samples - passes[group] for group in dict.fromkeys(trajectory.group for trajectory in trajectories)]
     metrics = {f"{EVAL}{REWARD}": mean(trajectory.reward for trajectory in scored)} if scored else {}
     metrics[f"{EVAL}{LENGTH}"] = mean([trajectory.length for trajectory in trajectories])
-    if failed := sum(FAILED in parts for parts in _parts(trajectories)):
-        metrics[f"{EVAL}{PARTS}{FAILED}"] = failed / len(trajectories)
+    if failed := sum(REWARD_FAILED in parts for parts in _parts(trajectories)):
+        metrics[f"{EVAL}{PARTS}{REWARD_FAILED}"] = failed / len(trajectories)
     k = 1
     while k <= samples:
         metrics[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in failures)

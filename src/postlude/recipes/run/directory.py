@@ -114,7 +114,7 @@ class RunDirectory:
         if vectors:
             self._layers.append([{"step": step} | {name: list(map(_shortest, row)) for name, row in vectors.items()}])
 
-    def sample(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes samples of a step, for the report."""
         self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
 
@@ -144,14 +144,14 @@ class RunDirectory:
         self.resume_at(-1 if checkpoint is None else checkpoint_step(checkpoint))
         return checkpoint
 
-    def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
-        """Renames checkpoints to step-000100.why, so that they are ignored."""
+    def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
+        """Renames checkpoints to step-000100.SUFFIX, so that they are ignored."""
         for path in checkpoints:
-            aside, count = path.with_name(f"{path.name}.{why}"), 1
-            while aside.exists():
+            renamed, count = path.with_name(f"{path.name}.{suffix}"), 1
+            while renamed.exists():
                 count += 1
-                aside = path.with_name(f"{path.name}.{why}-{count}")
-            path.rename(aside)
+                renamed = path.with_name(f"{path.name}.{suffix}-{count}")
+            path.rename(renamed)
 
     def discard(self, name: str) -> None:
         """Deletes something below the directory. Every rank calls it."""
@@ -161,7 +161,7 @@ class RunDirectory:
 
         on_rank0(remove)
 
-    def record(self, **entries: Any) -> None:
+    def record_start(self, **entries: Any) -> None:
         """Adds a start to `run.json`: `entries`, and the settings that changed."""
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
@@ -220,16 +220,16 @@ class ReadOnlyRun(RunDirectory):
     def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
         """Does nothing."""
 
-    def sample(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Does nothing."""
 
     def resume_at(self, step: int) -> None:
         """Does nothing."""
 
-    def set_aside(self, checkpoints: Sequence[Path], why: str) -> None:
+    def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
         """Does nothing."""
 
-    def record(self, **entries: Any) -> None:
+    def record_start(self, **entries: Any) -> None:
         """Does nothing."""
 
     def prune(self, keep: int) -> list[Path]:
@@ -285,7 +285,7 @@ def check_run(
     may_change: Collection[str] = (),
     defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
 ) -> None:
-    """Refuses what `open_run` would refuse of this config, without touching anything. Every rank calls it."""
+    """Raises what `open_run` would raise for this config, and writes nothing. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
     on_rank0(lambda: _changes(directory, config, True, may_change, defaults))
 

@@ -13,7 +13,7 @@ OUTCOME_FILE = "ending.json"
 KEYS = {"outcome": "status", "step": "step", "sentence": "message", "code": "exit_code"}  # in the file: of RunOutcome
 OutcomeStatus = Literal["finished", "interrupted", "failed"]
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
 """Exit codes: finished; the run failed; nothing was started because of a user's mistake. A run that a signal ended
 exits with 128 plus the signal's number."""
 
@@ -29,7 +29,7 @@ class RunOutcome:
     status: OutcomeStatus
     step: int
     message: str = ""
-    exit_code: int = DONE
+    exit_code: int = EXIT_DONE
 
 
 def write_outcome(run: Path, outcome: RunOutcome) -> None:

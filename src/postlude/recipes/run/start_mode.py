@@ -10,7 +10,7 @@ from pathlib import Path
 
 from postlude.recipes.config.secrets import mask_arguments
 
-CHECKPOINTS, MODEL = "checkpoints", "model"  # in a run directory: checkpoints, and the exported model
+CHECKPOINTS, EXPORTED_MODEL = "checkpoints", "model"  # in a run directory: checkpoints, and the exported model
 STEP = re.compile(r"step-(\d+)")
 
 
