@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from postlude import LanguageModel, ModelConfig, Pattern, pack
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams

@@ -33,7 +33,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from postlude import AdamW, Batch, Engine, LanguageModel, Layout
 from postlude.engine.batch_sharding import shard_batch
-from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex
 from postlude.objectives import SFT
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.pipeline.schedule import Action

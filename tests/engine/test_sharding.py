@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from postlude import LanguageModel, Layout
 from postlude.data import pack
 from postlude.engine import Engine
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard
 from postlude.verify.cases import Case

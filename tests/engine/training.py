@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from postlude import Layout
 from postlude.data import Batch, pack
 from postlude.engine import AdamW, Engine, LRSchedule
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.export import hf_tensors
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import model_from_hf, read_description

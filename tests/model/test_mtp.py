@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import LanguageModel, Layout, Stage, pack
 from postlude.data import IGNORE, Microbatch
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.model import OutputInputs
 from postlude.model.blocks import MoEConfig
 from postlude.model.context import ForwardContext

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import LanguageModel
 from postlude.data import Batch, pack
-from postlude.engine.scale import LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
 from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
 from tests.equality import assert_equal, difference
 from tests.model.small import small_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from postlude import LanguageModel, OutputInputs, pack
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.objectives import (
     SFT,
     Distill,

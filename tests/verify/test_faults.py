@@ -19,7 +19,7 @@ from transformers import Qwen3MoeConfig
 from postlude import Layout
 from postlude.engine import gradients, unsharded
 from postlude.engine.layer_metrics import LayerMetrics
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.model_source import Source
 from postlude.model import context as context_module
 from postlude.ops import all_to_all as exchange

@@ -24,7 +24,7 @@ from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
 from postlude.engine.consistency import UNKNOWN, ConsistencyCheck, for_backend
-from postlude.engine.scale import count_name
+from postlude.engine.normalizer import count_name
 from postlude.model.config import ModelConfig
 from postlude.model.routing import Routers, check_experts
 from postlude.world.agreement import Rank0Controller
@@ -223,12 +223,12 @@ def shard_batch(
             other = _content_of(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
             digests[neighbour] = check.digest(other.tokens, *other.columns.values())
         compared.extend(digests)
-    content = BatchContent(content.tokens, dict(_agreed_columns(content, check)))
-    for slot in range(ranks):
-        if check.differ([column_entries + slot]):
+    content = BatchContent(content.tokens, dict(_columns_of_common_dtype(content, check)))
+    for dp_rank in range(ranks):
+        if check.differ([column_entries + dp_rank]):
             raise ValueError(
                 f"the ranks were given different batches: not all have the same tokens and columns for the "
-                f"sequences of data-parallel rank {slot}. Give every rank the same batch, or each its own with "
+                f"sequences of data-parallel rank {dp_rank}. Give every rank the same batch, or each its own with "
                 "Batch.sharded."
             )
 
@@ -236,7 +236,7 @@ def shard_batch(
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
-    local = [shard_context(whole, mesh.cp, multiple_of=mesh.tp.size).to(device) for whole in microbatches]
+    local = [shard_context(microbatch, mesh.cp, multiple_of=mesh.tp.size).to(device) for microbatch in microbatches]
     return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
 
 
@@ -281,8 +281,9 @@ def _content_of(batch: Batch, plan: BinPlan, rank: int, bin_indices: Sequence[in
     lengths, expected = sequence_lengths(batch.sequences), [plan.lengths[index] for index in held]
     if lengths != expected:
         raise ValueError(
-            f"this rank was given sequences of {_format(lengths)} tokens, but by `lengths` and `owners` data-parallel "
-            f"rank {rank} holds sequences of {_format(expected)}. Give it those, in the order of `lengths`."
+            f"this rank was given sequences of {_lengths_text(lengths)} tokens, but by `lengths` and `owners` "
+            f"data-parallel rank {rank} holds sequences of {_lengths_text(expected)}. Give it those, in the order of "
+            "`lengths`."
         )
     row_of = {index: row for row, index in enumerate(held)}
     return read_content(batch.sequences, batch.columns, members, [row_of[member] for member in members], plan.lengths)
@@ -308,7 +309,7 @@ def _column_type(name: str, column: Tensor, inferred: bool) -> list[int]:
     return [dtype, len(trailing), *trailing, *[0] * (MAX_TRAILING_DIMS - len(trailing))]
 
 
-def _agreed_columns(content: BatchContent, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
+def _columns_of_common_dtype(content: BatchContent, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
     """Yields the columns, cast to the common dtype: a rank may have no row, or integers where others have floats."""
     int_or_float = {INFERRED_DTYPE + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
     for index, (name, column) in enumerate(content.columns.items()):
@@ -343,6 +344,6 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
     return dict(zip(names, sums, strict=True))
 
 
-def _format(numbers: Sequence[int]) -> str:
+def _lengths_text(numbers: Sequence[int]) -> str:
     listed = ", ".join(map(str, numbers[:8])) or "no"
     return f"{listed}, …" if len(numbers) > 8 else listed

@@ -54,11 +54,12 @@ class TrainingState(DistributedModel, Protocol):
 
     step: int
     skipped: int
-    optimizer_start: int
-    idle: int
-    """Steps since the optimizer's first that had no gradients: they count, but changed nothing."""
-    began_later: dict[str, int]
-    """Parameters that the optimizer knows for less long: the step each began at, without idle ones."""
+    optimizer_start_step: int
+    """The step at which the optimizer was built."""
+    steps_without_gradients: int
+    """Steps of the optimizer in which no parameter had a gradient: they count in `step`, but changed nothing."""
+    late_start_steps: dict[str, int]
+    """By parameter whose moments started later than the optimizer: the step then, less `steps_without_gradients`."""
     optimizer_config: OptimizerConfig
     weights: WeightStorage
     failure_state: FailureState
@@ -153,10 +154,10 @@ def _prepare_save(
         "format": FORMAT,
         "step": trained.step,
         "skipped": trained.skipped,
-        "optimizer_start": trained.optimizer_start,
+        "optimizer_start": trained.optimizer_start_step,
         "optimizer": optimizer_kind(trained.optimizer_config, trained.weights),
-        "idle": trained.idle,
-        "began_later": trained.began_later,
+        "idle": trained.steps_without_gradients,
+        "began_later": trained.late_start_steps,
         "layout": str(trained.mesh.layout),
         "extra": extra,
     }
@@ -211,15 +212,15 @@ def load(trained: TrainingState, directory: str | os.PathLike[str], recast: Reca
     trained.failure_state.recovered(weights=True)
     trained.zero_grad()
     trained.step, trained.skipped = state["step"], state["skipped"]
-    trained.optimizer_start, trained.began_later = state["optimizer_start"], saved.began_later()
-    trained.idle = saved.idle
+    trained.optimizer_start_step, trained.late_start_steps = state["optimizer_start"], saved.late_start_steps()
+    trained.steps_without_gradients = saved.steps_without_gradients
     torch.set_rng_state(random_states["cpu"])
     if "cuda" in random_states:
         torch.cuda.set_rng_state(random_states["cuda"])
     for name, parameter in trained.parameters.items():
         if "step" in trained.optimizer.state.get(parameter, {}):
-            began = trained.began_later.get(name, trained.optimizer_start)
-            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.idle - began)
+            began = trained.late_start_steps.get(name, trained.optimizer_start_step)
+            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.steps_without_gradients - began)
     extra: dict[str, Any] = state["extra"]
     return extra
 
@@ -255,7 +256,7 @@ class _SavedTensors:
         return any(name.startswith(OPTIMIZER) for name in self.state["tensors"])
 
     @property
-    def idle(self) -> int:
+    def steps_without_gradients(self) -> int:
         """Steps that changed nothing."""
         return int(self.state.get("idle", 0))
 
@@ -269,7 +270,7 @@ class _SavedTensors:
         dropped = {f"{MODEL}{name}" for name in self.recast.dropped}
         return random | frozenset(name for name in names if name.startswith(OPTIMIZER) or name in dropped)
 
-    def began_later(self) -> dict[str, int]:
+    def late_start_steps(self) -> dict[str, int]:
         """Returns the parameters whose moments began later than the others': the saved ones, and now those without."""
         earlier: Mapping[str, int] = self.state.get("began_later", {})
         if self.recast is None:
@@ -280,7 +281,9 @@ class _SavedTensors:
         kept = self.recast.kept
         now = {ours: earlier[then] for ours, then in kept.items() if then in earlier}
         lacking = [ours for ours, then in kept.items() if then not in moments]
-        return now | dict.fromkeys((*self.recast.new_tensors, *lacking), self.state["step"] - self.idle)
+        return now | dict.fromkeys(
+            (*self.recast.new_tensors, *lacking), self.state["step"] - self.steps_without_gradients
+        )
 
 
 def check_checkpoint(directory: str | os.PathLike[str]) -> None:
@@ -301,7 +304,7 @@ def shards_to_save(trained: TrainingState) -> dict[str, TensorShard]:
     shards = {
         name: shard
         for name, (shard, like) in _all_shards(trained).items()
-        if shard.values.numel() and is_owner(name.rsplit("/", 1)[1], like, trained.mesh, trained.shared)
+        if shard.values.numel() and is_owner(name.rsplit("/", 1)[1], like, trained.mesh, trained.shared_parameters)
     }
     suffix = f"/{rank}" if (rank := dist.get_rank()) else ""
     return shards | {f"{RANDOM}{kind}{suffix}": _shard(values) for kind, values in _random_states(trained).items()}

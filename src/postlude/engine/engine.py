@@ -19,9 +19,9 @@ from postlude.engine import checkpoint, export, gradients, optimizers, streaming
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.reference import Reference
 from postlude.engine.result import Result, StepResult
-from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
@@ -134,9 +134,8 @@ class Engine:
         self._state_offload = StateOffload(self.device, self.failure_state)
         self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
         self.step = self.skipped = 0
-        # What the optimizer's own step counts are restored from: the step at which it began, its steps without any
-        # gradient, and the first step of each parameter that joined later.
-        self.optimizer_start, self.idle, self.began_later = 0, 0, dict[str, int]()
+        # From these `load` restores the optimizer's own step counts; `TrainingState` explains them.
+        self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = 0, 0, dict[str, int]()
         self.optimizer_config = optimizer or AdamW()
         self.optimizer = self._build_optimizer(self.optimizer_config)
         self._checkpoint_writer = checkpoint.CheckpointWriter()
@@ -157,9 +156,9 @@ class Engine:
         return self.local_stages.parameters
 
     @property
-    def shared(self) -> frozenset[str]:
+    def shared_parameters(self) -> frozenset[str]:
         """The names of parameters that the first and the last stage both hold."""
-        return self.config.shared
+        return self.config.shared_parameters
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -202,17 +201,17 @@ class Engine:
         counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
         microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
-        metrics = self._metrics(objective, local, counts)
+        accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
-            for name in self.shared & self.parameters.keys():
+            for name in self.shared_parameters & self.parameters.keys():
                 if self._is_second_copy(name):
                     self.parameters[name].grad = None  # earlier passes are already summed in the first stage's copy
-            self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, metrics), recorder)
-            gradients.complete(self.parameters, self.shared, self.mesh)
-            metrics.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
-            values = metrics.reduce(self._reports_results)
-        self.failure_state.raise_loss_error(metrics.loss_error, "forward_backward", gradients=True)
-        return self._result(values, local, metrics.layer_totals)
+            self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
+            gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
+            accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
+            values = accumulator.reduce(self._reports_results)
+        self.failure_state.raise_loss_error(accumulator.loss_error, "forward_backward", gradients=True)
+        return self._result(values, local, accumulator.layer_totals)
 
     def count(self, *batches: Batch) -> dict[str, float]:
         """Returns the denominators of a step of these batches: `counts` for the `forward_backward` of each."""
@@ -225,17 +224,17 @@ class Engine:
     def evaluate_loss(self, batch: Batch, objective: Objective) -> Result:
         """Returns what `forward_backward` would, without a backward and without the layers' metrics."""
         local = self._shard(batch)
-        metrics = self._metrics(objective, local)
+        accumulator = self._metric_accumulator(objective, local)
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
-            self.local_stages.forward(local.microbatches, lambda inputs: metrics.evaluate(objective, inputs))
-            values = metrics.reduce(self._reports_results)
-        self.failure_state.raise_loss_error(metrics.loss_error, "evaluate_loss")
+            self.local_stages.forward(local.microbatches, lambda inputs: accumulator.evaluate(objective, inputs))
+            values = accumulator.reduce(self._reports_results)
+        self.failure_state.raise_loss_error(accumulator.loss_error, "evaluate_loss")
         return self._result(values, local)
 
-    def _metrics(
+    def _metric_accumulator(
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
     ) -> MetricAccumulator:
-        """Returns empty metrics for a pass. All ranks raise before it begins if a denominator is unknown."""
+        """Returns the accumulator of a pass. All ranks raise before it begins if a denominator is unknown."""
         known = local.counts if counts is None else counts
         check_counts(objective, known, len(self.config.pattern.mtp))
         normalizer = LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size)
@@ -249,8 +248,8 @@ class Engine:
     def optimizer_step(self) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients."""
         config, norm_on_device = self.optimizer_config, self._gradient_norm()
-        lr = config.lr * config.schedule.factor(self.step - self.optimizer_start)
-        idle = bool(self.parameters) and all(parameter.grad is None for parameter in self.parameters.values())
+        lr = config.lr * config.schedule.factor(self.step - self.optimizer_start_step)
+        no_gradients = bool(self.parameters) and all(parameter.grad is None for parameter in self.parameters.values())
         with self.failure_state.guard_write("optimizer_step"):
             self.optimizer.clipped_step(lr, norm_on_device)
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
@@ -259,7 +258,8 @@ class Engine:
                 gradients.all_reduce_counters(self.local_stages.counters, self.mesh)
                 for block in self.local_stages.blocks:
                     block.after_optimizer_step()
-        self.step, self.skipped, self.idle = self.step + finite, self.skipped + (not finite), self.idle + idle
+        self.step, self.skipped = self.step + finite, self.skipped + (not finite)
+        self.steps_without_gradients += no_gradients
         self.zero_grad()
         return StepResult(self.step, norm, lr, skipped=not finite)
 
@@ -273,7 +273,7 @@ class Engine:
         if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
             new.move_low_bits_from(self.optimizer)
         self.optimizer, self.optimizer_config = new, optimizer
-        self.optimizer_start, self.idle, self.began_later = self.step, 0, {}
+        self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
 
     def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
         return optimizers.build(config, self.parameters, self.local_stages.matrices, self.weights)
@@ -360,13 +360,13 @@ class Engine:
     def stream_buckets(
         self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `stream_weights`, bucket by bucket. All ranks may stop together after any of them."""
+        """Yields the tensors of `stream_weights` bucket by bucket. All ranks may stop together after any of them."""
         self.failure_state.check()
         low_bits = None if dtype is None else self.low_bits  # a forward uses the upper bits only
-        dtype = dtype or self.compute_dtype
+        dtype, shared = dtype or self.compute_dtype, self.shared_parameters
         buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype)
         return (
-            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared, low_bits=low_bits))
+            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=shared, low_bits=low_bits))
             for bucket in buckets
         )
 
@@ -383,7 +383,7 @@ class Engine:
         self.failure_state.check(gradients=True)
         local = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         buckets = streaming.plan_buckets(self._streamed_tensors, 1 << 30, torch.float32)
-        return streaming.stream(buckets, local, self.mesh, torch.float32, shared=self.shared)
+        return streaming.stream(buckets, local, self.mesh, torch.float32, shared=self.shared_parameters)
 
     @cached_property
     def _streamed_tensors(self) -> list[streaming.StreamedTensor]:
@@ -420,7 +420,7 @@ class Engine:
         card: ModelCard | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """As `export_hf` if a Hugging Face family describes the model; else in Postlude's own format."""
+        """Writes what `export_hf` does if a family describes the model; else the model in Postlude's own format."""
         self.failure_state.check()
         return export.export(self, directory, tokenizer, dtype or self.compute_dtype, card=card, overwrite=overwrite)
 
@@ -490,9 +490,9 @@ class Engine:
 
     @property
     def _reports_results(self) -> bool:
-        """Whether metrics take this rank's results: it runs the last stage, and is the first of equal TP ranks."""
+        """Whether this rank reports metrics: it runs the last stage, and its TP rank is 0 (all have the same)."""
         return self.layout.stages - 1 in self.stages and self.mesh.tp.rank == 0
 
     def _is_second_copy(self, name: str) -> bool:
         """Whether this is the last stage's copy of a shared parameter."""
-        return self.layout.pp > 1 and 0 not in self.stages and name in self.shared
+        return self.layout.pp > 1 and 0 not in self.stages and name in self.shared_parameters

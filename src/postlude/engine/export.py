@@ -41,9 +41,9 @@ class Untied:
         self.config = untied(model.config)
         self.families, self.block_types = model.families, model.block_types
         self.generation, self.mesh = model.generation, model.mesh
-        self.tensors, self.shared, self.low_bits = model.tensors, model.shared, model.low_bits
+        self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
         if model.config.tied_head:
-            self.shared = {*model.shared, HEAD}
+            self.shared_parameters = {*model.shared_parameters, HEAD}
             if EMBEDDING in model.tensors:  # else another stage holds it
                 self.tensors = {**model.tensors, HEAD: model.tensors[EMBEDDING]}
             if EMBEDDING in model.low_bits:

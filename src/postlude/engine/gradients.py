@@ -1,4 +1,4 @@
-"""Gradients over all ranks: their norm, chunk by chunk, their clipping, and all-reduces of shared ones and counters."""
+"""Gradients over all ranks: norm and clipping, and all-reduces of shared parameters' gradients and of counters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
         clip_grads_with_norm_(shards, limit, torch.full((), norm, dtype=torch.float32, device=shards[0].device))
 
 
-def complete(parameters: Mapping[str, Tensor], shared: Collection[str], mesh: Mesh) -> None:
+def fill_and_reduce_shared(parameters: Mapping[str, Tensor], shared: Collection[str], mesh: Mesh) -> None:
     """Gives every parameter a gradient, and sums those of `shared` ones over the first and the last stage.
 
     A parameter that the loss did not depend on gets zeros, so that every parameter has optimizer state to save.

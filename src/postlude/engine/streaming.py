@@ -38,7 +38,7 @@ class DistributedModel(Protocol):
         ...
 
     @property
-    def shared(self) -> Collection[str]:
+    def shared_parameters(self) -> Collection[str]:
         """The names of parameters that the first and the last stage both hold."""
         ...
 
@@ -147,7 +147,7 @@ class InterruptibleStream:
         self, buckets: Sequence[Sequence[StreamedTensor]], model: DistributedModel, dtype: torch.dtype
     ) -> None:
         self.buckets, self.mesh, self.dtype = buckets, model.mesh, dtype
-        self.tensors, self.shared, self.low_bits = model.tensors, model.shared, model.low_bits
+        self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
         self.begun = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +155,9 @@ class InterruptibleStream:
             self.begun += 1
             if not self._continues(True):
                 return
-            yield from stream([bucket], self.tensors, self.mesh, self.dtype, shared=self.shared, low_bits=self.low_bits)
+            yield from stream(
+                [bucket], self.tensors, self.mesh, self.dtype, shared=self.shared_parameters, low_bits=self.low_bits
+            )
 
     def end(self) -> None:
         """On rank 0, tells the others to stop. Does nothing after the last bucket."""

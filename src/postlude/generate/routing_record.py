@@ -9,7 +9,7 @@ from torch import Tensor
 from postlude.data.microbatch import ROUTING
 from postlude.generate.row_cache import RowCache
 from postlude.model import LanguageModel, ModelConfig
-from postlude.ops.collectives import gather_alike
+from postlude.ops.collectives import gather_replicated
 
 
 class RoutingRecord:
@@ -27,7 +27,7 @@ class RoutingRecord:
         assert choices is not None
         max_top_k = max(top_k for top_k, _ in self.routers.values())
         padded = [F.pad(choices[name], (0, max_top_k - top_k), value=-1) for name, (top_k, _) in self.routers.items()]
-        gathered = gather_alike(torch.stack(padded, 1), self.tp.group)
+        gathered = gather_replicated(torch.stack(padded, 1), self.tp.group)
         self.cache.append(ROUTING, (gathered.short(),))
         self.cache.choices = {}
 

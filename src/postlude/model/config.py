@@ -65,7 +65,7 @@ class ModelConfig:
         return min(1, depths) if self.mtp_repeated else depths
 
     @property
-    def shared(self) -> frozenset[str]:
+    def shared_parameters(self) -> frozenset[str]:
         """Parameters that the first and the last stage hold. The first owns them; gradients are summed over both."""
         at_both_ends = self.tied_head or self.pattern.mtp
         return frozenset(("embedding.weight",)) if at_both_ends else frozenset()

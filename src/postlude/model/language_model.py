@@ -99,7 +99,7 @@ class LanguageModel(FSDPUnit):
     def _build_modules(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
         config, tp = self.config, self.mesh.tp
         # A tied head and MTP need the embedding on the last stage; then both stages hold it.
-        if self.stage.first or (self.stage.last and config.shared):
+        if self.stage.first or (self.stage.last and config.shared_parameters):
             self.embedding = VocabularyEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         self.layers = HybridStack(config, self.stage, self.mesh, blocks)
         if self.stage.last:

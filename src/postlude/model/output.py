@@ -18,7 +18,7 @@ from postlude.data import Microbatch
 from postlude.layout import Layout
 from postlude.model.config import ModelConfig
 from postlude.model.parallel import ValueHead
-from postlude.ops.collectives import gather_alike, gather_from_sequence
+from postlude.ops.collectives import gather_from_sequence, gather_replicated
 from postlude.ops.linear_logprobs import LogitConfig, TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
@@ -56,7 +56,7 @@ class OutputHead:
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
         if self.tp.group is not None:
             width = -(-size // self.tp.size)
-            logits = gather_alike(F.pad(logits, (0, width - logits.shape[1])).T, self.tp.group).T
+            logits = gather_replicated(F.pad(logits, (0, width - logits.shape[1])).T, self.tp.group).T
         return logits[:, :size]
 
     def logprobs(
@@ -146,7 +146,7 @@ class OutputHead:
         """Returns the value head's output: [T / tp, H] -> [T] fp32, the same on every rank."""
         if self.value_head is None:
             raise ValueError(NO_VALUE_HEAD)
-        return gather_alike(self.value_head(hidden), self.tp.group)
+        return gather_replicated(self.value_head(hidden), self.tp.group)
 
     def _count(self, targets: Tensor, target_count: int | None) -> int | None:
         if target_count is None and self.known_target_count is not None and targets is self.known_target_count[0]:
@@ -190,7 +190,7 @@ class OutputInputs:
 
     def gather(self, values: Tensor) -> Tensor:
         """Values computed from `hidden` per token [T / tp, ...] -> those of all T tokens, the same on every rank."""
-        return gather_alike(values, self.head.tp.group)
+        return gather_replicated(values, self.head.tp.group)
 
 
 class MTPDepths(Protocol):

@@ -34,7 +34,7 @@ def scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
     return tensor if group is None else _apply(_ScatterRows, tensor, group)
 
 
-def gather_alike(tensor: Tensor, group: Group) -> Tensor:
+def gather_replicated(tensor: Tensor, group: Group) -> Tensor:
     """Token shards [T / size, ...] -> all tokens [T, ...], which every rank uses in the same way.
 
     Every rank then has the same gradient, and a shard's gradient is its part of it.

@@ -60,7 +60,7 @@ class ModelParameterCount:
     def outside(self, stage: Stage) -> ParameterCount:
         """Returns the count of a stage's embedding, norm and head."""
         config, count = self.config, ParameterCount()
-        if stage.first or (stage.last and config.shared):
+        if stage.first or (stage.last and config.shared_parameters):
             count += self.embedding
         if stage.last:
             count += self.norm if config.tied_head else self.norm + self.head

@@ -16,7 +16,7 @@ from torch import Tensor
 from postlude.data import pack, unpack
 from postlude.engine import Engine
 from postlude.engine.layer_metrics import LayerMetrics
-from postlude.engine.scale import LossNormalizer
+from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
 from postlude.hf.model_source import Recast, Source

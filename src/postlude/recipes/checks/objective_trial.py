@@ -13,7 +13,7 @@ import torch
 
 from postlude.data import Batch, pack
 from postlude.data.chat import EncodedSequence
-from postlude.engine.scale import LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
 from postlude.objectives import SFT, Objective

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch, Microbatch, pack, shard_context
-from postlude.engine.scale import LossNormalizer, MetricAccumulator, MetricIndex
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex
 from postlude.layout import Layout
 from postlude.objectives import Loss, Metric, largest, mean, smallest, total
 from tests.equality import assert_equal

@@ -114,9 +114,9 @@ def check_counts(objective: Objective, counts: Mapping[str, float], depths: int)
     raised after the pass.
     """
     denominators = getattr(objective, "denominators", None)
-    scale = LossNormalizer((), counts)
+    normalizer = LossNormalizer((), counts)
     for over, depth in denominators(depths) if denominators is not None else ():
-        scale.count(over, depth)
+        normalizer.count(over, depth)
 
 
 class MetricIndex:
@@ -144,7 +144,7 @@ class MetricIndex:
         return all(name in self.slots for name in names)
 
     def add(self, names: Iterable[MetricKey]) -> None:
-        """Gives each of these a slot after the known ones. If there are more than MIN_SLOTS, those are dropped."""
+        """Gives each of these a slot after the known ones. Over MIN_SLOTS in all, the known ones are dropped."""
         names = list(dict.fromkeys(names))
         known = list(dict.fromkeys([*self.slots, *names]))
         self.slots = {name: slot for slot, name in enumerate(known if len(known) <= MIN_SLOTS else names)}
@@ -153,8 +153,8 @@ class MetricIndex:
 class MetricAccumulator:
     """Metrics of this rank's microbatches, and their reduction over all ranks."""
 
-    def __init__(self, scale: LossNormalizer, metric_index: MetricIndex | None = None) -> None:
-        self.scale = scale
+    def __init__(self, normalizer: LossNormalizer, metric_index: MetricIndex | None = None) -> None:
+        self.normalizer = normalizer
         self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
@@ -171,7 +171,7 @@ class MetricAccumulator:
         if not isinstance(loss, Loss):
             raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
         try:
-            value = self.scale.loss(loss, inputs.microbatch)
+            value = self.normalizer.loss(loss, inputs.microbatch)
             self.add_loss(value)
             for part in loss.parts():
                 for name, metric in part.metrics.items():
@@ -195,11 +195,11 @@ class MetricAccumulator:
         values = metric.values.detach().float()
         if values.ndim == 0:
             # A scalar mean is weighted by the microbatch's weight sum; a scalar sum is added as it is.
-            total = self.scale.weights(metric.over, microbatch, metric.depth).sum().float()
-            addend = torch.ones_like(values) / self.scale.cp_replicas(metric.over)
+            total = self.normalizer.weights(metric.over, microbatch, metric.depth).sum().float()
+            addend = torch.ones_like(values) / self.normalizer.cp_replicas(metric.over)
             weights = addend if metric.reduction == "sum" else total
         else:
-            weights = self.scale.weights_of(metric, microbatch).float()
+            weights = self.normalizer.weights_of(metric, microbatch).float()
         kept = weights != 0
         reduction, numerators, denominators = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
@@ -309,7 +309,7 @@ def _final_value(reduction: Reduction, first: float, second: float, highest: flo
 
 @dataclass(frozen=True)
 class ObjectiveProcessor:
-    """The output processor of a step: it records an objective's loss and metrics of a microbatch."""
+    """The output processor of a step: returns a microbatch's loss, and records it and the objective's metrics."""
 
     objective: Objective
     metrics: MetricAccumulator
