@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -150,6 +151,33 @@ def test_gradients_add_up_and_evaluations_see_whole_weights(ranks: Any, layout: 
 def test_in_bf16(ranks: Any, layout: str) -> None:
     """Where gradients of single microbatches are bf16, and their sums fp32."""
     assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
+
+
+def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
+    """The shapes of activations that a second pass leaves alive, also in reference cycles."""
+    engine = Engine(config("[*E]{2}/[*E]"), mesh=mesh(Layout(pp=2)), budget=32, overlap=overlap, mtp=True)
+
+    def matrices() -> list[Tensor]:  # gloo's threads hold vectors of finished collectives for a moment
+        tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 1]
+
+    engine.forward_backward(batch(0), MTP(objective=SFT()))  # makes the gradients
+    gc.collect()
+    before = matrices()
+    known = {id(tensor) for tensor in before}
+    gc.disable()
+    try:
+        engine.forward_backward(batch(1), MTP(objective=SFT()))
+        after = [tensor for tensor in matrices() if id(tensor) not in known]
+    finally:
+        gc.enable()
+    gradients = {each.grad.untyped_storage().data_ptr() for each in engine.parameters.values() if each.grad is not None}
+    return [tuple(tensor.shape) for tensor in after if tensor.untyped_storage().data_ptr() not in gradients]
+
+
+@pytest.mark.parametrize("overlap", [False, True, "zero_bubble"])
+def test_a_pass_leaves_no_activation_alive(ranks: Any, overlap: Any) -> None:
+    assert ranks(2, left_alive, overlap) == [[], []]
 
 
 @pytest.mark.slow

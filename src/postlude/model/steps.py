@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import FunctionType
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -79,14 +79,11 @@ def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -
 
 
 def _reads(run: Run) -> tuple[str, ...]:
-    names = _parameters(getattr(run, "__func__", run))[1 if hasattr(run, "__self__") else 0 :]
+    # From its code: a cache of signatures would keep `run` alive, and the tensors that it closes over.
+    code = cast(FunctionType, inspect.unwrap(getattr(run, "__func__", run))).__code__
+    names = code.co_varnames[1 if hasattr(run, "__self__") else 0 : code.co_argcount]
     if not names or names[-1] != "context":
         raise TypeError(
             f"a step's function must have `context` as its last parameter, but {run.__qualname__} takes {names}."
         )
     return names[:-1]
-
-
-@functools.cache
-def _parameters(function: Run) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
