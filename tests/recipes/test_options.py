@@ -255,6 +255,10 @@ ELSEWHERE = {
         f"{within}rollout.share_gpu": "it changes no number; test_share_gpu.py, tests/engine/test_offload.py"
         for within in ("", "data.")
     },
+    **{
+        f"{within}rollout.probe_limit": "test_probe.py: test_the_limit_is_set_and_taken_away_in_a_config"
+        for within in ("", "data.")
+    },
     "cluster.cpus_per_rank": "tests/cluster/test_rank_actors.py",
     "cluster.gpus_per_rank": "tests/cluster/test_capacity.py",
     "cluster.cpus_per_worker": "tests/cluster/test_actor_pool.py",

@@ -39,10 +39,13 @@ from tests.generate.test_session import asked, generated, sharp
 
 @contextmanager
 def serving(
-    generator: Generator, version: str | None = "default", key: str | None = None
+    generator: Generator,
+    version: str | None = "default",
+    key: str | None = None,
+    kind: type[GenerationServer] = GenerationServer,
 ) -> Iterator[tuple[GenerationServer, str]]:
     """The generator at an address, by a loop in a thread."""
-    served, address, started, ended = GenerationServer(generator, "tiny", version, key=key), [], threading.Event(), []
+    served, address, started, ended = kind(generator, "tiny", version, key=key), [], threading.Event(), []
 
     def ready(url: str) -> None:
         address.append(url)

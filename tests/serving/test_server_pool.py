@@ -220,7 +220,7 @@ def test_when_all_are_lost_each_is_named_with_its_reason(two, engines) -> None:
     with pytest.raises(ServerError) as raised:
         check(engines(*two))
     said = str(raised.value)
-    assert said.startswith("none of the 2 servers replies any more: ")
+    assert said.startswith("none of the 2 servers can be used any more: ")
     assert f"{killed.url} cannot be reached: Connection refused" in said
     assert f"{spoiled.url} replied with something that is not JSON" in said
 

@@ -24,7 +24,7 @@ class Model:
 class Slow:
     """Servers of which the only one is being started, or reads for longer than ranks have patience with each other."""
 
-    def reload(self, directory: str, version: str, *, wait: bool = True) -> None:
+    def reload(self, directory: str, version: str, **_: Any) -> None:
         time.sleep(TIMEOUT + 3.0)
 
     def directories_in_use(self) -> set[str]:

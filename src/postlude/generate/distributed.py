@@ -12,11 +12,12 @@ import torch.distributed as dist
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.engine import Engine
 from postlude.generate.generator import Generator
+from postlude.generate.probe import Probe, ProbeResult, WeightProbe, WeightsDiffer
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, PollAdapter
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
-from postlude.world.agreement import Rank0Controller
+from postlude.world.agreement import Rank0Controller, gather_and_decide
 
 Item = TypeVar("Item")
 
@@ -111,10 +112,19 @@ def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
 
 
 class SyncedGenerator(ReplicatedGenerator):
-    """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout."""
+    """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout.
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
-        self.engine = engine
+    With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: ChatTokenizer | None, *, probe: WeightProbe | None = None, **limits: Any
+    ) -> None:
+        self.engine, self.probe = engine, probe
+        self.gap: float | None = None
+        """The largest gap of a rank at the last comparison."""
+        self._probe_result: ProbeResult | None = None
+        self._pending_probe: Probe | None = None
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
         eos_token = tokenizer.eos_token_id if tokenizer is not None else None
@@ -127,10 +137,38 @@ class SyncedGenerator(ReplicatedGenerator):
         if self.copied_step != self.engine.step:
             self.engine.copy_weights(self.model)
             self.copied_step = self.engine.step
+            self._pending_probe = None if self.probe is None else self.probe.score()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the gap of the last comparison."""
+        return {} if self.gap is None else {"sync/gap": self.gap}
 
     def _share(self, call: _Call) -> list[list[Completion]]:
         """Generates with the engine's current weights. A large cache is freed for training."""
         self.refresh()
+        if self._pending_probe is not None:
+            self._compare(self._pending_probe)
+            self._pending_probe = None
         completions = super()._share(call)
         self.generator.release(only_if_large=True)
         return completions
+
+    def _compare(self, probe: Probe) -> None:
+        """Compares the log-probs of all ranks with the engine's. Every rank raises `WeightsDiffer` if one is wrong."""
+
+        def compare() -> ProbeResult:
+            requests = probe.requests
+            prompts, samplings = [list(one.prompt) for one in requests], [one.sampling for one in requests]
+            completions = [completion for (completion,) in self.generator.generate(prompts, samplings)]
+            result = probe.compare(completions, self._probe_result)
+            if not result.problem:
+                self._probe_result = result
+            return result
+
+        def largest_gap(results: list[ProbeResult]) -> float:
+            for rank, result in enumerate(results):
+                if result.problem:
+                    raise WeightsDiffer(f"the native generator of rank {rank} {result.problem}.")
+            return max(result.gap for result in results)
+
+        self.gap = gather_and_decide(compare, largest_gap, self.controller.group, raise_cause=True)

@@ -22,6 +22,7 @@ from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.checkpoint import check_checkpoint
+from postlude.generate.probe import WeightsDiffer
 from postlude.hf.load import load_tokenizer
 from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
@@ -345,8 +346,8 @@ class Trainer(ABC):
         message = f"{message} {on_rank0(self._checkpoint_status)}"
         return self._end(RunOutcome("failed", self.step, message, EXIT_FAILED))
 
-    def fail_without_servers(self, error: ServerError) -> RunOutcome:
-        """Saves the finished steps and ends a run whose servers are all lost."""
+    def fail_without_generator(self, error: ServerError | WeightsDiffer) -> RunOutcome:
+        """Saves the finished steps and ends a run whose servers are all lost, or whose generator has other weights."""
         message = str(error)
         try:
             if self.state_before_step is not None:  # None: in the evaluation after a step, which is repeated
@@ -397,8 +398,8 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
         except BaseException as error:
             if trainer.resumed_step is None or not trainer.step:  # nothing to report yet
                 raise
-            if isinstance(error, ServerError):
-                return trainer.fail_without_servers(error)
+            if isinstance(error, ServerError | WeightsDiffer):
+                return trainer.fail_without_generator(error)
             _write_failure(trainer, error)
             # After the first step an error is no mistake in the config: report a failed run.
             if isinstance(error, USER_ERRORS) and trainer.step > trainer.resumed_step:

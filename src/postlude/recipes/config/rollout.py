@@ -29,11 +29,20 @@ class SharingSettings(Settings):
     a generator on the same GPU can use the memory. It must not generate while the trainer trains."""
 
 
-class NativeRollout(SharingSettings):
+class ProbeSettings(Settings):
+    """The comparison of trainer and generator after every weight update."""
+
+    probe_limit: NonNegative | None = None
+    """Largest difference of a few log-probs between trainer and generator after a weight update; none is 0.001 in
+    float32 and 0.125 in bfloat16. A server with a larger one is not used, and a run without another generator ends. 0
+    disables the comparison."""
+
+
+class NativeRollout(SharingSettings, ProbeSettings):
     """The native generator in the trainer's own ranks, with a whole copy of the model on each."""
 
 
-class ConnectionSettings(SharingSettings):
+class ConnectionSettings(SharingSettings, ProbeSettings):
     """Requests to servers, and when a server is given up."""
 
     concurrency: PositiveInt = 64

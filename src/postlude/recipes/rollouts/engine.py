@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from postlude.engine import Engine
 from postlude.generate.distributed import DistributedEngine, SyncedGenerator
+from postlude.generate.probe import WeightProbe
 from postlude.hf.read_model import read_model
 from postlude.recipes.config.rollout import (
     ConnectionSettings,
@@ -61,14 +63,15 @@ def make_rollout_engine(
     Servers are started by `launcher`; None starts them on this machine. `budget` is the most tokens of prompt and
     completion together. With `background` the trainer works while servers generate.
     """
+    probe = None if rollout.probe_limit == 0 else WeightProbe(engine, tokenizer, rollout.probe_limit)
     if isinstance(rollout, NativeRollout):
-        return SyncedGenerator(engine, tokenizer, draft=sampling.draft, routing=routing, **generator_limits(budget))
-    untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
-    sync = SyncOptions(run, untied=untied, wait=not background)
-    if isinstance(rollout, SyncSettings):
-        sync = SyncOptions(
-            run, rollout.sync, rollout.sync_timeout, rollout.checksum_every, untied=untied, wait=not background
+        return SyncedGenerator(
+            engine, tokenizer, probe=probe, draft=sampling.draft, routing=routing, **generator_limits(budget)
         )
+    untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
+    sync = SyncOptions(run, untied=untied, probe=probe, wait=not background)
+    if isinstance(rollout, SyncSettings):
+        sync = replace(sync, method=rollout.sync, timeout=rollout.sync_timeout, checksum_every=rollout.checksum_every)
     connect: Callable[[], GenerationClient]
     if isinstance(rollout, RunningServers):
         connect = partial(connect_servers, rollout, tokenizer, engine.config.vocab_size)

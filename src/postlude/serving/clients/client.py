@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.counter_rng import rng_key
+from postlude.generate.probe import Probe
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.text_stream import completion_text
@@ -157,12 +158,13 @@ class GenerationClient:
         except queue.Empty:
             return finished
 
-    def reload(self, directory: str, version: str, *, wait: bool = True) -> None:
+    def reload(self, directory: str, version: str, *, wait: bool = True, probe: Probe | None = None) -> None:
         """Makes every server read new weights from a directory. Running completions continue with the new weights.
 
-        Without `wait`, servers read in the background; new requests go to servers that have the weights.
+        Without `wait`, servers read in the background; new requests go to servers that have the weights. With a
+        `probe`, these are servers whose log-probs are the trainer's.
         """
-        self.run(self.pool.reload(Weights(directory, version)))
+        self.run(self.pool.reload(Weights(directory, version, probe)))
         if wait:
             self.wait_for_reload()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from postlude.generate.probe import Probe, ProbeResult
 from postlude.generate.protocol import Completion, Request, VersionSpan
 from postlude.hf.checksum import checksum
 from postlude.serving.clients.api import SendRequest, ServerAPI
@@ -17,6 +18,7 @@ from postlude.serving.clients.connection import Reply, ServerConnection
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerBusy, ServerUnavailable
 
 BUSY, NOT_FOUND = 429, 404
+BUSY_PAUSE = 0.5  # seconds until a probe that a busy server did not take is sent again
 TEMPORARY = frozenset({408, 409, 425, 500, 502, 503, 504})
 REFUSED = frozenset({400, NOT_FOUND, 413, 422})
 LOGPROB_ROUNDING = 1e-4  # how far above 0 rounding may bring a log-prob
@@ -31,6 +33,8 @@ class Weights:
 
     directory: str | None
     version: str
+    probe: Probe | None = field(default=None, compare=False, repr=False)
+    """Compares the log-probs of servers that were given them with the trainer's."""
     _checksums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
     """Empty until `checksum` is called, then one task."""
 
@@ -94,6 +98,10 @@ class RemoteServer:
         """The directory that it reads weights from now."""
         self.update_unconfirmed = False
         """Whether an update began and was not confirmed: it may hold some new weights, and be paused."""
+        self.probe_result: ProbeResult | None = None
+        """How far its log-probs were from the trainer's at the last update that it took."""
+        self.differing_version: str | None = None
+        """The version after which they were too far. It is given the same weights a second time."""
         self.pending_reloads = 0
         """Reloads to finish before it gets requests."""
         self.connect_count = 0
@@ -149,6 +157,7 @@ class RemoteServer:
                 raise InvalidResponse(
                     f"read weights of checksum {actual} from {weights.directory}, where there are {await expected}"
                 )
+            await self.probe(weights)
         except RequestRefused as error:
             raise InvalidResponse(f"could not read new weights from {weights.directory}: {error}") from error
         except OSError as error:  # from reading the files here
@@ -165,6 +174,36 @@ class RemoteServer:
         self.version = await self.fetch_version()
         if self.version != weights.version:
             raise InvalidResponse(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
+
+    async def probe(self, weights: Weights, *, timeout: float | None = None) -> None:
+        """Compares its log-probs of a few tokens with the trainer's, after it was given weights.
+
+        If they are too far apart, raises `ServerUnavailable`, so that it is given the weights again, and the second
+        time `InvalidResponse`. Completions that it was sampling are cancelled.
+        """
+        if weights.probe is None:
+            return
+        try:
+            async with asyncio.timeout(timeout or self.timeout):
+                completions = await asyncio.gather(*map(self._generate_when_free, weights.probe.requests))
+        except TimeoutError as error:
+            raise ServerUnavailable("gave no log-probs to compare with the trainer's in time") from error
+        except RequestRefused as error:
+            raise InvalidResponse(f"refused to give log-probs to compare with the trainer's: {error}") from error
+        result = weights.probe.compare(completions, self.probe_result)
+        if not result.problem:
+            self.probe_result = result
+        else:
+            self.connection.cancel_requests()
+            again, self.differing_version = self.differing_version == weights.version, weights.version
+            raise InvalidResponse(result.problem) if again else ServerUnavailable(result.problem)
+
+    async def _generate_when_free(self, request: Request) -> Completion:
+        while True:
+            try:
+                return await self.generate(request)
+            except ServerBusy as busy:
+                await asyncio.sleep(max(busy.retry_after, BUSY_PAUSE))
 
     async def generate(self, request: Request) -> Completion:
         """Returns one completion, with the version of the weights that sampled it if that is known."""

@@ -249,9 +249,10 @@ class ServerPool:
         except (ServerUnavailable, InvalidResponse) as error:
             self.fail(server, error)
 
-    async def confirm(self, server: RemoteServer, weights: Weights) -> None:
+    async def confirm(self, server: RemoteServer, weights: Weights, *, timeout: float | None = None) -> None:
         """Checks that a server has the weights that it was sent, and lets it take requests."""
         await server.confirm_version(weights)
+        await server.probe(weights, timeout=timeout)
         server.state, server.update_unconfirmed = "up", False
         await self._notify()
 
@@ -358,9 +359,11 @@ class ServerPool:
 
     def _outage_sentence(self) -> str:
         reasons = [*(f"{server.url} {server.problem}" for server in self.servers), *self.removed]
+        excluded = any(server.state == "excluded" for server in self.servers)
         if len(reasons) == 1:
-            return f"the only server does not reply any more: {reasons[0]}."
-        return f"none of the {len(reasons)} servers replies any more: {'; '.join(reasons)}."
+            return f"the only server {'cannot be used' if excluded else 'does not reply'} any more: {reasons[0]}."
+        verb = "can be used" if excluded else "replies"
+        return f"none of the {len(reasons)} servers {verb} any more: {'; '.join(reasons)}."
 
     def _has_capacity(self, server: RemoteServer) -> bool:
         """Whether a server takes another request. After a failure it gets one at a time."""

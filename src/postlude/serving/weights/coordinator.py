@@ -87,7 +87,7 @@ class TransferCoordinator:
         for url in self._wait():
             server = self._servers[url]
             server.reload_seconds = time.perf_counter() - self._start_time
-            confirm = self.client.pool.confirm(server, self.weights)
+            confirm = self.client.pool.confirm(server, self.weights, timeout=self.timeout)
             self._running[url] = self.client.start(self._attempt(server, confirm))
         return self._wait()
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from postlude.engine import Engine
+from postlude.generate.probe import Probe, WeightProbe
 from postlude.hf.checksum import checksum
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
@@ -40,6 +41,8 @@ class SyncOptions:
     """Compare the servers' checksums at every n-th sync, beginning with the first; 0 is never."""
     untied: bool = False
     """Write a tied head as a tensor of its own."""
+    probe: WeightProbe | None = None
+    """Compares log-probs of servers with the engine's after every sync."""
     wait: bool = True
     """Whether ranks wait until servers have read weights from disk."""
 
@@ -59,6 +62,7 @@ class WeightSync(ABC):
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync, on rank 0."""
         self._comparison: ChecksumComparison | None = None
+        self._probe: Probe | None = None
         self._count = 0
 
     @property
@@ -72,6 +76,8 @@ class WeightSync(ABC):
         if not self._is_needed(version):
             return
         start = time.perf_counter()
+        if self.version != version and self.options.probe is not None:
+            self._probe = self.options.probe.score()
         size = self._sync(version)
         if self.version != version:  # else only a late server got the weights
             self.version = version
@@ -144,7 +150,7 @@ class DiskSync(WeightSync):
         return on_rank0(lambda: self._reload(path), self.group)
 
     def _reload(self, path: Path) -> int:
-        self.client.reload(str(path), path.name, wait=self.options.wait)
+        self.client.reload(str(path), path.name, wait=self.options.wait, probe=self._probe)
         in_use = self.client.directories_in_use()
         for other in path.parent.iterdir():
             if str(other) not in in_use:
@@ -182,7 +188,7 @@ class NetworkSync(WeightSync):
 
     def _sync(self, version: str) -> int:
         """Sends until a server has the weights: servers that fail may come back. Raises when none is left."""
-        weights = Weights(None, version)
+        weights = Weights(None, version, self._probe)
         while True:
             result = self.transfer.send(self._client, weights)
             if on_rank0(lambda: self.client.pool.count_up() > 0, self.group):

@@ -1,0 +1,164 @@
+"""WeightProbe: tells from a few log-probs whether a sampler has the weights that the trainer has just sent.
+
+The trainer scores a fixed sequence of tokens when it sends weights, and keeps the likeliest tokens of some positions.
+Every sampler is asked for the likeliest token after the same prefixes: one token each, which every rollout engine can
+give. The two are compared whenever the sampler replies, so the trainer does not wait for servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean, median
+
+import torch
+
+from postlude.data import Batch
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.engine import Engine
+from postlude.generate.counter_rng import rng_key
+from postlude.generate.protocol import Completion, Request
+from postlude.generate.sampling_params import SamplingParams
+
+POSITIONS, STRIDE = 8, 4  # prefixes, and how many tokens each is longer than the one before
+TOP = 16  # tokens that the trainer keeps of each position: the sampler's choice is among them if weights are equal
+EARLIER = 16  # versions of the weights, besides the newest, that a sampler may still have
+ROUNDING_UNITS, MIN_LIMIT = 16, 1e-3  # the default limit in units of the dtype's precision, and the least
+OUTLIERS = 4.0  # the mean counts as much as the median if it is so many times larger
+STALE = 0.25  # a sampler has earlier weights if its log-probs are so much nearer to theirs than to those of the newest
+NOTICEABLE = 0.01  # of the limit: a smaller difference between two versions of the weights may be rounding
+GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class WeightsDiffer(ValueError):
+    """A sampler has other weights than the trainer. The message is a whole sentence."""
+
+
+@dataclass(frozen=True)
+class TrainerScores:
+    """The trainer's log-probs with the weights of one optimizer step."""
+
+    step: int
+    likeliest: Sequence[Mapping[int, float]]
+    """The log-probs of the likeliest tokens after each prefix."""
+
+    def greedy(self) -> list[tuple[int, float]]:
+        """Returns what a sampler with these weights replies: the likeliest token after each prefix and its log-prob."""
+        return [max(listed.items(), key=lambda item: item[1]) for listed in self.likeliest]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """How far a sampler's log-probs are from the trainer's."""
+
+    step: int
+    """The optimizer step whose weights it was given."""
+    sampled: Sequence[tuple[int, float]]
+    """Its tokens and their log-probs."""
+    gap: float
+    """The median of the differences, or a quarter of their mean if that is larger: in bf16 a few tokens of a
+    mixture-of-experts model go to other experts, and say nothing about the weights."""
+    problem: str
+    """What is wrong with its weights, as text that follows the sampler's name; "" if nothing is."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Requests to a sampler that was given new weights, and the trainer's log-probs to compare its replies with."""
+
+    requests: Sequence[Request]
+    scores: TrainerScores
+    earlier: Sequence[TrainerScores]
+    limit: float
+
+    def compare(self, completions: Sequence[Completion], previous: ProbeResult | None = None) -> ProbeResult:
+        """Compares a sampler's completions of `requests`. `previous` is its last result without a problem."""
+        sampled = [(completion.tokens[0], completion.logprobs[0]) for completion in completions]
+        gap = _gap(self.scores, sampled)
+        return ProbeResult(self.scores.step, sampled, gap, self._problem(sampled, gap, previous))
+
+    def _problem(self, sampled: Sequence[tuple[int, float]], gap: float, previous: ProbeResult | None) -> str:
+        step, stale = self.scores.step, self._stale_scores(sampled, gap, previous)
+        if stale is not None:
+            return (
+                f"has the weights of optimizer step {stale.step} after it was given those of step {step}: its "
+                f"log-probs differ by {_gap(stale, sampled):.2g} from the trainer's of then, and by {gap:.2g} from "
+                "those of now"
+            )
+        if gap <= self.limit:
+            return ""
+        return (
+            f"has other weights than the trainer after it was given those of optimizer step {step}: its log-probs "
+            f"differ by {gap:.2g}, and rounding explains {self.limit:.2g} (set rollout.probe_limit if it computes with "
+            "less precision than the trainer)"
+        )
+
+    def _stale_scores(
+        self, sampled: Sequence[tuple[int, float]], gap: float, previous: ProbeResult | None
+    ) -> TrainerScores | None:
+        """Returns the scores of the earlier weights that the sampler still has, or None."""
+        noticeable = NOTICEABLE * self.limit
+        for old in self.earlier:
+            # The rounding of the sampler is not the trainer's, and hides a small step. It does not hide that the
+            # sampler repeats its log-probs to the last bit.
+            repeats = previous is not None and (previous.step, previous.sampled) == (old.step, sampled)
+            if repeats and _gap(self.scores, old.greedy()) > noticeable:
+                return old
+        if gap <= noticeable or not self.earlier:
+            return None
+        nearest = min(self.earlier, key=lambda old: _gap(old, sampled, unlisted=inf))
+        return nearest if _gap(nearest, sampled, unlisted=inf) < STALE * gap else None
+
+
+class WeightProbe:
+    """Scores the fixed tokens with an engine's weights. `limit` is the largest gap; None derives it from the dtype.
+
+    The tokens are the same on every rank. They are no text, because a model is sure of the next word of a text, and
+    log-probs near 0 hardly depend on the weights.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None = None, limit: float | None = None) -> None:
+        self.engine = engine
+        precision = torch.finfo(engine.compute_dtype).eps
+        self.limit = max(MIN_LIMIT, ROUNDING_UNITS * precision) if limit is None else limit
+        positions = min(POSITIONS, (engine.budget - 1) // STRIDE)
+        self.tokens = probe_tokens(1 + STRIDE * positions, engine.config.vocab_size, tokenizer)
+        self.lengths = range(STRIDE, len(self.tokens), STRIDE)
+        self.requests = [Request(tuple(self.tokens[:length]), GREEDY) for length in self.lengths]
+        self._history: list[TrainerScores] = []
+
+    def score(self) -> Probe:
+        """Returns the probe of the engine's current weights. Every rank calls it."""
+        top = min(TOP, self.engine.config.vocab_size)
+        (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
+        likeliest = [dict(zip(ids[length].tolist(), logprobs[length].tolist(), strict=True)) for length in self.lengths]
+        scores, earlier = TrainerScores(self.engine.step, likeliest), self._history
+        # The first weights stay: a sampler that never takes new ones is the further from the trainer, the longer.
+        self._history = [*earlier[:1], *earlier[1:][2 - EARLIER :], scores]
+        return Probe(self.requests, scores, tuple(earlier), self.limit)
+
+
+def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -> list[int]:
+    """Returns token ids of the vocabulary's middle, by a hash of their position; none that the tokenizer added.
+
+    Special tokens are first or last in most vocabularies, and servers may treat them specially.
+    """
+    added = set(tokenizer.added_tokens_decoder) if tokenizer is not None else set()
+    usual = [token for token in range(vocab_size // 8, vocab_size // 2 + 1) if token not in added]
+    return [usual[rng_key(position) % len(usual)] for position in range(count)]
+
+
+def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]], unlisted: float | None = None) -> float:
+    """Returns the gap between sampled tokens with their log-probs and the trainer's log-probs.
+
+    `unlisted` is the difference at a position whose token is not among the trainer's likeliest; None estimates it.
+    """
+    differences = []
+    for listed, (token, logprob) in zip(scores.likeliest, sampled, strict=True):
+        highest, lowest = max(listed.values()), min(listed.values())
+        # The sampler gives no token more than `logprob`, and the trainer gives an unlisted one at most `lowest`.
+        token_difference = abs(logprob - listed[token]) if token in listed else logprob - lowest
+        difference = max(token_difference, highest - logprob)
+        differences.append(difference if token in listed or unlisted is None else unlisted)
+    return max(median(differences), fmean(differences) / OUTLIERS)

@@ -1,0 +1,145 @@
+"""After a copy of the weights the native generator's log-probs are the trainer's, or no completion is sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from postlude.engine import AdamW
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.probe import POSITIONS, Probe, TrainerScores, WeightProbe, WeightsDiffer, probe_tokens
+from postlude.generate.protocol import Completion
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.tokenizer import byte_tokenizer
+from tests.engine.training import build, config, train
+
+SAMPLING = SamplingParams(max_new_tokens=2)
+SMALL_STEPS = AdamW(lr=1e-5)
+
+
+class KeepsOldWeights(SyncedGenerator):
+    """Takes the first weights and no others."""
+
+    def refresh(self) -> None:
+        self.first = getattr(self, "first", None) or {}
+        super().refresh()
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.first.setdefault(name, parameter.detach().clone()))
+
+
+class ScalesOneMatrix(SyncedGenerator):
+    """On the last rank, one matrix of the second copy is 1 % too large."""
+
+    def refresh(self) -> None:
+        copied = self.copied_step
+        super().refresh()
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        if self.copied_step != copied >= 0 and last:
+            self.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)
+
+
+KINDS = {kind.__name__: kind for kind in (SyncedGenerator, KeepsOldWeights, ScalesOneMatrix)}
+
+
+def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
+    """The gaps after 0, 1 and 2 small steps, and what ended the sampling."""
+    wide = {"tie_word_embeddings": False}
+    engine = build(layout, config(model, **wide), compute_dtype=getattr(torch, dtype), optimizer=SMALL_STEPS)
+    generator = KINDS[kind](engine, byte_tokenizer(), probe=WeightProbe(engine, byte_tokenizer()))
+    gaps = []
+    for step in range(3):
+        if step:
+            train(engine, [step])
+        try:
+            generator.generate([[1, 2, 3], [4, 5]], SAMPLING)
+        except WeightsDiffer as error:
+            return gaps, str(error)
+        gaps.append(generator.take_metrics()["sync/gap"])
+    return gaps, ""
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"),
+    [
+        ("tiny-dense", "pp=1", "float32"),
+        ("tiny-moe", "pp=1", "bfloat16"),
+        ("tiny-dense", "pp=2", "bfloat16"),
+        pytest.param("tiny-moe", "tp=2", "float32", marks=pytest.mark.thorough),
+        pytest.param("tiny-dense", "cp=2", "float32", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_generator_with_the_trainers_weights_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
+    for gaps, problem in ranks(int(layout[-1]), probed, "SyncedGenerator", model, layout, dtype):
+        assert problem == ""
+        assert len(gaps) == 3
+        assert max(gaps) < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("pp=1", "float32"), ("dp_shard=2", "bfloat16")])
+def test_old_weights_are_noticed_after_one_small_step(ranks: Any, layout: str, dtype: str) -> None:
+    for gaps, problem in ranks(int(layout[-1]), probed, "KeepsOldWeights", "tiny-dense", layout, dtype):
+        assert len(gaps) == 1
+        assert problem.startswith(
+            "the native generator of rank 0 has the weights of optimizer step 0 after it was given those of step 1: "
+            "its log-probs differ by "
+        )
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "dp_shard=2"])
+def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: str) -> None:
+    size = int(layout[-1])
+    for gaps, problem in ranks(size, probed, "ScalesOneMatrix", "tiny-dense", layout, "float32"):
+        assert len(gaps) == 1
+        assert problem.startswith(
+            f"the native generator of rank {size - 1} has other weights than the trainer after it was given those of "
+            "optimizer step 1: its log-probs differ by "
+        )
+
+
+def replies(*logprobs: float, token: int = 7) -> list[Completion]:
+    return [Completion([token], [logprob], [logprob], "length") for logprob in logprobs]
+
+
+def probe(*versions: list[float], limit: float = 0.1) -> Probe:
+    """Each version's log-probs of token 7, and token 8 well below it."""
+    scores = [
+        TrainerScores(step, [{7: logprob, 8: logprob - 3.0} for logprob in version])
+        for step, version in enumerate(versions)
+    ]
+    return Probe([], scores[-1], scores[:-1], limit)
+
+
+def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
+    new = [-2.0] * POSITIONS
+    one = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
+    assert one.problem == ""
+    assert one.gap < 0.05
+    some = probe(new).compare(replies(*[-0.5] * 3, *[-2.01] * (POSITIONS - 3)))
+    assert "has other weights than the trainer" in some.problem
+    assert some.gap == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
+
+
+def test_a_token_that_is_not_among_the_likeliest_differs_at_least_by_what_it_must() -> None:
+    new = [-2.0] * POSITIONS  # and -5 for the other token
+    assert probe(new).compare(replies(*[-1.0] * POSITIONS, token=9)).gap == 4.0
+    assert probe(new).compare(replies(*[-6.0] * POSITIONS, token=9)).gap == 4.0, "its likeliest is ours, which is -2"
+
+
+def test_rounding_is_not_taken_for_old_weights() -> None:
+    old, new = [-2.0] * POSITIONS, [-2.001] * POSITIONS
+    rounded = [logprob + 0.01 * (-1) ** place for place, logprob in enumerate(new)]
+    assert probe(old, new).compare(replies(*rounded)).problem == "", "both are as far away as the other"
+    assert probe(old, old).compare(replies(*rounded)).problem == "", "a step that changed nothing"
+    moved = [-2.05] * POSITIONS
+    assert "has the weights of optimizer step 0" in probe(old, new, moved).compare(replies(*old)).problem
+
+
+def test_tokens_are_the_vocabularys_and_none_that_the_tokenizer_added() -> None:
+    tokenizer = byte_tokenizer()
+    tokens = probe_tokens(33, 258, tokenizer)
+    assert len(set(tokens)) > 20
+    assert not set(tokens) & set(tokenizer.added_tokens_decoder)
+    assert probe_tokens(33, 2, None) == probe_tokens(33, 2, None)
+    assert max(probe_tokens(33, 2, None)) < 2

@@ -1,0 +1,87 @@
+"""A run whose generator has other weights than the trainer ends in that step, and the same command continues it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.probe import WeightsDiffer
+from tests.conftest import Ranks
+from tests.recipes.test_grpo import SPREAD, trained
+from tests.recipes.test_rollout_engine import SHORT, TinyVLLM, lost
+
+pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+SETTINGS = (*SHORT, *SPREAD, "--steps=2")
+QUICK = (*SETTINGS, "--rollout.backoff=0.01")
+
+
+def read_once(server: TinyVLLM) -> None:
+    """It says that it has every version, and reads the first alone."""
+    read, left = server.read, iter(range(1))
+    server.read = lambda directory: None if next(left, None) is None else read(directory)
+
+
+@pytest.mark.slow
+def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path) -> None:
+    with closing(TinyVLLM()) as server:
+        read_once(server)
+        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *QUICK, f"--rollout={server.url}")
+    assert outcome == "failed"
+    problem = "has the weights of optimizer step 0 after it was given those of step 1: its log-probs differ by"
+    assert sentence.startswith(f"the only server cannot be used any more: {server.url} {problem}")
+    assert "step-000001 is complete" in sentence
+    with closing(TinyVLLM()) as another:
+        (rows,) = ranks(1, trained, str(tmp_path), *QUICK, f"--rollout={another.url}")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["sync/gap"] < 1e-5 for row in rows)
+
+
+def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    """As `lost`, with a native generator that keeps its first weights."""
+    refresh = SyncedGenerator.refresh
+
+    def keep(self: SyncedGenerator) -> None:
+        kept = [parameter.detach().clone() for parameter in self.model.parameters()] if self.copied_step >= 0 else []
+        refresh(self)
+        for parameter, old in zip(self.model.parameters(), kept, strict=False):
+            parameter.data.copy_(old)
+
+    SyncedGenerator.refresh = keep  # type: ignore[method-assign]
+    try:
+        return lost(group, directory, *overrides)
+    finally:
+        SyncedGenerator.refresh = refresh  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_native_generator_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path) -> None:
+    ((outcome, sentence),) = ranks(1, unsynced, str(tmp_path), *SETTINGS)
+    assert outcome == "failed"
+    assert sentence.startswith("the native generator of rank 0 has the weights of optimizer step 0 after it was given")
+    assert "step-000001 is complete" in sentence
+    (rows,) = ranks(1, trained, str(tmp_path), *SETTINGS)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["sync/gap"] < 1e-5 for row in rows)
+
+
+def refused(group: Any, directory: str, *overrides: str) -> str:
+    with pytest.raises(WeightsDiffer) as raised:
+        trained(group, directory, *overrides)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_the_limit_is_set_and_taken_away_in_a_config(ranks: Ranks, tmp_path: Path) -> None:
+    with closing(TinyVLLM()) as server:
+        read_once(server)
+        chosen = (*QUICK, f"--rollout={server.url}")
+        (rows,) = ranks(1, trained, str(tmp_path), *chosen, "--rollout.probe_limit=0")
+        assert len(rows) == 2
+        assert not any("sync/gap" in row for row in rows)
+    (tmp_path / "narrow").mkdir()
+    (sentence,) = ranks(1, refused, str(tmp_path / "narrow"), *SETTINGS, "--rollout.probe_limit=1e-12")
+    assert "and rounding explains 1e-12 (set rollout.probe_limit if" in sentence

@@ -1,0 +1,172 @@
+"""After every sync the servers' log-probs are the trainer's, or a server is not used."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import load_model
+from postlude.engine import AdamW
+from postlude.generate.generator import Generator
+from postlude.generate.probe import GREEDY, Probe, TrainerScores, WeightProbe
+from postlude.generate.protocol import Request
+from postlude.hf.checksum import checksum
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.engine import ServerEngine
+from postlude.serving.errors import ServerError
+from postlude.serving.server.generation_server import GenerationServer, _resolve, _WeightsInfo
+from postlude.serving.weights.sync import SyncOptions
+from tests.engine.training import build, config, train
+from tests.serving.fake_vllm import FakeVLLM, Refusal, foretold
+from tests.serving.test_generation_server import serving
+
+MODEL = config("tiny-dense", tie_word_embeddings=False)
+
+
+class KeepsOldWeights(GenerationServer):
+    """Reports every version and checksum as it should, and reads the first weights alone."""
+
+    reads = 1
+
+    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
+        if self.reads:
+            self.reads -= 1
+            super()._reload(directory, version, future)
+        else:
+            self._session.version, self.weights = version, _WeightsInfo(version, checksum(Path(directory)))
+            _resolve(future, None)
+
+
+class MissesOneUpdate(KeepsOldWeights):
+    """Reads the first weights and, when it is given the second ones again, all others."""
+
+    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
+        if not self.reads and self.weights.version == version:
+            self.reads = 100
+        super()._reload(directory, version, future)
+
+
+class ScalesOneMatrix(GenerationServer):
+    """After it has read weights, one matrix is 1 % too large."""
+
+    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
+        read: Future[None] = Future()
+        super()._reload(directory, version, read)
+        self.generator.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)
+        _resolve(future, read.result())
+
+
+@contextmanager
+def server(kind: type[GenerationServer] = GenerationServer, dtype: torch.dtype = torch.float32) -> Iterator[str]:
+    with serving(Generator(load_model(MODEL, dtype=dtype), None), kind=kind) as (_, url):
+        yield url
+
+
+def probed(
+    group: Any, directory: str, urls: list[str], layout: str, dtype: str, wait: bool = True
+) -> tuple[list[dict[str, float]], list[str], str]:
+    """The metrics after 0, 1 and 2 small steps, the states of the servers, and what ended the run."""
+    engine = build(layout, MODEL, compute_dtype=getattr(torch, dtype), optimizer=AdamW(lr=1e-5))
+    options = SyncOptions(Path(directory), probe=WeightProbe(engine), wait=wait)
+    rollouts = ServerEngine(lambda: GenerationClient(urls, backoff=0.01), engine=engine, sync=options)
+    with closing(rollouts):
+        metrics, problem = [], ""
+        for step in range(3):
+            if step:
+                train(engine, [step])
+            try:
+                rollouts.refresh()
+            except ServerError as error:
+                problem = str(error)
+                break
+            metrics.append(rollouts.controller.on_rank0(lambda: settled(rollouts)))
+        states = rollouts.controller.on_rank0(lambda: [one.state for one in rollouts.client.pool.servers])
+    return metrics, states, problem
+
+
+def settled(rollouts: ServerEngine) -> dict[str, float]:
+    """The metrics, when each server has its weights or is given up."""
+    rollouts.client.wait_for_reload()
+    while any(one.state == "connecting" or one.pending_reloads for one in rollouts.client.pool.servers):
+        time.sleep(0.01)
+    return rollouts.take_metrics()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("pp=1", "float32"), ("tp=2", "bfloat16"), pytest.param("pp=2", "float32", marks=pytest.mark.thorough)],
+)
+def test_servers_with_the_trainers_weights_are_used(ranks: Any, tmp_path: Path, layout: str, dtype: str) -> None:
+    with server(dtype=getattr(torch, dtype)) as one, server(dtype=getattr(torch, dtype)) as other:
+        results = ranks(int(layout[-1]), probed, str(tmp_path), [one, other], layout, dtype)
+    for metrics, states, problem in results:
+        assert (states, problem) == (["up", "up"], "")
+        assert max(row["sync/gap"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+        assert [row["servers/failed"] for row in metrics] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "problem"),
+    [
+        (KeepsOldWeights, 1, "has the weights of optimizer step 0 after it was given those of step 1: its log-probs"),
+        (ScalesOneMatrix, 0, "has other weights than the trainer after it was given those of optimizer step 0: its"),
+    ],
+)
+def test_the_only_server_with_other_weights_ends_the_run(
+    ranks: Any, tmp_path: Path, kind: type[GenerationServer], steps: int, problem: str
+) -> None:
+    with server(kind) as url:
+        ((metrics, states, sentence),) = ranks(1, probed, str(tmp_path), [url], "pp=1", "float32")
+    assert (len(metrics), states) == (steps, ["excluded"])
+    assert sentence.startswith(f"the only server cannot be used any more: {url} {problem}")
+    assert re.search(r" differ by [\d.e-]+", sentence)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_one_of_two_servers_with_old_weights_gives_no_samples(ranks: Any, tmp_path: Path, wait: bool) -> None:
+    with server() as good, server(KeepsOldWeights) as stale:
+        ((metrics, states, problem),) = ranks(1, probed, str(tmp_path), [good, stale], "pp=1", "float32", wait)
+    assert (states, problem) == (["up", "excluded"], "")
+    assert [row["servers/up"] for row in metrics] == [2, 1, 1]
+    assert [row["servers/failed"] for row in metrics] == [0, 2, 0], (
+        "once, and once more when it had been given them again"
+    )
+    assert max(row["sync/gap"] for row in metrics) < 1e-5, "of the servers that are used"
+
+
+def test_a_server_that_takes_the_weights_when_it_is_given_them_again_is_used(ranks: Any, tmp_path: Path) -> None:
+    with server(MissesOneUpdate) as url:
+        ((metrics, states, problem),) = ranks(1, probed, str(tmp_path), [url], "pp=1", "float32")
+    assert (states, problem) == (["up"], "")
+    assert [row["servers/failed"] for row in metrics] == [0, 1, 0]
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    requests = [Request((5, length), GREEDY) for length in range(16)]
+    bodies = [
+        {"token_ids": list(one.prompt), "sampling_params": {"seed": one.seed, "max_tokens": 1}} for one in requests
+    ]
+    scores = TrainerScores(1, [{tokens[0]: logprobs[0]} for tokens, logprobs in map(foretold, bodies)])
+    refusals = iter(range(3))
+
+    def answer(body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        if next(refusals, None) is not None:
+            raise Refusal(429, "too many requests")
+        return foretold(body)
+
+    with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
+        client.connect()
+        client.reload("anywhere", "start.1", probe=Probe(requests, scores, [], 1e-3))
+        (one,) = client.pool.servers
+        assert (one.state, one.failures) == ("up", 0)
+        assert one.probe_result is not None
+        assert one.probe_result.gap == 0.0
+        assert fake.calls.count("/collective_rpc") == 1, "it is not made to read them again"
