@@ -1,4 +1,4 @@
-"""A loss of your own in the seam: weighted log-likelihood with an entropy bonus, trained for a few steps."""
+"""A loss of your own as an output processor: weighted log-likelihood with an entropy bonus, trained for a few steps."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Log-probs of the next tokens through the seam: equal to the logits path, without a [tokens, vocab] tensor."""
+"""Log-probs of the next tokens in an output processor: equal to the logits path, without a [tokens, vocab] tensor."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A value head: a linear layer on the hidden states the seam hands out, trained to predict each sequence's reward."""
+"""A value head: a linear layer on an output processor's hidden states, trained to predict each sequence's reward."""
 
 import torch
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data import IGNORE, Microbatch, pack, scatter, shard_context, unpack
+from postlude.data import IGNORE, Microbatch, pack, scatter_add, shard_context, unpack
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.world.mesh import Axis
 from tests.conftest import Ranks
@@ -117,11 +117,11 @@ def test_scattered_parts_equal_the_unpacked_whole(lengths, size, multiple_of, sh
     expected = torch.cat(unpack(microbatches, values, shifted=shifted))
     whole_into, cut_into = torch.zeros_like(expected), torch.zeros_like(expected)
     for whole, rows in zip(microbatches, values, strict=True):
-        scatter(whole, rows, whole_into, shifted=shifted)
+        scatter_add(whole, rows, whole_into, shifted=shifted)
         by_place = torch.full((whole.batch_tokens + 1, *trailing), float("nan"))  # padding's is the last
         by_place[whole.batch_indices] = rows
         for part in everywhere(whole, size, multiple_of):
-            scatter(part, by_place[part.batch_indices], cut_into, shifted=shifted)
+            scatter_add(part, by_place[part.batch_indices], cut_into, shifted=shifted)
     assert torch.equal(whole_into, expected)
     assert torch.equal(cut_into, expected)
 
@@ -130,7 +130,7 @@ def test_scatter_takes_what_a_head_gives():
     whole = together([5, 2])
     for values in (whole.targets == 3, whole.targets, whole.targets.double()):
         into = torch.zeros(whole.batch_tokens, dtype=values.dtype)
-        scatter(whole, values, into)
+        scatter_add(whole, values, into)
         assert torch.equal(into, torch.cat(unpack([whole], [values])))
 
 
@@ -152,7 +152,7 @@ def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size
     for part, (query, _, _) in zip(parts, local, strict=True):
         context = part.cp_shard
         output = attend(query, keys[context.key_rows], values[context.key_rows], context.queries, context.keys, scores)
-        scatter(part, output, actual, shifted=False)
+        scatter_add(part, output, actual, shifted=False)
 
     assert_equal(actual, expected, tolerance=1e-12)
     upstream = torch.randn_like(expected)
@@ -192,7 +192,7 @@ def summed_over_ranks(group: dist.ProcessGroup, values: torch.Tensor, multiple_o
     sums = part.sequence_sum(own)
     (gradient,) = torch.autograd.grad(sequence_loss(sums) * (rank + 1), own)  # each rank's loss is another
     by_token = torch.zeros(whole.batch_tokens, dtype=values.dtype)
-    scatter(part, gradient, by_token, shifted=False)
+    scatter_add(part, gradient, by_token, shifted=False)
     assert not gradient[part.batch_indices < 0].any()
     return sums.detach(), part.sequence_sum(part.batch_indices >= 0), by_token
 
@@ -264,23 +264,23 @@ def one_cut() -> Microbatch:
         (
             lambda: unpack([one_cut()], [torch.zeros(4)]),
             "microbatch 0 is padded or sharded over ranks, but unpack splits whole sequences. "
-            "Put its values back with scatter.",
+            "Put its values back with scatter_add.",
         ),
         (
             lambda: one_cut().sequence_sum(torch.zeros(4)),
-            "a sum over sequences that 2 ranks share needs the group of those ranks, but the axis they were cut along "
-            "has none. Cut along the cp axis of a Mesh.",
+            "a sum over sequences that 2 ranks share needs the group of those ranks, but the axis they were "
+            "sharded along has none. Shard along the cp axis of a Mesh.",
         ),
         (
             lambda: one_cut().sequence_sum(torch.zeros(5)),
             "values to sum have shape (5,), but the packing holds 4 tokens. Give one value per token, [4, ...].",
         ),
         (
-            lambda: scatter(one_cut(), torch.zeros(5), torch.zeros(5)),
+            lambda: scatter_add(one_cut(), torch.zeros(5), torch.zeros(5)),
             "the values of microbatch 0 have shape (5,), but it holds 4 tokens. Give one value per position, [4, ...].",
         ),
         (
-            lambda: scatter(one_cut(), torch.zeros(4, 2), torch.zeros(4, 2)),
+            lambda: scatter_add(one_cut(), torch.zeros(4, 2), torch.zeros(4, 2)),
             "`into` has shape (4, 2), but the batch has 5 tokens of shape (2,). Give zeros of shape (5, 2).",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The seam: defaults are processors, results come back untouched, and gradients reach everything."""
+"""The output processor: defaults are processors, results come back untouched, and gradients reach everything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
 @TIED
-def test_default_path_is_bit_identical_with_and_without_the_seam(tied: bool) -> None:
+def test_default_path_is_bit_identical_with_and_without_a_processor(tied: bool) -> None:
     model, microbatch = small_model(tied_head=tied), small_microbatch()
     logits = model(microbatch)
     assert logits.shape == (len(microbatch), VOCABULARY)
@@ -84,12 +84,12 @@ def test_gradients_through_a_processor_equal_those_through_logits(tied: bool) ->
     def custom(inputs: OutputInputs, context: None) -> torch.Tensor:
         return -inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.sum()
 
-    seam, dense = small_model(tied_head=tied), small_model(tied_head=tied)
-    seam(microbatch, output_processor=custom).backward()
+    processed, dense = small_model(tied_head=tied), small_model(tied_head=tied)
+    processed(microbatch, output_processor=custom).backward()
     F.cross_entropy(dense(microbatch), microbatch.targets, reduction="sum").backward()
     head = "embedding.weight" if tied else "head.weight"
-    assert dict(seam.named_parameters())[head].grad.abs().sum() > 0
-    for (name, actual), expected in zip(seam.named_parameters(), dense.parameters(), strict=True):
+    assert dict(processed.named_parameters())[head].grad.abs().sum() > 0
+    for (name, actual), expected in zip(processed.named_parameters(), dense.parameters(), strict=True):
         assert_equal(actual.grad, expected.grad, f"gradient of {name}")
 
 

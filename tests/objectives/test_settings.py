@@ -244,7 +244,7 @@ def test_an_objective_from_a_file(tmp_path: Path) -> None:
         load_objective(f"{path}:Scaled", {"facter": 3.0})
 
 
-def test_an_objective_is_a_function_of_the_seam() -> None:
+def test_an_objective_is_a_function_of_the_output_inputs() -> None:
     def mine(inputs: OutputInputs) -> Loss:
         return SFT()(inputs) + 0.5 * SFT(over="mask")(inputs)
 

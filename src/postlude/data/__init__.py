@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from postlude.data.bins import plan_bins
     from postlude.data.context_parallel import shard_context
     from postlude.data.microbatch import IGNORE, Microbatch
-    from postlude.data.packing import pack, scatter, unpack
+    from postlude.data.packing import pack, scatter_add, unpack
 
-__all__ = ["IGNORE", "Batch", "Microbatch", "pack", "plan_bins", "scatter", "shard_context", "unpack"]
+__all__ = ["IGNORE", "Batch", "Microbatch", "pack", "plan_bins", "scatter_add", "shard_context", "unpack"]
 
 _HOMES = {
     "batch": ("Batch",),
     "bins": ("plan_bins",),
     "context_parallel": ("shard_context",),
     "microbatch": ("IGNORE", "Microbatch"),
-    "packing": ("pack", "scatter", "unpack"),
+    "packing": ("pack", "scatter_add", "unpack"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

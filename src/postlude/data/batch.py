@@ -67,7 +67,7 @@ class Batch:
         return cls(sequences, columns or {}, groups, BatchSharding(list(lengths), list(owners)))
 
     def __len__(self) -> int:
-        """The number of sequences of the global batch."""
+        """Returns the number of sequences of the global batch."""
         return len(self.sequences) if self.sharding is None else len(self.sharding.lengths)
 
     @property

@@ -34,9 +34,9 @@ class BinPlan:
         """The number of tokens of all sequences."""
         return self.starts[-1]
 
-    def members(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the indices of the sequences of the bins `numbers`, in order."""
-        return [member for number in numbers for member in self.bins[number]]
+    def members(self, bin_indices: Sequence[int]) -> list[int]:
+        """Returns the indices of the sequences of these bins, in order."""
+        return [member for index in bin_indices for member in self.bins[index]]
 
 
 def plan_sharded_bins(
@@ -143,7 +143,7 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Returns as many bins of more equal cost, or `bins` if none fit the budget.
+    """Returns the same number of bins with more equal costs, or `bins` if none fit the budget.
 
     The better division has the lower cost of the costliest bin; at a tie the second costliest decides, and so on.
     """

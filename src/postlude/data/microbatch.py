@@ -181,7 +181,7 @@ class Microbatch:
             )
 
     def __len__(self) -> int:
-        """The number of tokens, T."""
+        """Returns the number of tokens, T."""
         return self.packing.total
 
     @property
@@ -200,7 +200,7 @@ class Microbatch:
         return self.batch_indices >= 0 if self.padding else None
 
     def column(self, name: str) -> Tensor:
-        """Returns the column `name`, [T, ...], aligned to the predicting position."""
+        """Returns the column `name`, [T, ...], shifted to the predicting position."""
         if name not in self.columns:
             available = ", ".join(f'"{other}"' for other in self.columns) or "none"
             raise LookupError(
@@ -225,7 +225,7 @@ class Microbatch:
         if axis.group is None:
             raise ValueError(
                 f"a sum over sequences that {axis.size} ranks share needs the group of those ranks, but the axis they "
-                "were cut along has none. Cut along the cp axis of a Mesh."
+                "were sharded along has none. Shard along the cp axis of a Mesh."
             )
         return sum_over_group(sums, axis.group)
 

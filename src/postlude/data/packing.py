@@ -55,9 +55,9 @@ def pack(
     lengths = sequence_lengths(sequences)
     kept = [min(length, budget) for length in lengths] if truncate else lengths
     plan = BinPlan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
-    numbers = range(len(plan.bins))
-    members = plan.members(numbers)
-    return build_microbatches(plan, numbers, read_content(sequences, columns or {}, members, members, kept), depths)
+    bin_indices = range(len(plan.bins))
+    members = plan.members(bin_indices)
+    return build_microbatches(plan, bin_indices, read_content(sequences, columns or {}, members, members, kept), depths)
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,18 @@ def read_content(
 
 
 def build_microbatches(
-    plan: BinPlan, numbers: Sequence[int], content: BatchContent, depths: int = 0
+    plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depths: int = 0
 ) -> list[Microbatch]:
-    """Returns the microbatches `numbers` of a plan, from the content of their sequences in order."""
-    by_depth = [_build_depth(plan, numbers, content, depth) for depth in range(depths + 1)]
+    """Returns the microbatches `bin_indices` of a plan, from the content of their sequences in order."""
+    by_depth = [_build_depth(plan, bin_indices, content, depth) for depth in range(depths + 1)]
     if not depths:
         return by_depth[0]
     return [replace(first, mtp_microbatches=tuple(mtp)) for first, *mtp in zip(*by_depth, strict=True)]
 
 
-def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
+def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
     """Returns the microbatches whose targets are the tokens `depth + 1` positions later (depth 0: the next token)."""
-    members = plan.members(numbers)
+    members = plan.members(bin_indices)
     device = content.tokens.device
     lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
     stops = np.cumsum(lengths)
@@ -138,14 +138,14 @@ def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, d
     positions = rows - np.repeat(sequence_starts, lengths)
     if depth:
         indices[positions + depth >= np.repeat(lengths, lengths)] = -1
-    sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in numbers]
+    sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in bin_indices]
 
     def split(values: Tensor) -> tuple[Tensor, ...]:
         return values.split_with_sizes(sizes)
 
     def shift(values: Tensor, by: int, fill: int) -> Tensor:
         for _ in range(by):
-            values = _align(values, stops - 1, fill=fill)
+            values = _shift_to_predictor(values, stops - 1, fill=fill)
         return values
 
     def count(by: int, number: int) -> int:
@@ -173,19 +173,19 @@ def _build_depth(plan: BinPlan, numbers: Sequence[int], content: BatchContent, d
             padding=sizes[i] - count(depth, number),
             routing=None if routing is None else routing[i],
         )
-        for i, number in enumerate(numbers)
+        for i, number in enumerate(bin_indices)
     ]
 
 
 def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shifted: bool = True) -> list[Tensor]:
     """Splits per-position `values` into one tensor per sequence, in the order of the sequences given to `pack`.
 
-    It takes whole sequences: `scatter` puts back the values of padded or sharded microbatches.
+    It takes whole sequences: `scatter_add` puts back the values of padded or sharded microbatches.
 
     Args:
         microbatches: all microbatches of one `pack` call, in any order.
         values: one tensor [T, ...] per microbatch.
-        shifted: the values are aligned to the predicting position, as columns are. They are shifted back, so that
+        shifted: the values are shifted to the predicting position, as columns are. They are shifted back, so that
             entry i belongs to token i; entry 0, which nothing predicts, is zero. With False, entry i is position i's.
 
     Returns:
@@ -194,12 +194,12 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shif
     _check_whole_batch(microbatches, values)
     results: dict[int, Tensor] = {}
     for microbatch, rows in zip(microbatches, values, strict=True):
-        by_token = _align_back(rows, microbatch.packing) if shifted else rows
+        by_token = _shift_back(rows, microbatch.packing) if shifted else rows
         results |= zip(microbatch.sequences, by_token.split_with_sizes(microbatch.packing.lengths), strict=True)
     return [results[index] for index in range(len(results))]
 
 
-def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bool = True) -> None:
+def scatter_add(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bool = True) -> None:
     """Adds one microbatch's per-position `values` to `into`, at their tokens' indices in the batch.
 
     The microbatch may be padded or sharded over ranks: with every microbatch of every rank scattered into zeros, the
@@ -209,7 +209,7 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
         microbatch: one of a batch.
         values: [T, ...], of the dtype of `into`.
         into: [tokens of the batch, ...]. Entries of other tokens are unchanged.
-        shifted: the values are aligned to the predicting position, so the value at token i's position is added at token
+        shifted: the values are shifted to the predicting position, so the value at token i's position is added at token
             i + 1, and positions without a target are left out. With False, it is added at token i.
     """
     if values.ndim == 0 or values.shape[0] != len(microbatch):
@@ -229,7 +229,7 @@ def scatter(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bo
     into.index_add_(0, indices, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
-def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
+def _shift_to_predictor(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
     """Moves each token's value, [T, ...], to the position that predicts it; `last` positions get `fill`."""
     if not _numpy_compatible(values):
         return values.roll(-1, 0).index_fill(0, to_device(torch.from_numpy(last), values.device), fill)
@@ -240,7 +240,7 @@ def _align(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
     return torch.from_numpy(after)
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
+def _concatenate(pieces: Sequence[Tensor]) -> Tensor:
     """Returns torch.cat along the first dimension, by numpy where possible."""
     if not all(map(_numpy_compatible, pieces)):
         return torch.cat(list(pieces))
@@ -259,13 +259,13 @@ def _numpy_compatible(tensor: Tensor) -> bool:
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _align_back(values: Tensor, packing: Packing) -> Tensor:
+def _shift_back(values: Tensor, packing: Packing) -> Tensor:
     """Moves each predicting position's value, [T, ...], to the token it predicts."""
     first_positions = packing.cu_seqlens[:-1].to(values.device, torch.int64)
     return values.roll(1, 0).index_fill(0, first_positions, 0)
 
 
-def _cut(values: Tensor, keep: int) -> Tensor:
+def _truncate(values: Tensor, keep: int) -> Tensor:
     return values if len(values) == keep else values[:keep]
 
 
@@ -283,8 +283,8 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequ
             raise ValueError(
                 f"sequence {member} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
-        tokens.append(_cut(read, keep).to(tokens[0].device if tokens else None, torch.int64))
-    joined = _joined(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+        tokens.append(_truncate(read, keep).to(tokens[0].device if tokens else None, torch.int64))
+    joined = _concatenate(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
     if len(joined) and (joined.numpy() if _numpy_compatible(joined) else joined).min() < 0:
         member, lowest = next((m, int(ids.min())) for m, ids in zip(members, tokens, strict=True) if ids.min() < 0)
         raise ValueError(
@@ -324,9 +324,9 @@ def _read_column(
             )
     if all(values.ndim == 0 for values in pieces):
         return torch.stack(pieces).repeat_interleave(torch.tensor(kept, device=first.device))
-    return _joined(
+    return _concatenate(
         [
-            _cut(values, keep) if values.ndim > 0 else values.expand(keep)
+            _truncate(values, keep) if values.ndim > 0 else values.expand(keep)
             for values, keep in zip(pieces, kept, strict=True)
         ]
     )
@@ -372,7 +372,7 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
         if microbatch.padding or microbatch.cp_shard is not None:
             raise ValueError(
                 f"microbatch {microbatch.index} is padded or sharded over ranks, but unpack splits whole sequences. "
-                f"Put its values back with scatter."
+                f"Put its values back with scatter_add."
             )
     indices = sorted(index for microbatch in microbatches for index in microbatch.sequences)
     for expected, index in enumerate(indices):

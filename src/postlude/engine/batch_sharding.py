@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.data import Batch, Microbatch, scatter, shard_context
+from postlude.data import Batch, Microbatch, scatter_add, shard_context
 from postlude.data.batch import BatchSharding
 from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
@@ -117,7 +117,7 @@ class LocalBatch:
             )
             indices = microbatch.batch_indices + offsets[microbatch.packing.sequence_index()]
             indices = indices.where(microbatch.batch_indices >= 0, -1)
-            scatter(replace(microbatch, batch_indices=indices, batch_tokens=end), value, target, shifted=shifted)
+            scatter_add(replace(microbatch, batch_indices=indices, batch_tokens=end), value, target, shifted=shifted)
 
     def _result_types(
         self, values: Sequence[Mapping[str, Tensor]], device: torch.device

@@ -54,7 +54,7 @@ def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
     """Returns the rank's optimizer state of a parameter as a shard of the full state tensor."""
     like = state if is_dtensor(state) else parameter
-    starts, shape = tuple(where.start for where in region(like)), tuple(like.shape)
+    starts, shape = tuple(part.start for part in region(like)), tuple(like.shape)
     if local_shard(state).shape != local_shard(like).shape:  # one number per quantisation block
         starts, shape = (*starts[:-1], starts[-1] // BLOCK), scales_shape(shape)
     return TensorShard(local_shard(state), starts, shape)
@@ -173,7 +173,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _update_pieces(
         self, parameter: nn.Parameter, correction: Tensor, hyperparameters: AdamWHyperparameters, scale: Tensor
     ) -> Iterator[OffloadedWork]:
-        state = {name: each for name, each in self.state[parameter].items() if name != "step"}
+        state = {name: tensor for name, tensor in self.state[parameter].items() if name != "step"}
         weight, gradient = local_shard(parameter), local_shard(_gradient(parameter))
         row_slice, *other_slices = region(parameter)
         if not weight.numel():
@@ -181,7 +181,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         seed, shape, names = name_seed(self.names[parameter]), tuple(parameter.shape), list(state)
         rows = len(weight)
         if self.config.offload and parameter in self.matrices:
-            bytes_of_row = sum(each.numel() * each.element_size() for each in state.values()) // rows
+            bytes_of_row = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
             piece = slice(start, start + rows)
@@ -189,11 +189,11 @@ class ShardedAdamW(torch.optim.Optimizer):
             work = partial(
                 _step_piece, names, weight[piece], gradient[piece], correction, hyperparameters, scale, place, seed
             )
-            yield [each[piece] for each in state.values()], work
+            yield [tensor[piece] for tensor in state.values()], work
 
     def low_bits(self) -> dict[str, Tensor]:
         """Returns the lower 16 bits of this rank's split weights by name: empty before the first step."""
-        return {name: self.state[each][LOW] for each, name in self.names.items() if LOW in self.state.get(each, {})}
+        return {name: self.state[key][LOW] for key, name in self.names.items() if LOW in self.state.get(key, {})}
 
     def move_low_bits_from(self, other: ShardedAdamW) -> None:
         """Moves the low bits here from another optimizer of the same parameters, whose state is freed."""
@@ -266,7 +266,7 @@ def _step_piece(
 
 
 class ShardedSGD(torch.optim.SGD):
-    """torch's SGD."""
+    """torch's SGD, with one parameter group per mesh and weight decay, and clipping by the global norm."""
 
     def __init__(self, config: SGD, parameters: Mapping[str, nn.Parameter], matrices: Collection[str]) -> None:
         self.config = config

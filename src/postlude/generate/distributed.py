@@ -76,7 +76,7 @@ class ReplicatedGenerator(PollAdapter):
         *,
         first: int = 0,
     ) -> list[list[Completion]]:
-        """As `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
+        """Calls `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
         shares: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(
             shares, self._share(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))

@@ -150,9 +150,9 @@ class LanguageModel(FSDPUnit):
         -100 where there is none. `decode_state` has the sequences' earlier tokens in generation. `recorder` records
         communication and waits, in forward and backward.
         """
-        processor, processor_context = self._processor(targets, output_processor, output_processor_context)
+        processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, decode_state, recorder)
-        embedding = self._embedding()
+        embedding = self._embedding_weight()
         hidden = self.layers(self._embed_or_receive(hidden, embedding, context), context)
         if not self.stage.last:
             return hidden
@@ -173,11 +173,11 @@ class LanguageModel(FSDPUnit):
         Weights must already be all-gathered: its steps do not call layers, so FSDP's hooks do not run. It has the steps
         of the multi-token-prediction depths if the processor has `mtp_options`.
         """
-        processor, processor_context = self._processor(targets, output_processor, output_processor_context)
+        processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
 
         def embed(context: ForwardContext) -> Mapping[str, Any]:
-            embedding = self._embedding()
+            embedding = self._embedding_weight()
             return {"embedding": embedding, "hidden": self._embed_or_receive(hidden, embedding, context)}
 
         def output(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
@@ -187,7 +187,7 @@ class LanguageModel(FSDPUnit):
         # summed as in a plain forward.
         layer_steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned(context)]
         last = (
-            self._planned_end(processor, processor_context, context)
+            self._planned_output(processor, processor_context, context)
             if self.stage.last
             else [PlannedStep(compute("output", output, never_recompute=True), context, name="output")]
         )
@@ -202,7 +202,7 @@ class LanguageModel(FSDPUnit):
             deferred_wgrad=not (self.has_mtp and self.mtp.repeated),
         )
 
-    def _planned_end(
+    def _planned_output(
         self, processor: OutputProcessor, processor_context: Any, context: ForwardContext
     ) -> list[PlannedStep]:
         """Returns a plan's steps from the last layer to the processor's result, with the MTP depths it declares."""
@@ -271,7 +271,7 @@ class LanguageModel(FSDPUnit):
         return self._output_inputs(self.mtp[0](hidden, self._embed(microbatch.tokens), context), context)
 
     def output_head(self, embedding: Tensor | None = None) -> OutputHead:
-        """Returns the head, with the embedding's weight if they are tied. `embedding` is it, if the caller has it."""
+        """Returns the head, with the embedding's weight if they are tied: `embedding`, if the caller has read it."""
         if not self.stage.last:
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} has no output head; the last stage has it."
@@ -296,7 +296,7 @@ class LanguageModel(FSDPUnit):
             return local(self.head.weight)
         return local(self.embedding.weight) if embedding is None else embedding
 
-    def _embedding(self) -> Tensor | None:
+    def _embedding_weight(self) -> Tensor | None:
         """Returns this rank's part of the embedding; None if this stage has none."""
         return local(self.embedding.weight) if hasattr(self, "embedding") else None
 
@@ -374,14 +374,14 @@ class LanguageModel(FSDPUnit):
         )
 
     def _embed(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[T] -> [T / tp, H]."""
+        """Embeds tokens, [T] -> [T / tp, H]."""
         embedded: Tensor = self.embedding(tokens, weight)
         scale = self.config.embedding_scale
         if self.config.embedding_scale_rounded:
             scale = torch.tensor(scale, dtype=embedded.dtype).item()  # on the host
         return embedded if scale == 1.0 else embedded * scale
 
-    def _processor(
+    def _resolve_processor(
         self, targets: Tensor | bool | None, processor: OutputProcessor | None, context: Any
     ) -> tuple[OutputProcessor, Any]:
         if not isinstance(targets, Tensor | bool | None):

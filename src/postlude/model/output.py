@@ -1,6 +1,6 @@
 """The output interface: what a processor receives after the final norm, before anything is projected.
 
-A processor is any callable `(inputs: OutputInputs, context) -> anything`. The model's own logits and token losses are
+A processor is any callable `(inputs: OutputInputs, context) -> Any`. The model's own logits and token losses are
 processors too, so custom processors use the same interface.
 """
 
@@ -44,11 +44,11 @@ class OutputHead:
     """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """This rank's hidden states [T / tp, H] -> all [T, H], for a projection to this rank's vocabulary entries."""
+        """Gathers hidden states, [T / tp, H] -> [T, H], for a projection to this rank's vocabulary entries."""
         return gather_from_sequence(hidden, self.tp.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.
+        """Returns logits, [T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.
 
         Materialises all logits: prefer `logprobs` if that is what you need.
         """
@@ -189,7 +189,7 @@ class OutputInputs:
         return self.mtp(self, stop_trunk=stop_trunk, stop_head=stop_head)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values computed from `hidden` per token [T / tp, ...] -> those of all T tokens, the same on every rank."""
+        """Gathers values computed per token of `hidden`, [T / tp, ...] -> [T, ...], the same on every rank."""
         return gather_replicated(values, self.head.tp.group)
 
 
@@ -227,7 +227,7 @@ class OutputProcessor(Protocol):
 
 
 def logits_processor(inputs: OutputInputs, context: Any) -> Tensor:
-    """The default processor. Returns logits [T, vocab]."""
+    """Returns logits [T, vocab]: the default processor."""
     return inputs.head.logits(inputs.hidden)
 
 

@@ -58,7 +58,7 @@ class LogicalLayer(FSDPUnit):
         return (replace(steps[0], completes=(self,)), *steps[1:])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H]."""
+        """Runs the layer's steps, [T / tp, H] -> [T / tp, H]."""
         layer_recompute: Recompute = "full" if context.recompute == "full" else "none"
         return recomputed(run_steps, layer_recompute, self.steps, hidden, context)
 
@@ -73,7 +73,7 @@ class HybridStack(nn.ModuleDict):
         super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, blocks) for layer in layers})
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H]."""
+        """Runs the layers in order, [T / tp, H] -> [T / tp, H]."""
         for layer in self.values():
             hidden = layer(hidden, context)
         return hidden

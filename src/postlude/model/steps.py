@@ -15,7 +15,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.all_to_all import AllToAllPlan
 
-Run = Callable[..., Mapping[str, Any]]
+StepFunction = Callable[..., Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LayerStep:
     name: str
     kind: Literal["compute", "exchange"]
     reads: tuple[str, ...]
-    run: Run
+    run: StepFunction
     recompute_selective: bool = False
     never_recompute: bool = False
     syncs_host: bool = False
@@ -42,7 +42,7 @@ class LayerStep:
 
 def compute(
     name: str,
-    run: Run,
+    run: StepFunction,
     *,
     recompute_selective: bool = True,
     never_recompute: bool = False,
@@ -78,7 +78,7 @@ def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -
         values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))
 
 
-def _reads(run: Run) -> tuple[str, ...]:
+def _reads(run: StepFunction) -> tuple[str, ...]:
     # From its code: a cache of signatures would keep `run` alive, and the tensors that it closes over.
     code = cast(FunctionType, inspect.unwrap(getattr(run, "__func__", run))).__code__
     names = code.co_varnames[1 if hasattr(run, "__self__") else 0 : code.co_argcount]

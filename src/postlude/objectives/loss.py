@@ -26,22 +26,22 @@ class Metric:
 
 
 def mean(values: Tensor, over: str = "tokens", *, depth: int = 0) -> Metric:
-    """Returns the mean of per-token (or, over "sequences", per-sequence) values, weighted as in `Loss`."""
+    """Returns a metric: the mean of per-token (or, over "sequences", per-sequence) values, weighted as in `Loss`."""
     return Metric("mean", values, over, depth)
 
 
 def total(values: Tensor, over: str = "tokens") -> Metric:
-    """Returns the weighted sum."""
+    """Returns a metric: the weighted sum."""
     return Metric("sum", values, over)
 
 
 def largest(values: Tensor, over: str = "tokens") -> Metric:
-    """Returns the largest value where the weight is not zero."""
+    """Returns a metric: the largest value where the weight is not zero."""
     return Metric("max", values, over)
 
 
 def smallest(values: Tensor, over: str = "tokens") -> Metric:
-    """Returns the smallest value where the weight is not zero."""
+    """Returns a metric: the smallest value where the weight is not zero."""
     return Metric("min", values, over)
 
 

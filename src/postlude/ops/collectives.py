@@ -22,7 +22,7 @@ def copy_to_group(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Token shards [T / size, ...] -> all tokens [T, ...] on every rank, in rank order.
+    """Gathers token shards [T / size, ...] to all tokens [T, ...] on every rank, in rank order.
 
     The gradient of a shard is the sum over ranks: a reduce-scatter.
     """
@@ -30,12 +30,12 @@ def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
 
 
 def scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Every rank's addend [T, ...] -> this rank's token shard [T / size, ...] of the sum."""
+    """Sums every rank's addend [T, ...], and returns this rank's token shard [T / size, ...] of the sum."""
     return tensor if group is None else _apply(_ScatterRows, tensor, group)
 
 
 def gather_replicated(tensor: Tensor, group: Group) -> Tensor:
-    """Token shards [T / size, ...] -> all tokens [T, ...], which every rank uses in the same way.
+    """Gathers token shards [T / size, ...] to all tokens [T, ...], which every rank uses in the same way.
 
     Every rank then has the same gradient, and a shard's gradient is its part of it.
     """
@@ -43,7 +43,7 @@ def gather_replicated(tensor: Tensor, group: Group) -> Tensor:
 
 
 def sum_over_group(tensor: Tensor, group: Group) -> Tensor:
-    """Each rank's addend -> the sum, on every rank of `group`.
+    """Returns the sum of each rank's addend, on every rank of `group`.
 
     The gradient of an addend is the sum over ranks of the gradients of the total.
     """

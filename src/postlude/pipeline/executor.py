@@ -56,9 +56,9 @@ class Executor:
                 f"pipeline rank {self.rank} of {self.pp} with {self.vpp} stage(s) runs stages {expected}, "
                 f"but was given {sorted(stages)}."
             )
-        for index, stage in stages.items():
-            if (stage.stage.index, stage.stage.count) != (index, self.pp * self.vpp):
-                raise ValueError(f"stage {index} of {self.pp * self.vpp} was given a model built as {stage.stage}.")
+        for index, model in stages.items():
+            if (model.stage.index, model.stage.count) != (index, self.pp * self.vpp):
+                raise ValueError(f"stage {index} of {self.pp * self.vpp} was given a model built as {model.stage}.")
         self.dtype = dtype or next(self.stages[self.rank].parameters()).dtype
         self.overlap = overlap
         self.channels = Channels(self.mesh)
@@ -95,34 +95,34 @@ class Executor:
         last_of_pass = {(action.stage, action.microbatch): action for action in actions}
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _StagePass] = {}
-        transit = _Transfers(self, microbatches, MAX_PENDING_SENDS if loss is None else None)
+        pending = _PendingTransfers(self, microbatches, MAX_PENDING_SENDS if loss is None else None)
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
             for index, entry in enumerate(schedule):
-                transit.launch(transfers[index])
-                inputs = [transit.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
+                pending.launch(transfers[index])
+                inputs = [pending.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
                 running = []
                 for action, received in zip(entry, inputs, strict=True):
-                    key, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    key, model = (action.stage, action.microbatch), self.stages[action.stage]
                     if action.kind != "F":
                         if before_last_backward is not None and last_of_stage[action.stage] == action:
-                            before_last_backward(stage)
-                        stage_grads_ready = functools.partial(on_grads_ready, stage)
+                            before_last_backward(model)
+                        stage_grads_ready = functools.partial(on_grads_ready, model)
                         is_last = last_of_pass[key] == action
                         running.append(passes[key].backward(action, received, stage_grads_ready, is_last=is_last))
                         continue
                     if received is not None and loss is not None:
                         received.requires_grad_()
                     passes[key] = _StagePass(
-                        stage,
+                        model,
                         microbatches[action.microbatch],
                         received,
                         recorder.for_microbatch(action.microbatch),
-                        output_processor if stage.stage.last else None,
-                        output_processor_context if stage.stage.last else None,
+                        output_processor if model.stage.last else None,
+                        output_processor_context if model.stage.last else None,
                     )
                     running.append(passes[key].forward(interleaved=bool(self.overlap) and loss is not None))
                 for action, output in zip(entry, interleave(*running), strict=True):
-                    key, stage = (action.stage, action.microbatch), self.stages[action.stage]
+                    key, model = (action.stage, action.microbatch), self.stages[action.stage]
                     stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
                     if action.kind == "B":
                         if isinstance(result := results.get(action.microbatch), Tensor):
@@ -130,22 +130,22 @@ class Executor:
                         hidden = stage_pass.input
                         stage_pass.input = stage_pass.output = None  # its W needs neither
                         if hidden is not None:
-                            transit.outgoing[action] = _gradient(hidden)
-                    elif action.kind == "F" and stage.stage.last:
+                            pending.outgoing[action] = _input_gradient(hidden)
+                    elif action.kind == "F" and model.stage.last:
                         results[action.microbatch] = output
                         stage_pass.output = loss(output) if loss is not None else None
                     elif action.kind == "F":
-                        transit.outgoing[action] = output.detach()
+                        pending.outgoing[action] = output.detach()
                         stage_pass.output = output
                     del stage_pass  # drops the last reference, if the pass has ended
-        transit.launch(transfers[-1])
+        pending.launch(transfers[-1])
         with recorder.span("wait", "for pending sends"):
             self.channels.finish()
         return [results[index] for index in sorted(results)]
 
 
 @dataclass
-class _Transfers:
+class _PendingTransfers:
     """Tensors between this rank and others in one run: outputs not sent yet, and receives not used yet."""
 
     executor: Executor
@@ -157,13 +157,13 @@ class _Transfers:
     def launch(self, transfers: Iterable[Transfer]) -> None:
         """Launches sends and receives, in this order. A receive is of activations or a gradient, [T / tp, H]."""
         executor = self.executor
-        stage = executor.stages[executor.rank]
+        model = executor.stages[executor.rank]
         for action, source in ((transfer.payload, transfer.source) for transfer in transfers):
             if source == executor.rank:
                 executor.channels.send(action, self.outgoing.pop(action), self.max_pending)
                 continue
             rows = len(self.microbatches[action.microbatch]) // executor.mesh.tp.size
-            shape, device = (rows, stage.config.hidden_size), next(stage.parameters()).device
+            shape, device = (rows, model.config.hidden_size), next(model.parameters()).device
             self.incoming[action] = executor.channels.receive(action, shape, executor.dtype, device)
 
     def input_of(self, action: Action, recorder: Recorder) -> Tensor | None:
@@ -179,7 +179,7 @@ class _Transfers:
 class _StagePass:
     """One microbatch's forward and backward through one stage."""
 
-    stage: LanguageModel
+    model: LanguageModel
     microbatch: Microbatch
     input: Tensor | None
     recorder: Recorder
@@ -195,10 +195,10 @@ class _StagePass:
         if self.processor:
             options |= {"output_processor": self.processor, "output_processor_context": self.context}
         if interleaved:
-            self.plan = self.stage.build_schedule_plan(self.microbatch, self.input, **options)
+            self.plan = self.model.build_schedule_plan(self.microbatch, self.input, **options)
             return (yield from self.plan.forward_steps())
-        with self.recorder.span("forward", f"stage {self.stage.stage.index}"):
-            return self.stage(self.microbatch, self.input, **options)
+        with self.recorder.span("forward", f"stage {self.model.stage.index}"):
+            return self.model(self.microbatch, self.input, **options)
 
     def backward(
         self, action: Action, gradient: Tensor | None, on_grads_ready: OnGradsReady, *, is_last: bool
@@ -214,7 +214,7 @@ class _StagePass:
         if self.plan is not None:
             yield from self.plan.backward_steps(self.output, gradient, on_grads_ready, compute_wgrads=is_last)
         else:
-            with self.recorder.span("backward", f"stage {self.stage.stage.index}"):
+            with self.recorder.span("backward", f"stage {self.model.stage.index}"):
                 self.output.backward(gradient)
 
 
@@ -267,6 +267,6 @@ class Channels:
                 pending.popleft()[0].wait()
 
 
-def _gradient(hidden: Tensor) -> Tensor:
+def _input_gradient(hidden: Tensor) -> Tensor:
     """Returns the gradient for the stage before: zeros if nothing depended on its output."""
     return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad

@@ -55,8 +55,8 @@ def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only
     forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
     if forward_only:
         return tuple(forwards)
-    forwards_per_rank = 2 if vpp > 1 else 1
-    warm_up = forwards_per_rank * (pp - rank - 1) + (vpp - 1) * first_group
+    warm_up_per_later_rank = 2 if vpp > 1 else 1
+    warm_up = warm_up_per_later_rank * (pp - rank - 1) + (vpp - 1) * first_group
     remaining = forwards[warm_up:]
     alternating = chain.from_iterable(zip(remaining, backwards, strict=False))
     return (*forwards[:warm_up], *alternating, *backwards[len(remaining) :])
@@ -109,7 +109,7 @@ def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
 
 def _actions(pp: int, vpp: int, microbatches: int, rank: int) -> tuple[list[Action], list[Action], int]:
     """Returns all forwards and all backwards of one rank, each in order, and the size of the first group."""
-    _check_shape(pp, vpp)
+    _check_degrees(pp, vpp)
     if not 0 <= rank < pp:
         raise ValueError(f"rank {rank} does not exist; pp={pp} has pipeline ranks 0 to {pp - 1}.")
     if microbatches < 0:
@@ -128,7 +128,7 @@ def _groups(microbatches: int, pp: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
-def _check_shape(pp: int, vpp: int) -> None:
+def _check_degrees(pp: int, vpp: int) -> None:
     for name, degree in (("pp", pp), ("vpp", vpp)):
         if degree < 1:
             raise ValueError(f"{name}={degree}: a pipeline has at least 1 rank, and 1 stage on each. Use {name}=1.")

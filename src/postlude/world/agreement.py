@@ -108,7 +108,7 @@ class Rank0Controller(Generic[Argument, Value]):
         return on_rank0(finished, self.group)
 
     def call_all(self, argument: Argument) -> list[Value]:
-        """On rank 0, inside `on_rank0`: calls the function on all ranks. Returns the results by rank."""
+        """Calls the function on all ranks and returns the results by rank. Rank 0 calls it, inside `on_rank0`."""
         if self.group is None:
             return [self.function(argument)]
         dist.broadcast_object_list([(argument,)], group=self.group, group_src=0)

@@ -95,21 +95,21 @@ class AttentionConfig(BlockConfig):
         return {}
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, and causal scores over a sequence of NOMINAL_LENGTH."""
+        """Counts projections, and causal scores over a sequence of NOMINAL_LENGTH."""
         gate = self.heads if self.output_gate else 0
         projections = 2 * hidden_size * self.head_dim * (2 * (self.heads + self.kv_heads) + gate)
         return projections + self.attention_flops(NOMINAL_LENGTH)
 
     def attention_flops(self, length: float) -> float:
-        """Scores and weighted values over half of a sequence, or the window."""
+        """Counts scores and weighted values over half of a sequence, or the window."""
         return 4 * min(length / 2, self.window or length) * self.heads * self.head_dim
 
     def cp_traffic(self, cp: int) -> float:
-        """Keys and values of the other ranks."""
+        """Counts keys and values of the other ranks."""
         return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output, queries, keys and values before and after rotation, and the attention output.
+        """Counts the norm's input and output, queries, keys and values before and after rotation, and the output.
 
         An output gate adds the gate, its sigmoid and the gated output.
         """
@@ -117,11 +117,11 @@ class AttentionConfig(BlockConfig):
         return 3 * hidden_size + self.head_dim * (heads + 4 * self.kv_heads)
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the attention output; gradients of queries, keys, values, a gate and the output."""
+        """Counts the norm's output and the heads' output; gradients of queries, keys, values, a gate and the output."""
         return 2 * hidden_size + self.head_dim * ((3 if self.output_gate else 2) * self.heads + 2 * self.kv_heads)
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor-parallel rank has its own query heads, and whole key heads or an equal slice of one."""
+        """Raises unless each TP rank has its own query heads, and whole key heads or an equal slice of one."""
         if not self._divided_by(layout.tp):
             others = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
@@ -181,7 +181,7 @@ class Attention(Block):
             self.k_norm = norm(key_size if full else config.head_dim, eps, tp=mesh.tp, offset=offset)
 
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """The projections of queries, keys, values and a gate."""
+        """Returns the projections of queries, keys, values and a gate."""
         gate = (self.gate_proj,) if self.config.output_gate else ()
         return ((self.q_proj, self.k_proj, self.v_proj, *gate),)
 
@@ -191,7 +191,7 @@ class Attention(Block):
         return self.config.head_dim <= MAX_HEAD_DIM
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For rotary heads, if the Triton kernel is preferred and there is no context parallelism."""
+        """Supports rotary heads, if the Triton kernel is preferred and there is no context parallelism: see `Block`."""
         config, packing, score_config = self.config, context.packing, self._score_config()
         unsupported = (
             config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
@@ -223,7 +223,7 @@ class Attention(Block):
         )
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`."""
+        """Supports projections with a fused weight, and no output bias: see `Block`."""
         layers = self.fused_projections()[0]
         weight = fused_weight(layers)
         if weight is None or self.o_proj.bias is not None:
@@ -234,7 +234,7 @@ class Attention(Block):
         )
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H]."""
+        """Computes attention, [T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         # A norm saves projected queries and keys for its backward, so they may be slices of one GEMM's output. Without
         # a norm, separate tensors let them be freed.
@@ -271,7 +271,7 @@ class Attention(Block):
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.offset)
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        """[T, heads · d] -> [T, heads, d]."""
+        """Splits features into heads, [T, heads · d] -> [T, heads, d]."""
         tokens, width = features.shape
         return features.view(tokens, width // self.config.head_dim, self.config.head_dim)
 

@@ -76,7 +76,7 @@ class Block(nn.Module):
         return (compute("sublayer", self._residual),)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H], between the pre-norm and the post-norm."""
+        """Computes what is between the pre-norm and the post-norm, [T / tp, H] -> [T / tp, H]."""
         raise NotImplementedError(f"{type(self).__name__} must define sublayer() or steps().")
 
     def fused_projections(self) -> tuple[tuple[Linear | ColumnLinear, ...], ...]:

@@ -88,19 +88,19 @@ class MLPConfig(GatedConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """SwiGLU, or the experts' fields; intermediate_size is 8/3 · hidden_size, rounded up to 64."""
+        """Returns SwiGLU, or the experts' fields; intermediate_size is 8/3 · hidden_size, rounded up to 64."""
         return cls(**cls.gated_fields(others) | {"intermediate_size": 64 * math.ceil(hidden_size * 8 / 3 / 64)})
 
     def flops(self, hidden_size: int) -> float:
-        """Two or three GEMMs."""
+        """Counts two or three GEMMs."""
         return 2 * hidden_size * self.intermediate_size * (3 if self.gated else 2)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output, and every feature before and after the activation."""
+        """Counts the norm's input and output, and every feature before and after the activation."""
         return 3 * hidden_size + self.intermediate_size * (4 if self.gated else 2)
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the features; gradients of those before the activation, and of the output."""
+        """Counts the norm's output and the features; gradients of those before the activation, and of the output."""
         return 2 * hidden_size + self.intermediate_size * (3 if self.gated else 2)
 
     @property
@@ -125,11 +125,11 @@ class MLP(Block):
         self.down_proj = RowLinear(intermediate, hidden, bias=config.bias, tp=mesh.tp)
 
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
-        """Gate and up, in the order of their fused weight."""
+        """Returns gate and up, in the order of their fused weight."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
 
     def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For GEMMs and an activation only."""
+        """Supports GEMMs and an activation only: see `Block`."""
         config = self.config
         if not config.is_plain:
             return None
@@ -139,7 +139,7 @@ class MLP(Block):
         return fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """See `Block`. For a gated MLP of GEMMs and an activation only."""
+        """Supports a gated MLP of GEMMs and an activation only: see `Block`."""
         config, joined = self.config, fused_weight(self.fused_projections()[0])
         if joined is None or not config.gated or not config.is_plain:
             return None
@@ -147,7 +147,7 @@ class MLP(Block):
         return linear_add(hidden, features, local(self.down_proj.weight), context.counters)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H]."""
+        """Computes the MLP, [T / tp, H] -> [T / tp, H]."""
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         *gates, up = apply_linears(hidden, *self.fused_projections()[0], single_gemm=True)
         return self.config.apply_down(self.down_proj, gates[0] if gates else None, up)

@@ -28,7 +28,7 @@ LOAD_REAL_WEIGHTS = (
     {"method": "update_config", "kwargs": {"overrides": {"load_config": {"load_format": "auto"}}}},
 )
 VLLM_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for new weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for new weights
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": "",  # ours is for this interpreter
 }

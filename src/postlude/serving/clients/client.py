@@ -72,7 +72,10 @@ class GenerationClient:
         vocab_size: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokenizer` decodes completions that have no text. `extra` fields go into requests to /v1/completions."""
+        """Starts the event loop's thread. `tokenizer` decodes completions that have no text.
+
+        `extra` fields go into requests to /v1/completions.
+        """
         urls = [urls] if isinstance(urls, str) else list(urls)
         if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1 or outage_timeout < 0:
             raise ValueError(

@@ -66,7 +66,7 @@ class RemoteServer:
         timeout: float,
         vocab_size: int | None = None,
     ) -> None:
-        """`api` may be a function that chooses the API by the server's reply to /v1/models."""
+        """Makes no request yet. `api` may be a function that chooses the API by the server's reply to /v1/models."""
         self.connection = ServerConnection(url, headers)
         self.url = self.connection.url
         self._api = api if isinstance(api, ServerAPI) else None

@@ -80,8 +80,8 @@ class WeightTransfer:
                 ready = self._announce(coordinator, specs, failed)
                 if not ready:
                     break
-                mine = {url: self.channels[url] for url in ready if url in self.channels}
-                failed = send_all(mine, data, self.timeout)
+                local_channels = {url: self.channels[url] for url in ready if url in self.channels}
+                failed = send_all(local_channels, data, self.timeout)
                 self._close(failed)
                 sent += data.numel()
                 sums.append(word_sum(data))
@@ -97,8 +97,8 @@ class WeightTransfer:
         """Opens channels to servers that were connected since the last transfer. Returns the servers that are ready."""
         urls = [target.url for target in targets]
         self.sender_ranks |= assign_ranks(urls, self.sender_ranks, dist.get_world_size())
-        mine = [target for target in targets if self.sender_ranks[target.url] == dist.get_rank()]
-        new = [target for target in mine if self.connect_counts.get(target.url) != target.connect_count]
+        local_targets = [target for target in targets if self.sender_ranks[target.url] == dist.get_rank()]
+        new = [target for target in local_targets if self.connect_counts.get(target.url) != target.connect_count]
         self._close([target.url for target in new])
         rendezvous = {target.url: self._rendezvous(target) for target in new}
         infos = {url: channel.info for url, channel in rendezvous.items()}
@@ -124,7 +124,7 @@ class WeightTransfer:
         """Returns what rank 0 decides, given the merged mappings of all ranks."""
 
         def merge_and_decide(parts: list[Mapping[str, Part]]) -> Result:
-            return decide({url: value for each in parts for url, value in each.items()})
+            return decide({url: value for mapping in parts for url, value in mapping.items()})
 
         return gather_and_decide(lambda: part, merge_and_decide, self.group, raise_cause=True)
 
