@@ -12,7 +12,7 @@ from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.probe import WeightsDiffer
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import SPREAD, trained
-from tests.recipes.test_rollout_engine import SHORT, TinyVLLM, lost
+from tests.recipes.test_rollout_engine import SHORT, TinyReceiver, TinyVLLM, lost
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 SETTINGS = (*SHORT, *SPREAD, "--steps=2")
@@ -26,10 +26,12 @@ def read_once(server: TinyVLLM) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path) -> None:
-    with closing(TinyVLLM()) as server:
+@pytest.mark.parametrize("sync", ["disk", pytest.param("network", marks=pytest.mark.thorough)])
+def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path, sync: str) -> None:
+    with closing(TinyReceiver(tmp_path / "server")) as server:
         read_once(server)
-        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *QUICK, f"--rollout={server.url}")
+        chosen = (*QUICK, f"--rollout={server.url}", f"--rollout.sync={sync}")
+        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *chosen)
     assert outcome == "failed"
     problem = "has the weights of optimizer step 0 after it was given those of step 1: its log-probs differ by"
     assert sentence.startswith(f"the only server cannot be used any more: {server.url} {problem}")

@@ -109,7 +109,7 @@ def test_servers_with_the_trainers_weights_are_used(ranks: Any, tmp_path: Path, 
         results = ranks(int(layout[-1]), probed, str(tmp_path), [one, other], layout, dtype)
     for metrics, states, problem in results:
         assert (states, problem) == (["up", "up"], "")
-        assert max(row["sync/gap"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+        assert max(row["sync/gap"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
         assert [row["servers/failed"] for row in metrics] == [0, 0, 0]
 
 

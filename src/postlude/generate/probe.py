@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import fmean, median
 
 import torch
@@ -26,7 +25,9 @@ TOP = 16  # tokens that the trainer keeps of each position: the sampler's choice
 EARLIER = 16  # versions of the weights, besides the newest, that a sampler may still have
 ROUNDING_UNITS, MIN_LIMIT = 16, 1e-3  # the default limit in units of the dtype's precision, and the least
 OUTLIERS = 4.0  # the mean counts as much as the median if it is so many times larger
-STALE = 0.25  # a sampler has earlier weights if its log-probs are so much nearer to theirs than to those of the newest
+STALE = 0.125
+"""A sampler has earlier weights if its log-prob at every position differs from theirs by less than this share of the
+gap. Independent rounding of 8 positions does so with a probability of 5e-10."""
 NOTICEABLE = 0.01  # of the limit: a smaller difference between two versions of the weights may be rounding
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -71,6 +72,8 @@ class Probe:
     scores: TrainerScores
     earlier: Sequence[TrainerScores]
     limit: float
+    repeatable: bool = True
+    """Whether the trainer's log-probs are the same to the last bit with the same weights."""
 
     def compare(self, completions: Sequence[Completion], previous: ProbeResult | None = None) -> ProbeResult:
         """Compares a sampler's completions of `requests`. `previous` is its last result without a problem."""
@@ -103,12 +106,12 @@ class Probe:
             # The rounding of the sampler is not the trainer's, and hides a small step. It does not hide that the
             # sampler repeats its log-probs to the last bit.
             repeats = previous is not None and (previous.step, previous.sampled) == (old.step, sampled)
-            if repeats and _gap(self.scores, old.greedy()) > noticeable:
+            if repeats and self.repeatable and _gap(self.scores, old.greedy()) > noticeable:
                 return old
         if gap <= noticeable or not self.earlier:
             return None
-        nearest = min(self.earlier, key=lambda old: _gap(old, sampled, unlisted=inf))
-        return nearest if _gap(nearest, sampled, unlisted=inf) < STALE * gap else None
+        nearest = min(self.earlier, key=lambda old: max(_differences(old, sampled)))
+        return nearest if max(_differences(nearest, sampled)) < STALE * gap else None
 
 
 class WeightProbe:
@@ -127,16 +130,22 @@ class WeightProbe:
         self.lengths = range(STRIDE, len(self.tokens), STRIDE)
         self.requests = [Request(tuple(self.tokens[:length]), GREEDY) for length in self.lengths]
         self._history: list[TrainerScores] = []
+        self._repeatable = True
 
     def score(self) -> Probe:
         """Returns the probe of the engine's current weights. Every rank calls it."""
+        scores, earlier = self._scores(), self._history
+        if not earlier:
+            self._repeatable = scores == self._scores()
+        # The first weights stay: a sampler that never takes new ones is the further from the trainer, the longer.
+        self._history = [*earlier[:1], *earlier[1:][2 - EARLIER :], scores]
+        return Probe(self.requests, scores, tuple(earlier), self.limit, self._repeatable)
+
+    def _scores(self) -> TrainerScores:
         top = min(TOP, self.engine.config.vocab_size)
         (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
         likeliest = [dict(zip(ids[length].tolist(), logprobs[length].tolist(), strict=True)) for length in self.lengths]
-        scores, earlier = TrainerScores(self.engine.step, likeliest), self._history
-        # The first weights stay: a sampler that never takes new ones is the further from the trainer, the longer.
-        self._history = [*earlier[:1], *earlier[1:][2 - EARLIER :], scores]
-        return Probe(self.requests, scores, tuple(earlier), self.limit)
+        return TrainerScores(self.engine.step, likeliest)
 
 
 def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -> list[int]:
@@ -149,16 +158,18 @@ def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -
     return [usual[rng_key(position) % len(usual)] for position in range(count)]
 
 
-def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]], unlisted: float | None = None) -> float:
-    """Returns the gap between sampled tokens with their log-probs and the trainer's log-probs.
+def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:
+    """Returns the gap between sampled tokens with their log-probs and the trainer's log-probs."""
+    differences = _differences(scores, sampled)
+    return max(median(differences), fmean(differences) / OUTLIERS)
 
-    `unlisted` is the difference at a position whose token is not among the trainer's likeliest; None estimates it.
-    """
+
+def _differences(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> list[float]:
+    """Returns the difference at each position; the least that it can be for a token that the trainer has not listed."""
     differences = []
     for listed, (token, logprob) in zip(scores.likeliest, sampled, strict=True):
         highest, lowest = max(listed.values()), min(listed.values())
         # The sampler gives no token more than `logprob`, and the trainer gives an unlisted one at most `lowest`.
         token_difference = abs(logprob - listed[token]) if token in listed else logprob - lowest
-        difference = max(token_difference, highest - logprob)
-        differences.append(difference if token in listed or unlisted is None else unlisted)
-    return max(median(differences), fmean(differences) / OUTLIERS)
+        differences.append(max(token_difference, highest - logprob))
+    return differences

@@ -69,10 +69,13 @@ class TransferCoordinator:
         self._command({url: join(url) for url in infos if url in self._servers})
 
     def begin(self, broken: Mapping[str, str]) -> list[str]:
-        """Makes servers pause and prepare. Returns those that are ready."""
+        """Makes servers pause and prepare. They get no requests until `finish`. Returns those that are ready."""
+        ready = self._wait(broken)
         for server in self._servers.values():
             server.update_unconfirmed = True
-        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.begin_update(send)))
+            if server.state == "up":
+                server.state = "needs_weights"
+        self._command(dict.fromkeys(ready, lambda api, send: api.begin_update(send)))
         return self._wait()
 
     def receive(self, specs: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
