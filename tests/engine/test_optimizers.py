@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from postlude import AdamW, Layout
+from postlude import AdamW, Batch, Layout
 from postlude import ranks as started
 from postlude.engine import SGD, Engine
 from postlude.engine import offload as offloading
 from postlude.engine.optimizers import build as optimizer_of
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
-from postlude.model.blocks import BLOCKS, MLP
+from postlude.model.blocks import BLOCKS, MLP, MoEConfig
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import SFT
 from postlude.plan.memory import estimate_memory
 from tests.engine.training import ADAMW, batch, build, config, optimizer_state, policy, same, told, train, weights
 from tests.hf.families import CONFIGS
-from tests.model.small import small_config
+from tests.model.small import sequences, small_config
 
 KINDS: dict[str, tuple[AdamW, str]] = {
     "8-bit moments": (replace(ADAMW, moments="8bit"), "fp32"),
@@ -145,7 +145,7 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
         engine.optimizer_step()
         if step == 1:
             engine.save(directory)
-    return weights(engine)
+    return dict(engine.stream_weights(dtype=torch.float32))  # all bits
 
 
 @pytest.mark.slow
@@ -177,6 +177,34 @@ def test_the_same_gradients_move_weights_alike_in_every_layout(
         assert same(found, expected)
     (found,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), many)
     assert same(found, expected)
+
+
+def split_updates(group: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses before each of three updates by given gradients, and the weights after them with all bits."""
+    options: dict[str, Any] = {"overlap": True, "recompute": "full"} if layout else {}
+    optimizer = AdamW(lr=1e-2, offload=True, max_grad_norm=None)
+    experts = MoEConfig(experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, router_fp32=True)
+    source = small_config("[GE][*E]", blocks={"E": experts})
+    engine = build(layout, source, optimizer=optimizer, weights="split", **options)
+    losses = []
+    for step in range(3):
+        losses.append(engine.forward_backward(Batch(sequences(20, 17, 3, 25, 6, 11)), SFT()).loss)
+        for name, parameter in engine.parameters.items():
+            assert parameter.grad is not None
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step + len(name)))
+            local_shard(parameter.grad).copy_(drawn[region(parameter)])
+        engine.optimizer_step()
+    return losses, dict(engine.stream_weights(dtype=torch.float32))
+
+
+@pytest.mark.slow
+def test_split_weights_of_every_kind_of_block_are_one_ranks_to_the_bit(ranks: Any) -> None:
+    """With the same gradients. So only gradients, which layouts round differently, make their weights differ."""
+    (expected,) = ranks(1, split_updates, "")
+    assert max(expected[0]) - min(expected[0]) > 1e-2
+    for losses, found in ranks(4, split_updates, "pp=2,tp=2,ep=2"):
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        assert same(found, expected[1])
 
 
 def pieces(group: Any) -> bool:
