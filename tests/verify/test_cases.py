@@ -16,7 +16,7 @@ def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
     config = BUILTIN["tiny-dense"]()
     config.initializer_range = FRESH_RANGE
     model = load_model(config, seed=seed)
-    batch = batches("grpo", model.config.vocab_size, seed)["many"]
+    batch = batches("grpo", model.config, seed)["many"]
     whole = pack(batch.sequences, budget=BUDGET, columns=batch.columns)
     kinds = set()
     for each in whole:

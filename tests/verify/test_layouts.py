@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     DeepseekV3Config,
     GptOssConfig,
@@ -220,3 +221,14 @@ def test_side_losses_equal_those_of_one_rank_however_it_packs(ranks: Any, layout
     experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
     report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout, "sft"))
     assert report.passes(), (report.loss, report.worst)
+
+
+@pytest.mark.slow
+def test_in_bf16_layout_and_one_rank_have_the_same_experts(ranks: Any) -> None:
+    """Routers that chose would send a few tokens to others, and what is compared would be another function."""
+    case = Case("tiny-moe", Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.1)
+    report = ranks(2, verify, case)[0]
+    loads = {name: off for name, off in report.layer_metrics.items() if name.endswith("/load")}
+    assert len(loads) == 4
+    assert set(loads.values()) == {0.0}
+    assert not any("routing_changed" in name for name in report.layer_metrics)

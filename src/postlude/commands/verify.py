@@ -13,7 +13,7 @@ from rich.table import Table
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.options import check_overlap
-from postlude.verify.cases import Case, fitting_layouts, resolve_source
+from postlude.verify.cases import Case, fitting_layouts, gives_experts, resolve_source
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_all
 from postlude.world.devices import check_device, default_device
@@ -63,6 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if not reports:
         return 0  # a rank other than the first, whose reports these are
     console.print(_table(reports, tolerance))
+    if gives_experts(getattr(torch, options.dtype), config):
+        line = f"{options.dtype}: layouts and one rank were given the same random experts for each token, because "
+        line += "rounding changes what routers choose"
+        console.print(line, highlight=False, soft_wrap=True)
     different = [report for report in reports if not report.passes(tolerance)]
     for report in different:
         name, off = report.worst

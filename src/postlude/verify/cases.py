@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data import Batch
+from postlude.data.microbatch import ROUTING
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.model_source import Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG
@@ -19,6 +21,7 @@ from postlude.hf.read_model import CONFIG, read_description
 from postlude.layout import Layout
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
+from postlude.model.routing import Routers
 from postlude.options import Overlap, Recompute
 from postlude.verify.choices import GRID
 
@@ -76,7 +79,18 @@ def fitting_layouts(config: ModelConfig) -> list[Layout]:
     return layouts
 
 
-def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
+def gives_experts(compute_dtype: torch.dtype, config: ModelConfig) -> bool:
+    """Returns whether batches say which experts each token goes to, instead of the model's routers.
+
+    In half precision, rounding decides between experts of nearly equal scores. Two layouts, which round differently,
+    would send a few tokens to different experts, and so not compute the same function.
+    """
+    return compute_dtype != torch.float32 and bool(config.routers)
+
+
+def batches(
+    objective: str, config: ModelConfig, seed: int, compute_dtype: torch.dtype = torch.float32
+) -> dict[str, Batch]:
     """Returns batches by name: unequal lengths of which one fills a microbatch, and fewer sequences than ranks.
 
     For preferences, pairs of them.
@@ -84,10 +98,23 @@ def batches(objective: str, vocab_size: int, seed: int) -> dict[str, Batch]:
     pairs = objective == "dpo"
     many = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
     few = (6, 4) if pairs else (6,)
-    return {
-        name: _batch(lengths, vocab_size, seed + index, pairs)
-        for index, (name, lengths) in enumerate({"many": many, "few": few}.items())
-    }
+    made = {}
+    for index, (name, lengths) in enumerate({"many": many, "few": few}.items()):
+        made[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
+        if gives_experts(compute_dtype, config):
+            routing = _random_routing(config.routers, sum(lengths), seed + index)
+            made[name] = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
+    return made
+
+
+def _random_routing(routers: Routers, tokens: int, seed: int) -> Tensor:
+    """Returns different random experts for each token and router, [tokens, routers, top_k]."""
+    generator, width = torch.Generator().manual_seed(seed), max(top_k for top_k, _ in routers.values())
+    chosen = (
+        F.pad(torch.rand(tokens, experts, generator=generator).topk(top_k).indices, (0, width - top_k), value=-1)
+        for top_k, experts in routers.values()
+    )
+    return torch.stack(list(chosen), 1).short()
 
 
 def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) -> Batch:

@@ -125,7 +125,7 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
     )
     objective = _objective(case, engine.config)
     values = {}
-    for name, batch in batches(case.objective, engine.config.vocab_size, case.seed).items():
+    for name, batch in batches(case.objective, engine.config, case.seed, case.compute_dtype).items():
         engine.zero_grad()
         result = engine.forward_backward(batch, objective)
         gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
@@ -144,7 +144,7 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
     model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
-    for name, batch in batches(case.objective, model.config.vocab_size, case.seed).items():
+    for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
         whole = pack(
             batch.sequences,
             budget=BUDGET,
@@ -173,7 +173,9 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
 
 
 def _tensors(values: Mapping[str, float | list[float]]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    """Returns metrics as tensors, without the share of given experts that a router would not have chosen."""
+    compared = {name: value for name, value in values.items() if "routing_changed" not in name}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in compared.items()}
 
 
 def _objective(case: Case, config: ModelConfig) -> Objective:
