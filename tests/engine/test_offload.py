@@ -201,11 +201,12 @@ def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None
             engine.optimizer_step()
         step(engine, 2)
         torch.cuda.synchronize()
-        before, bits = torch.cuda.memory_allocated(), digests(engine)
+        before, bits, size = torch.cuda.memory_allocated(), digests(engine), state_bytes(engine)
         reserved = torch.cuda.memory_reserved()
         engine.offload()
         freed = before - torch.cuda.memory_allocated()
-        assert freed > 0.95 * before
+        assert freed >= size
+        assert before - freed < 80 << 20, "cuBLAS keeps two workspaces of 32 MiB; the rest is small"
         assert reserved - torch.cuda.memory_reserved() > 0.8 * freed, "other processes get it too"
         assert all(chunk.is_pinned() for chunk in engine._state_offload.chunks)
         torch.cuda.reset_peak_memory_stats()

@@ -180,6 +180,10 @@ ELSEWHERE = {
     "recompute": "it changes no number; tests/verify",
     "overlap": "it changes no number; tests/engine/test_overlap.py and test_zero_bubble.py",
     "gather_once": "it changes no number; tests/engine/test_sharding.py",
+    **{
+        f"lora.{name}": "tests/hf/test_lora_targets.py; test_resume.py: test_a_run_with_lora_resumes_to_the_bit"
+        for name in ("rank", "alpha", "rslora", "targets", "experts", "ranks", "alphas")
+    },
     "selection_bias_rate": "tests/engine/test_training.py: test_a_selection_bias_moves_by_its_own_rate_alone",
     "mtp.processor": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
     "mtp.context": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",

@@ -221,3 +221,16 @@ def test_how_steps_and_checkpoints_are_named(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "run"))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/step-000099; .*/run has step-000100"):
         find_checkpoint(str(tmp_path / "run" / "step-99"))
+
+
+@pytest.mark.slow
+def test_a_run_with_lora_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+    lora = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=attention,mlp", "--export=true")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    (expected,) = ranks(1, trained, str(whole), rows, "--steps=3", *lora)
+    ranks(1, trained, str(parts), rows, "--steps=2", *lora)
+    (found,) = ranks(1, trained, str(parts), rows, "--steps=3", *lora)
+    assert found == expected
+    for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "model/model.safetensors"):
+        assert (parts / file).read_bytes() == (whole / file).read_bytes()
+    assert not (whole / "checkpoints" / "step-3" / "config.json").exists(), "adapters alone are no model"

@@ -103,6 +103,8 @@ def recipe_cost_model(
     A step has the recipe's number of sequences, or `batch_tokens`. `config` is the config of its model.
     """
     layout, budget = recipe.layout, recipe.budget
+    if recipe.lora is not None:
+        raise ValueError("plan estimates training of all weights, and knows no lora yet. Leave lora out of the recipe.")
     if budget < seq:
         raise ValueError(f"--seq is {seq}, but budget is {budget} in the recipe. Lower --seq.")
     _check_layout(layout, config, recipe.model)

@@ -70,6 +70,15 @@ class TrainingState(DistributedModel, Protocol):
         ...
 
     @property
+    def trained_tensors(self) -> Mapping[str, Tensor]:
+        """This rank's tensors that training may change, by their global names: all others are not saved."""
+        ...
+
+    def base_fingerprint(self) -> str | None:
+        """Returns a digest of the tensors that are not saved; None if all are. Every rank calls it."""
+        ...
+
+    @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's trained parameters by their global names."""
         ...
@@ -152,6 +161,7 @@ def _prepare_save(
     staged = staging.take(shards_to_save(trained))
     state = {
         "format": FORMAT,
+        "base": trained.base_fingerprint(),
         "step": trained.step,
         "skipped": trained.skipped,
         "optimizer_start": trained.optimizer_start_step,
@@ -191,6 +201,7 @@ def load(trained: TrainingState, directory: str | os.PathLike[str], recast: Reca
             f"{source} was saved with {state['optimizer']}, but this engine has {present}. Give the engine the same "
             "optimizer, and the same weights."
         )
+    _check_base(source, state.get("base"), trained.base_fingerprint())
     saved = _SavedTensors(state, recast)
     random_states = _random_states(trained)
     with _optimizer_state(trained, saved=saved.has_optimizer_state):
@@ -223,6 +234,23 @@ def load(trained: TrainingState, directory: str | os.PathLike[str], recast: Reca
             trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.steps_without_gradients - began)
     extra: dict[str, Any] = state["extra"]
     return extra
+
+
+def _check_base(source: Path, saved: str | None, present: str | None) -> None:
+    """Raises ValueError unless a checkpoint has what this engine trains: adapters of the same model, or a model."""
+    if saved is not None and present is None:
+        raise ValueError(
+            f"{source} holds LoRA adapters only, but this engine trains all weights. Give it the same lora."
+        )
+    if saved is None and present is not None:
+        raise ValueError(
+            f"{source} holds a whole model, but this engine trains LoRA adapters. Export it and start from the export."
+        )
+    if saved != present:
+        raise ValueError(
+            f"{source} holds adapters of another base model: its weights have the fingerprint {saved}, and this "
+            f"model's {present}. Start from the model that the adapters were trained on."
+        )
 
 
 class _SavedTensors:
@@ -325,7 +353,7 @@ def _all_shards(trained: TrainingState) -> dict[str, tuple[TensorShard, Tensor]]
     """
     if trained.mesh.device_type == "cuda":
         torch.cuda.synchronize()
-    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in trained.tensors.items()}
+    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in trained.trained_tensors.items()}
     for name, parameter in trained.parameters.items():
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":

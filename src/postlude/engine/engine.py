@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch
 from postlude.engine import checkpoint, export, gradients, optimizers, streaming
+from postlude.engine.adapters import Adapters, weight_deltas
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
@@ -28,16 +29,16 @@ from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_pr
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, copy_from_hf
+from postlude.hf.family import Family
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation, read_model, read_model_with_mtp, read_recast_plan, with_mtp
 from postlude.layout import Layout
+from postlude.lora import LoRA
 from postlude.model import LanguageModel
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
-from postlude.model.parallel import region
 from postlude.model.recast import plan_recast
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
@@ -69,6 +70,8 @@ class Engine:
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
     weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
         rank shares them.
+    lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. Streamed and exported
+        weights have the adapters merged in; a checkpoint holds the adapters only.
     selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
         independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
     blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
@@ -93,6 +96,7 @@ class Engine:
         overlap: Overlap = False,
         gather_once: bool = False,
         weights: WeightStorage = "fp32",
+        lora: LoRA | None = None,
         selection_bias_rate: float | None = None,
         seed: int = 0,
         mesh: Mesh | None = None,
@@ -112,6 +116,7 @@ class Engine:
         self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
         self.generation = read_generation(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.adapters = Adapters(lora, self.config, self.family, blocks, weights)
         self.builder = StageBuilder(
             config=self.config,
             mesh=self.mesh,
@@ -126,6 +131,7 @@ class Engine:
             gather_once=gather_once,
             weights=weights,
             blocks=blocks,
+            adapters=self.adapters.configs,
         )
         self.local_stages = self.builder.build(
             lambda stage: init_or_load_weights(stage, source, self.family, seed, families)
@@ -167,11 +173,13 @@ class Engine:
         return self.local_stages.tensors
 
     @property
-    def low_bits(self) -> dict[str, Tensor]:
-        """The lower 16 bits of split weights, this rank's shards, by their global names.
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Those of `tensors` that training may change: with LoRA the adapters and a value head, else all."""
+        return {name: self.tensors[name] for name in self.parameters} if self.adapters.configs else self.tensors
 
-        A split weight is an fp32 weight: its upper half is the bf16 parameter, its lower half is here.
-        """
+    @property
+    def low_bits(self) -> dict[str, Tensor]:
+        """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
         self.failure_state.check_on_device()
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
@@ -189,14 +197,7 @@ class Engine:
         column that a loss is a mean over, and "all_tokens", which routers' auxiliary losses need. `recorder` records a
         timeline of this rank.
 
-        Errors:
-
-        - The objective is a mean over an unknown column, or over weights that sum to zero. If it has `denominators`,
-          this raises before the pass, and nothing is lost. Else it raises after the pass, and the step's gradients are
-          lost: call `zero_grad`, and run all batches of the step again.
-        - The pass fails on the only rank: the step's gradients are lost, as above.
-        - The pass fails on one of several ranks: every later call raises, because the others may be in the middle of
-          it. Make a new engine on every rank, and load the last checkpoint.
+        `FailureState` lists the errors, and what is lost then.
         """
         counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
@@ -305,8 +306,6 @@ class Engine:
     @property
     def _parameters_of_norms(self) -> list[nn.Parameter]:
         """This rank's parameters that enter a norm: those that two stages hold enter on the first stage only."""
-        if self.layout.pp == 1:
-            return list(self.parameters.values())
         return [parameter for name, parameter in self.parameters.items() if not self._is_second_copy(name)]
 
     def evaluate_tokens(
@@ -336,9 +335,7 @@ class Engine:
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the k likeliest tokens at every token's position: log-probs and ids, [length, k] per sequence."""
-        if not 1 <= k <= self.config.vocab_size:
-            raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {self.config.vocab_size}.")
-        likeliest = self.evaluate_tokens(batch, topk_processor(k, temperature))
+        likeliest = self.evaluate_tokens(batch, topk_processor(k, temperature, self.config.vocab_size))
         return likeliest["logprobs"], likeliest["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:
@@ -363,20 +360,21 @@ class Engine:
         """Yields the tensors of `stream_weights` bucket by bucket. All ranks may stop together after any of them."""
         self.failure_state.check()
         low_bits = None if dtype is None else self.low_bits  # a forward uses the upper bits only
-        dtype, shared = dtype or self.compute_dtype, self.shared_parameters
+        dtype = dtype or self.compute_dtype
+        options: dict[str, Any] = {"low_bits": low_bits, "deltas": self.weight_deltas()}
         buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype)
         return (
-            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=shared, low_bits=low_bits))
+            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared_parameters, **options))
             for bucket in buckets
         )
 
-    @torch.no_grad()
+    def weight_deltas(self) -> Mapping[str, streaming.WeightDelta]:
+        """Returns what adapters add to this rank's weights, by the weights' names. Every rank calls it."""
+        return weight_deltas(self.local_stages)
+
     def copy_weights(self, model: LanguageModel) -> None:
         """Copies the weights into an unsharded model on every rank, such as a generator's."""
-        targets = model.state_dict()
-        for streamed, (_, tensor) in zip(self._streamed_tensors, self.stream_weights(), strict=True):
-            for name, mapping in streamed.parts:
-                copy_from_hf(tensor, mapping, targets[name], region(targets[name]))
+        streaming.copy_into(model, self._streamed_tensors, self.stream_weights())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full gradients, fp32, with names and order of `stream_weights`, without the value head's."""
@@ -446,6 +444,10 @@ class Engine:
     def finish_saving(self) -> None:
         """Waits for a checkpoint that is being written, if there is one."""
         self._checkpoint_writer.finish()
+
+    def base_fingerprint(self) -> str | None:
+        """Returns a digest of the frozen model, the same in every layout; None without LoRA. Every rank calls it."""
+        return self.adapters.base_fingerprint(self.tensors, self.mesh, self.shared_parameters)
 
     def load(self, directory: str | os.PathLike[str], *, recast: bool = False) -> dict[str, Any]:
         """Restores the training state that an engine in any layout saved. Returns its `extra`.

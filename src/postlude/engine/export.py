@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,10 @@ class Exported(DistributedModel, Protocol):
     block_types: Mapping[str, type[Block]]
     generation: dict[str, Any]
 
+    def base_fingerprint(self) -> str | None:
+        """Returns a digest of a frozen model, of which adapters are trained; None if all weights are."""
+        ...
+
 
 class Untied:
     """A model with the embedding repeated as its head, for readers that do not support a tied one."""
@@ -42,6 +47,7 @@ class Untied:
         self.families, self.block_types = model.families, model.block_types
         self.generation, self.mesh = model.generation, model.mesh
         self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
+        self.weight_deltas, self.base_fingerprint = model.weight_deltas, model.base_fingerprint
         if model.config.tied_head:
             self.shared_parameters = {*model.shared_parameters, HEAD}
             if EMBEDDING in model.tensors:  # else another stage holds it
@@ -51,11 +57,14 @@ class Untied:
 
 
 def model_files(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> ModelFiles:
-    """Returns the files beside a checkpoint's weights. Without a config if one of your blocks' is not JSON."""
-    try:
-        _, config = export_config(model.config, dtype, model.families, model.block_types)
-    except ValueError:
-        config = None
+    """Returns the files beside a checkpoint's weights. Without a config if one of your blocks' is not JSON.
+
+    A checkpoint of adapters has no config either, since it cannot be loaded as a model.
+    """
+    config = None
+    if model.base_fingerprint() is None:
+        with suppress(ValueError):
+            _, config = export_config(model.config, dtype, model.families, model.block_types)
     return ModelFiles(config, tokenizer, model.generation)
 
 

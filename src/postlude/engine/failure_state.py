@@ -13,10 +13,14 @@ OFFLOADED = "this engine's weights and optimizer state are in host memory since 
 class FailureState:
     """What an exception leaves of an engine.
 
+    An objective that is a mean over an unknown column, or over weights that sum to zero, raises before the pass if it
+    has `denominators`, and nothing is lost; else after the pass, and the step's gradients are lost: call `zero_grad`,
+    and run all batches of the step again.
     After a failed pass on one rank the engine is usable: its stages are rebuilt around the same parameters. If it was
     a `forward_backward`, the step's gradients are lost until `zero_grad`. With several ranks, the others may be
-    anywhere: every later call is refused. Weights that were partly written (by a step or a load) are refused until a
-    load succeeds. While everything is `offloaded`, every call is refused.
+    anywhere: every later call is refused. Make a new engine on every rank, and load the last checkpoint. Weights that
+    were partly written (by a step or a load) are refused until a load succeeds. While everything is `offloaded`, every
+    call is refused.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def shard_stage(
     has_experts = any(unit.experts for unit in units)
     if mesh.fsdp_mesh.size() == 1 and (mesh.expert_fsdp_mesh.size() == 1 or not has_experts):
         return Unsharded(model, compute_dtype)
-    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters() if parameter.requires_grad):
         raise ValueError(
             f"weights are stored narrower than fp32 where no other rank shares them, but {mesh.layout} shards them. "
             'Use weights="fp32", of which each rank stores a part, or a layout of tp and pp alone.'

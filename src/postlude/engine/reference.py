@@ -23,8 +23,8 @@ class Scorer(Protocol):
         ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters and persistent buffers by their global names."""
+    def trained_tensors(self) -> Mapping[str, Tensor]:
+        """This rank's tensors that training may change, by their global names."""
         ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -39,14 +39,15 @@ class Scorer(Protocol):
 class Reference:
     """A frozen copy of the engine's weights. To use it, the engine's weights are swapped with it, and back.
 
-    It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory.
+    It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory. With LoRA it
+    is a copy of the adapters alone; that of new adapters, which change nothing, is the model itself.
     """
 
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
         device = torch.device("cpu") if offload else engine.device
         self.weights = {
-            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.tensors.items()
+            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.trained_tensors.items()
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -71,7 +72,7 @@ class Reference:
     def _swap(self) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
-            for name, tensor in self.engine.tensors.items():
+            for name, tensor in self.engine.trained_tensors.items():
                 pair = local_shard(tensor), self.weights[name]
                 _swap_values(*pair)
                 swapped.append(pair)

@@ -13,7 +13,9 @@ from postlude.data import Microbatch
 from postlude.engine.fsdp import ParameterSharding, shard_stage
 from postlude.head import HeadConfig
 from postlude.layout import Stage
+from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
+from postlude.model.adapters import freeze_base
 from postlude.model.blocks import Block
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
 from postlude.pipeline import Executor
@@ -103,6 +105,7 @@ class StageBuilder:
     gather_once: bool
     weights: WeightStorage
     blocks: Mapping[str, type[Block]]
+    adapters: Mapping[str, AdapterConfig]
 
     def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
         """Returns this rank's stages. Each is sharded before it has memory, and then `fill` sets its weights."""
@@ -139,10 +142,13 @@ class StageBuilder:
                 scans=self.scans,
                 head=self.head,
                 value_head=self.critic,
-                dtype=None if self.weights == "fp32" else torch.bfloat16,
+                dtype=self.compute_dtype if self.adapters else None if self.weights == "fp32" else torch.bfloat16,
                 blocks=self.blocks,
+                adapters=self.adapters,
             )
-        if stage.has_mtp:
+        if self.adapters:
+            freeze_base(stage)
+        elif stage.has_mtp:
             stage.mtp.requires_grad_(self.mtp)
         return stage, shard_stage(
             stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), reduce_once=self.gather_once

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from postlude.hf.family import Family, TensorMapping, copy_to_hf, map_to_hf
+from postlude.hf.family import Family, TensorMapping, copy_from_hf, copy_to_hf, map_to_hf
 from postlude.hf.tensor_sources import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
@@ -46,6 +46,25 @@ class DistributedModel(Protocol):
     def low_bits(self) -> Mapping[str, Tensor]:
         """The lower sixteen bits of split weights, this rank's shards."""
         ...
+
+    def weight_deltas(self) -> Mapping[str, WeightDelta]:
+        """What adapters add to this rank's weights, by the weights' names. Every rank calls it."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightDelta:
+    """What an adapter adds to a weight: scale · B · A, from whole matrices in fp32."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def at(self, where: Sequence[slice]) -> Tensor:
+        """Returns the addition to a region of the weight, fp32."""
+        *experts, rows, columns = where
+        a, b = (each[tuple(experts)] if each.dim() == 3 else each for each in (self.a, self.b))
+        return self.scale * (b[..., rows, :] @ a[..., :, columns])
 
 
 @dataclass(frozen=True)
@@ -113,12 +132,13 @@ def stream(
     *,
     shared: Collection[str],
     low_bits: Mapping[str, Tensor] | None = None,
+    deltas: Mapping[str, WeightDelta] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole tensors by name, on every rank, in `dtype` or a wider one that the model keeps.
 
     `tensors` are this rank's, by our names. `shared` names those that the first and the last stage both hold.
-    `low_bits` are the lower halves of split weights. Every rank takes every tensor, in step: a rank that stops early
-    leaves the others waiting.
+    `low_bits` are the lower halves of split weights, `deltas` what adapters add to weights. Every rank takes every
+    tensor, in step: a rank that stops early leaves the others waiting.
     """
     owned = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
@@ -134,10 +154,21 @@ def stream(
                     shard = local_shard(owned[ours])
                     if view.dtype != torch.bfloat16 and low_bits is not None and ours in low_bits:
                         shard = join_halves(shard, low_bits[ours].to(shard.device))
+                    if deltas and ours in deltas:
+                        shard = shard.float() + deltas[ours].at(region(owned[ours]))
                     copy_to_hf(view, mapping, shard, region(owned[ours]))
         if dist.is_initialized():
             dist.all_reduce(flat)
         yield from zip((tensor.name for tensor in bucket), views, strict=True)
+
+
+@torch.no_grad()
+def copy_into(model: LanguageModel, planned: Sequence[StreamedTensor], streamed: Iterator[tuple[str, Tensor]]) -> None:
+    """Copies streamed tensors into an unsharded model."""
+    targets = model.state_dict()
+    for tensor, (_, values) in zip(planned, streamed, strict=True):
+        for name, mapping in tensor.parts:
+            copy_from_hf(values, mapping, targets[name], region(targets[name]))
 
 
 class InterruptibleStream:
@@ -148,6 +179,7 @@ class InterruptibleStream:
     ) -> None:
         self.buckets, self.mesh, self.dtype = buckets, model.mesh, dtype
         self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
+        self.deltas = model.weight_deltas()
         self.begun = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +188,13 @@ class InterruptibleStream:
             if not self._continues(True):
                 return
             yield from stream(
-                [bucket], self.tensors, self.mesh, self.dtype, shared=self.shared_parameters, low_bits=self.low_bits
+                [bucket],
+                self.tensors,
+                self.mesh,
+                self.dtype,
+                shared=self.shared_parameters,
+                low_bits=self.low_bits,
+                deltas=self.deltas,
             )
 
     def end(self) -> None:

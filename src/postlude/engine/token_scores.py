@@ -30,8 +30,10 @@ def logprob_processor(entropy: bool, temperature: float) -> TokenProcessor:
     return processor
 
 
-def topk_processor(k: int, temperature: float) -> TokenProcessor:
+def topk_processor(k: int, temperature: float, vocab_size: int) -> TokenProcessor:
     """Returns a processor for the k likeliest tokens at every position."""
+    if not 1 <= k <= vocab_size:
+        raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {vocab_size}.")
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
         logprobs, ids = inputs.head.topk(inputs.hidden, k, temperature=temperature)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from postlude.engine.gradients import all_reduce_together, replica_count, zero_gradient
@@ -154,8 +155,10 @@ def _aligned(tensor: Tensor) -> int:
 
 
 def all_reduce_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums the gradients of parameters that several ranks replicate over those ranks, in one all-reduce."""
-    replicated = [each for each in parameters if isinstance(each, DTensor) and replica_count(each) > 1]
-    gradients = [local_shard(each.grad) for each in replicated if each.grad is not None]
-    if gradients:
-        all_reduce_together(gradients, [replicated[0].device_mesh.get_group()])
+    """Sums the gradients of parameters that several ranks replicate over those ranks, in one all-reduce per mesh."""
+    by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+    for each in parameters:
+        if isinstance(each, DTensor) and replica_count(each) > 1 and each.grad is not None:
+            by_mesh.setdefault(each.device_mesh, []).append(local_shard(each.grad))
+    for mesh, gradients in by_mesh.items():
+        all_reduce_together(gradients, [mesh.get_group()])

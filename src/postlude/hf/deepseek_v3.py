@@ -94,4 +94,6 @@ MTP_NAMES = MTPNames(
     },
     copies={"embedding": f"{FIRST}.embed_tokens", "head": f"{LAST}.shared_head.head"},
 )
-DEEPSEEK_V3 = Family("deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES, peft_stacks_experts=True
+)

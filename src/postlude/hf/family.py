@@ -112,6 +112,9 @@ class Family:
     """The names of multi-token prediction, if their files have it."""
     module_renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in transformers' modules, and what its files have instead."""
+    peft_stacks_experts: bool = False
+    """Whether peft reads adapters of experts one by one, as in the files, and stacks them itself. It then takes every
+    target named gate_proj, up_proj or down_proj for the experts'."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensors in their files that are not read, and what they are."""
     dequantize: Mapping[str, Callable[[TensorSource], TensorSource]] = field(default_factory=dict)

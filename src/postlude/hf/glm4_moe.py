@@ -21,4 +21,10 @@ def to_model(hf: HFConfig) -> ModelConfig:
     )
 
 
-GLM4_MOE = Family("glm4_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES)
+GLM4_MOE = Family(
+    "glm4_moe",
+    to_model,
+    ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES,
+    mtp=MTP_NAMES,
+    peft_stacks_experts=True,
+)

@@ -30,6 +30,7 @@ from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
+from postlude.model.adapters import base_tensors, is_adapter
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.parallel import local_shard, region
 from postlude.world.mesh import Mesh
@@ -105,6 +106,7 @@ def init_or_load_weights(
     if tensors is None:
         model.reset(seed)
     else:
+        model.reset(seed, only={name for name, _ in model.named_parameters() if is_adapter(name)})
         fill(model, tensors, family)
 
 
@@ -113,7 +115,7 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
     _zero_unstored(model)
     _check_names(expected_tensors(model.config, family, model.block_types), set(tensors.names()), family, model.config)
     _check_tied(tensors, family, model.config)
-    _copy(tensors, family, model.config, model.state_dict())
+    _copy(tensors, family, model.config, base_tensors(model))
 
 
 def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
@@ -133,7 +135,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
         _check_tied(tensors, family, before)
     _zero_unstored(model)
     model.reset(seed, only=set(moved.new_tensors))
-    ours = model.state_dict()
+    ours = base_tensors(model)
     kept = {then: ours[now] for now, then in moved.kept.items() if now in ours}
     _copy(tensors, family, before, kept)
     if model.has_mtp:

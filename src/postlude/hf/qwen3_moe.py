@@ -54,4 +54,6 @@ def experts_or_dense(hf: HFConfig) -> list[str]:
     return ["E" if experts else "-" for experts in sparse]
 
 
-QWEN3_MOE = Family("qwen3_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES)
+QWEN3_MOE = Family(
+    "qwen3_moe", to_model, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES, peft_stacks_experts=True
+)

@@ -162,4 +162,4 @@ MTP_NAMES = MTPNames(
     default_count=1,
     prefix="mtp.",
 )
-QWEN3_NEXT = Family("qwen3_next", to_model, names, mtp=MTP_NAMES)
+QWEN3_NEXT = Family("qwen3_next", to_model, names, mtp=MTP_NAMES, peft_stacks_experts=True)

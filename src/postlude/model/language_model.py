@@ -13,6 +13,8 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
+from postlude.lora import NO_ADAPTERS, AdapterConfig
+from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
@@ -34,7 +36,6 @@ from postlude.model.parallel import (
     ValueHead,
     VocabularyEmbedding,
     default_dtype,
-    is_dtensor,
     local,
     local_shard,
     region,
@@ -45,6 +46,7 @@ from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
+from postlude.model.storage import check_storage
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
@@ -61,7 +63,8 @@ class LanguageModel(FSDPUnit):
     ("selective"), or everything ("full"). `scans` is the kernel backend of recurrent blocks (`postlude.ops.ssd.ssd`),
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero; an export leaves it out.
-    `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own.
+    `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
+    of this model's layers, by the layers' global names.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` they have no storage until loaded.
     """
@@ -78,6 +81,7 @@ class LanguageModel(FSDPUnit):
         value_head: bool = False,
         dtype: torch.dtype | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
+        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
     ) -> None:
         super().__init__()
         self.config = config
@@ -91,7 +95,8 @@ class LanguageModel(FSDPUnit):
         self.stage = stage or Stage()
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
-        self._check_storage()
+        add_adapters(self.blocks, adapters)
+        check_storage(self.named_parameters(), self.sharded_separately(), self.mesh)
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
@@ -319,30 +324,15 @@ class LanguageModel(FSDPUnit):
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            if owner is None:
+            if is_adapter(name):
+                reset_adapter(name, whole, generator)
+            elif owner is None:
                 reset_parameter(role_of(self, name), whole, std, generator, norm=1.0 - self.config.norm_offset)
             else:
                 owners[owner].reset(name.removeprefix(owner), whole, std, generator)
             local_shard(parameter).copy_(whole[region(parameter)])
         for buffer in self.buffers():
             buffer.zero_()
-
-    def _check_storage(self) -> None:
-        """Raises for plain parameters, which tensor-parallel ranks would train independently."""
-        if self.mesh.tp.size == 1:
-            return
-        expert_parameters = {
-            id(parameter)
-            for unit in self.sharded_separately()
-            if unit.experts
-            for parameter in unit.module.parameters()
-        }
-        for name, parameter in self.named_parameters():
-            if not is_dtensor(parameter) and id(parameter) not in expert_parameters:
-                raise TypeError(
-                    f"{name} is a plain parameter, which tp={self.mesh.tp.size} ranks would update independently; "
-                    "make it with postlude.model.parallel.sharded_parameter."
-                )
 
     def _embed_or_receive(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
         microbatch = context.microbatch
@@ -353,7 +343,8 @@ class LanguageModel(FSDPUnit):
             # On a GPU the check would make the host wait; there the embedding kernel fails.
             if not tokens.is_cuda and tokens.numel() and int(tokens.max()) >= size:
                 raise ValueError(f"token {int(tokens.max())} is out of range: the vocabulary ends at {size - 1}.")
-            return self._embed(tokens, embedding)
+            embedded = self._embed(tokens, embedding)
+            return embedded.requires_grad_() if self.training and torch.is_grad_enabled() else embedded
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
             got = "nothing" if hidden is None else tuple(hidden.shape)

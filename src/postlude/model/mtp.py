@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from postlude.lora import LoRAGroup
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -30,6 +31,8 @@ Embed = Callable[[Tensor, Tensor | None], Tensor]
 
 class MTPDepth(nn.Module):
     """One depth: norms of both inputs, their projection, layers and a final norm."""
+
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"proj": "named"}
 
     def __init__(self, depth: int, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         super().__init__()

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from postlude.lora import AdapterConfig
 from postlude.model.recompute import Recompute, recomputed
-from postlude.ops.activation import Activation, gated_linear
+from postlude.ops.activation import Activation, gated_activation, gated_linear
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
+from postlude.ops.experts import grouped_linear
 from postlude.ops.linear import adjacent_view, linear, linear_group
 from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.world.mesh import SINGLE_RANK, Axis
@@ -143,23 +145,74 @@ class FSDPUnit(nn.Module):
         return nothing.clone()
 
 
+class Adapter(nn.Module):
+    """The low-rank addition to a linear layer, or to the stacked ones of experts: scale · B · A · input.
+
+    Its output is in the parallel state of the layer's: a column layer's B is sharded over output features, a row
+    layer's A over input features, and those of experts over experts. The other matrix is replicated. Both are stored in
+    fp32 whatever the model's dtype, since they are trained and the model is not.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"a": "matrix", "b": "matrix"}
+
+    def __init__(self, config: AdapterConfig, a: nn.Parameter, b: nn.Parameter) -> None:
+        super().__init__()
+        self.config = config
+        self.a, self.b = a, b
+
+    def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
+        """[T, in] -> [T, out]. Of experts, rows are sorted by expert and `counts` [E] has the rows of each."""
+        return _product(_product(rows, local(self.a), counts) * self.config.scale, local(self.b), counts)
+
+    def weight(self) -> Tensor:
+        """Returns scale · B · A of this rank's parts, which adds to this rank's part of the layer's weight."""
+        product: Tensor = local(self.b) @ local(self.a)
+        return self.config.scale * product
+
+
+def _product(rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+    return linear(rows, weight) if counts is None or weight.dim() == 2 else grouped_linear(rows, weight, counts)
+
+
 class Linear(nn.Module):
     """A linear layer with a replicated weight, applied token by token."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+    weight_dim: ClassVar[int | None] = None
+    """The dimension of the weight that tensor parallelism shards."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
-        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=None)
-        self.bias = sharded_parameter(out_features, axis=tp, dim=None) if bias else None
+        self.in_features, self.out_features, self.tp = in_features, out_features, tp
+        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=self.weight_dim)
+        self.bias = sharded_parameter(out_features, axis=tp, dim=0 if self.weight_dim == 0 else None) if bias else None
+        self.adapter: Adapter | None = None
+
+    def add_adapter(self, config: AdapterConfig) -> None:
+        """Gives the layer a new adapter."""
+        dims, fp32 = {None: (None, None), 0: (None, 0), 1: (1, None)}[self.weight_dim], torch.float32
+        a = sharded_parameter(config.rank, self.in_features, axis=self.tp, dim=dims[0], dtype=fp32)
+        b = sharded_parameter(self.out_features, config.rank, axis=self.tp, dim=dims[1], dtype=fp32)
+        self.adapter = Adapter(config, a, b)
+
+    def merged_weight(self) -> Tensor:
+        """Returns this rank's part of the weight, with its adapter's addition."""
+        weight = local(self.weight)
+        return weight if self.adapter is None else weight + self.adapter.weight()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return linear(hidden, local(self.weight), _local_or_none(self.bias))
+        return self._add_adapter(linear(hidden, local(self.weight), _local_or_none(self.bias)), hidden)
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
+        if self.adapter is not None:
+            output: Tensor = self(gated_activation(gate, up, activation))
+            return output
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
+
+    def _add_adapter(self, product: Tensor, rows: Tensor) -> Tensor:
+        return product if self.adapter is None else product + self.adapter(rows)
 
 
 class FP32Linear(FSDPUnit):
@@ -229,39 +282,31 @@ class DepthwiseConvWeights(nn.Module):
         self.bias = sharded_parameter(channels, axis=tp, dim=0) if bias else None
 
 
-class ColumnLinear(nn.Module):
-    """Column-parallel: all tokens -> this rank's output features."""
+class ColumnLinear(Linear):
+    """Column-parallel: all tokens -> this rank's output features, [T, in] -> [T, out / tp]."""
 
-    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
-        super().__init__()
-        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=0)
-        self.bias = sharded_parameter(out_features, axis=tp, dim=0) if bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, in] -> [T, out / tp]."""
-        return linear(hidden, local(self.weight), _local_or_none(self.bias))
+    weight_dim = 0
 
 
-def apply_linears(hidden: Tensor, *layers: Linear | ColumnLinear, single_gemm: bool = False) -> tuple[Tensor, ...]:
+def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) -> tuple[Tensor, ...]:
     """Returns each layer's output for the same tokens, [T, in] -> [T, out] each.
 
     `single_gemm` is `one` of `linear_group`.
     """
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
-    return linear_group(hidden, weights, biases, one=single_gemm)
+    products = linear_group(hidden, weights, biases, one=single_gemm)
+    return tuple(layer._add_adapter(product, hidden) for layer, product in zip(layers, products, strict=True))
 
 
-def fused_weight(layers: Sequence[Linear | ColumnLinear]) -> Tensor | None:
-    """Returns the layers' weights as one, after `fuse_weights`; None if a layer has a bias."""
-    if any(layer.bias is not None for layer in layers):
+def fused_weight(layers: Sequence[Linear]) -> Tensor | None:
+    """Returns the layers' weights as one, after `fuse_weights`; None if a layer has a bias or an adapter."""
+    if any(layer.bias is not None or layer.adapter is not None for layer in layers):
         return None
     return adjacent_view([local(layer.weight) for layer in layers])
 
 
 @torch.no_grad()
-def fuse_weights(layers: Sequence[Linear | ColumnLinear]) -> None:
+def fuse_weights(layers: Sequence[Linear]) -> None:
     """Makes the weights of these layers adjacent in memory, so that `apply_linears` can be one product.
 
     Names and values do not change. For plain parameters, whose memory nothing else refers to.
@@ -273,27 +318,21 @@ def fuse_weights(layers: Sequence[Linear | ColumnLinear]) -> None:
             weight.data = part
 
 
-class RowLinear(nn.Module):
+class RowLinear(Linear):
     """Row-parallel: this rank's input features of all tokens -> all output features of this rank's tokens."""
 
-    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
-        super().__init__()
-        self.tp = tp
-        self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=1)
-        self.bias = sharded_parameter(out_features, axis=tp, dim=None) if bias else None
+    weight_dim = 1
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, in / tp] -> [T / tp, out]."""
         if self.tp.group is None:
-            return linear(features, local(self.weight), _local_or_none(self.bias))
-        return self._scatter(linear(features, local(self.weight)))
+            return super().forward(features)
+        return self._scatter(self._add_adapter(linear(features, local(self.weight)), features))
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
-        if self.tp.group is None:
-            return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
+        if self.tp.group is None or self.adapter is not None:
+            return super().of_gated(gate, up, activation)
         return self._scatter(gated_linear(gate, up, activation, local(self.weight)))
 
     def _scatter(self, product: Tensor) -> Tensor:

@@ -72,8 +72,11 @@ def estimate_memory(
     weights: WeightStorage = "fp32",
     mtp: bool = True,
     sizes: ModelParameterCount | None = None,
+    adapters: int = 0,
 ) -> list[MemoryEstimate]:
     """Returns the estimate of each pipeline rank.
+
+    With LoRA, `adapters` are the parameters of all adapters: they are trained, and the model is only held.
 
     `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.fp32_per_parameter`);
     `frozen` the parameters of other models that are held in the same layout, in all. `microbatches` are those of
@@ -83,13 +86,14 @@ def estimate_memory(
     """
     sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
-    weight_bytes = STORED if weights == "fp32" else NARROW
+    weight_bytes = compute_bytes if adapters else STORED if weights == "fp32" else NARROW
+    ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     estimates = []
     for rank in range(layout.pp):
         stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
         stored = sum(sizes.stage(stage).stored(layout) for stage in stages)
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
-        last = stages[-1].last
+        last, trained = stages[-1].last, adapters // ranks if adapters else stored - idle
         held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
@@ -97,10 +101,10 @@ def estimate_memory(
         at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
         estimates.append(
             MemoryEstimate(
-                parameters=stored * weight_bytes,
-                gradients=(stored - idle) * STORED,
-                optimizer=int((stored - idle) * STORED * moments),
-                frozen=frozen * weight_bytes // (layout.dp_shard * layout.cp * layout.tp * layout.pp),
+                parameters=stored * weight_bytes + adapters // ranks * STORED,
+                gradients=trained * STORED,
+                optimizer=int(trained * STORED * moments),
+                frozen=frozen * weight_bytes // ranks,
                 gathered=0
                 if compute_bytes == weight_bytes and _is_unsharded(sizes, stages, layout)
                 else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),

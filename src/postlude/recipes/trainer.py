@@ -21,6 +21,7 @@ import torch.distributed as dist
 from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.engine.adapters import export_adapter
 from postlude.engine.checkpoint import check_checkpoint
 from postlude.generate.probe import WeightsDiffer
 from postlude.hf.load import load_tokenizer
@@ -52,7 +53,7 @@ from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, 
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
-from postlude.recipes.run.start_mode import EXPORTED_MODEL, RESUME_NEWEST, StartMode
+from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
@@ -122,6 +123,7 @@ class Trainer(ABC):
             overlap=config.overlap,
             gather_once=config.gather_once,
             weights=config.weights,
+            lora=config.lora,
             selection_bias_rate=config.selection_bias_rate,
             seed=config.seed,
             mtp=config.mtp is not None,
@@ -315,13 +317,15 @@ class Trainer(ABC):
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
-        """Exports the model, in Hugging Face's format if a family describes it, and writes the report."""
+        """Exports the model, in Hugging Face's format if a family describes it, and adapters; writes the report."""
         self.engine.finish_saving()
         if self.config.export:
             card = self._model_card() if is_rank0() else None
             # The directory belongs to the run: an earlier export is replaced.
             path = self.run.path / EXPORTED_MODEL
             self.engine.export_model(path, tokenizer=self.tokenizer, card=card, overwrite=True)
+            if self.config.lora is not None:
+                export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER)
         return self._end(RunOutcome("finished", self.step))
 
     def stop(self, request: StopRequested | None = None) -> RunOutcome:

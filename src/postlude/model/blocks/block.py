@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from postlude.lora import LoRAGroup
 from postlude.model.block_config import BlockConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -43,6 +44,8 @@ class Block(nn.Module):
     Config: ClassVar[type[BlockConfig]]
     roles: ClassVar[Mapping[str, Role]] = {}
     """The roles of the block's own parameters, and of those of submodules without roles."""
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "attention"}
+    """The groups of its linear layers, by name, and of all others (""). Any module may have it; the nearest counts."""
     supports_decoding: ClassVar[bool] = False
     """Whether it can decode with a cache (`context.decode_state`)."""
 
@@ -58,6 +61,7 @@ class Block(nn.Module):
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
         self.can_fuse = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
+        self.adapted = False  # whether a layer of it has an adapter
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
@@ -126,7 +130,7 @@ class Block(nn.Module):
         return None
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse else None
+        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse and not self.adapted else None
         if fused is not None:
             return {"hidden": fused}
         hidden, normed = self.norm.with_residual(hidden)

@@ -15,7 +15,7 @@ from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
-from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
+from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
@@ -215,7 +215,7 @@ class LatentAttention(Block):
         """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
         config = self.config
         query_part, query_rotated, _ = inputs
-        weight = local(self.kv_b_proj.weight).unflatten(0, (-1, config.nope_dim + config.value_dim))
+        weight = self.kv_b_proj.merged_weight().unflatten(0, (-1, config.nope_dim + config.value_dim))
         to_key, to_value = weight.split((config.nope_dim, config.value_dim), dim=1)  # [heads, …, latent] each
         query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_rotated), dim=-1)
         (latents,) = stores

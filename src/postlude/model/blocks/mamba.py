@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
+from postlude.lora import LoRAGroup
 from postlude.model.block_config import BlockConfig, default_heads
 from postlude.model.blocks.recurrent import Recurrent
 from postlude.model.config import ModelConfig
@@ -143,6 +144,8 @@ class Mamba(Recurrent):
     """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = MambaConfig
+    # transformers' fused kernel ignores an adapter of out_proj, so peft refuses it.
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "attention", "out_proj": "named"}
     decays = (1.0, 16.0)
 
     def __init__(self, config: MambaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from postlude.lora import LoRAGroup
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
@@ -113,6 +114,7 @@ class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
 
     Config = MLPConfig
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp"}
     supports_decoding = True
     cuda_graphable = True
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from postlude.checks import Bounds
 from postlude.layout import Layout, nearest_degrees
+from postlude.lora import AdapterConfig, LoRAGroup, SharedMatrix
 from postlude.model.block_config import BlockConfig, LayerMetric
 from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
+from postlude.model.parallel import Adapter, FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import LayerStep, compute, exchange
 from postlude.ops.aux_loss import add_aux_loss, weighted_sum
@@ -195,6 +196,7 @@ class MoE(Block):
     """
 
     Config = MoEConfig
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "none"}
     supports_decoding = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
@@ -418,6 +420,10 @@ class MoE(Block):
 class Experts(FSDPUnit):
     """This rank's experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], and biases if any."""
 
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "experts"}
+    lora_shared: ClassVar[Mapping[str, SharedMatrix]] = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
+    """The matrix of an adapter on the side of the hidden states, which experts may share."""
+
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
         super().__init__()
         self.config = config
@@ -443,17 +449,34 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis, *, bias: bool = False) -> None:
         super().__init__()
+        self.shape, self.ep = (experts, out_features, in_features), ep
         self.weight = sharded_parameter(experts, out_features, in_features, axis=ep, dim=0)
         self.bias = sharded_parameter(experts, out_features, axis=ep, dim=0) if bias else None
+        self.adapter: Adapter | None = None
+
+    def add_adapter(self, config: AdapterConfig) -> None:
+        """Gives the layer a new adapter."""
+        experts, out_features, in_features = self.shape
+
+        def matrix(name: str, *shape: int) -> nn.Parameter:
+            if config.shared == name:
+                return sharded_parameter(*shape, axis=self.ep, dim=None, dtype=torch.float32)
+            return sharded_parameter(experts, *shape, axis=self.ep, dim=0, dtype=torch.float32)
+
+        self.adapter = Adapter(config, matrix("a", config.rank, in_features), matrix("b", out_features, config.rank))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[R, in] -> [R, out]."""
         product = grouped_linear(rows, local(self.weight), counts)
+        if self.adapter is not None:
+            product = product + self.adapter(rows, counts)
         return product if self.bias is None else add_bias(product, local(self.bias), counts)
 
 
 class SharedExpert(nn.Module):
     """An MLP for every token, scaled by a sigmoid gate if there is one. Each rank has all of it."""
+
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"token_gate": "named"}
 
     def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
         super().__init__()

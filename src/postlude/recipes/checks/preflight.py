@@ -33,6 +33,7 @@ from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import total_parameters
+from postlude.recipes.checks.lora import adapter_parameters, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
@@ -169,6 +170,7 @@ class PreflightInputs:
             mtp=config.mtp is not None,
             overlap=config.overlap,
             gather_once=config.gather_once,
+            adapters=adapter_parameters(config, *self.model),
         )
 
 
@@ -192,6 +194,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
         yield Check("mtp", lambda: describe_mtp(inputs.config.model, mtp), after=("model",))
         if mtp.processor is not None:
             yield Check("mtp.processor", lambda: _mtp_processor(inputs, mtp, trial), after=("model",))
+    if inputs.config.lora is not None:
+        yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model, inputs.dtype), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))

@@ -86,8 +86,8 @@ class DPOConfig(SupervisedConfig):
 
     @property
     def other_models(self) -> tuple[str, ...]:
-        """The reference."""
-        return (self.model,) if self.has_reference else ()
+        """The reference. That of LoRA is the frozen model."""
+        return (self.model,) if self.has_reference and self.lora is None else ()
 
     @property
     def sequences_per_step(self) -> int:
@@ -228,8 +228,8 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def other_models(self) -> tuple[str, ...]:
-        """The reference."""
-        return (self.model,) if self.has_reference else ()
+        """The reference. That of LoRA is the frozen model."""
+        return (self.model,) if self.has_reference and self.lora is None else ()
 
     @property
     def sequences_per_step(self) -> int:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from postlude.generate.sampling_params import SamplingParams
 from postlude.head import HeadConfig
 from postlude.layout import Layout
+from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.options import Overlap, Recompute, WeightStorage
@@ -217,6 +218,8 @@ class TrainingConfig(RunConfig):
     weights: WeightStorage = "fp32"
     """Storage of the weights, where ranks do not share them: "fp32"; "split", bf16 with the other sixteen bits of fp32
     in the optimizer's state; "rounded", bf16 alone with stochastic rounding."""
+    lora: LoRA | None = None
+    """Low-rank adapters: they are trained, and the model is frozen. None trains all weights."""
     selection_bias_rate: NonNegative | None = None
     """Update rate of the selection bias of routers that have one (DeepSeek-V3, GLM, Nemotron-H), towards even load;
     none takes the model config's, which is 0 for a Hugging Face model."""
@@ -244,7 +247,8 @@ class TrainingConfig(RunConfig):
     limits: Limits = Limits()
     """Limits at which the run ends or warns, because it learns nothing more."""
     export: bool = True
-    """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory."""
+    """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory. With LoRA it is
+    the merged model, and adapter/ has the adapters as peft reads them."""
 
     @property
     def other_models(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from postlude.recipes.config.secrets import mask_arguments
 
 CHECKPOINTS, EXPORTED_MODEL = "checkpoints", "model"  # in a run directory: checkpoints, and the exported model
+EXPORTED_ADAPTER = "adapter"  # with LoRA
 STEP = re.compile(r"step-(\d+)")
 
 

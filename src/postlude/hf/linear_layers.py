@@ -1,0 +1,132 @@
+"""The linear layers of a model, and the matrices of transformers' model that they are: what adapters are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from postlude.hf.family import EXPERT, Family, TensorMapping
+from postlude.lora import LoRAGroup, SharedMatrix
+from postlude.model import LanguageModel, ModelConfig
+from postlude.model.blocks import Block
+from postlude.model.blocks.moe import ExpertLinear
+from postlude.model.parallel import ColumnLinear, FP32Linear, Linear, RowLinear, VocabularyEmbedding
+
+ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear)
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """One of our linear layers."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of its whole weight: [out, in], or [experts, out, in]."""
+    group: LoRAGroup
+    shared: SharedMatrix
+    """Of experts: the matrix of an adapter that they may share."""
+
+
+def linear_layers(config: ModelConfig, blocks: Mapping[str, type[Block]]) -> dict[str, LinearLayer]:
+    """Returns every linear layer of the whole model by name, with the embedding; those of group "none" cannot adapt."""
+    with torch.device("meta"):
+        model = LanguageModel(config, blocks=blocks)
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (*ADAPTABLE, FP32Linear, VocabularyEmbedding)):
+            group = _group_of(model, name) if isinstance(module, ADAPTABLE) else "none"
+            parent, _, leaf = name.rpartition(".")
+            shared: Mapping[str, SharedMatrix] = getattr(model.get_submodule(parent), "lora_shared", {})
+            layers[name] = LinearLayer(name, tuple(module.weight.shape), group, shared.get(leaf, ""))
+    return layers
+
+
+def _group_of(model: nn.Module, name: str) -> LoRAGroup:
+    """Returns the group of a layer from `lora_groups` of the nearest parent that lists it."""
+    path = name.split(".")
+    for cut in range(len(path) - 1, -1, -1):
+        groups: Mapping[str, LoRAGroup] = getattr(model.get_submodule(".".join(path[:cut])), "lora_groups", {})
+        for inner in (".".join(path[cut:]), ""):
+            if inner in groups:
+                return groups[inner]
+    return "none"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRows:
+    """One of our layers, and its rows in a matrix of theirs."""
+
+    layer: LinearLayer
+    rows: Tensor
+    """[out]: where each of our rows is."""
+    file_module: str
+    """The module in their files; of experts that are one by one there, with `{expert}`."""
+
+
+@dataclass(frozen=True, eq=False)
+class HFMatrix:
+    """One matrix of transformers' model, or one for each expert, stacked."""
+
+    name: str
+    """Its parameter, such as model.layers.0.self_attn.q_proj.weight or model.layers.0.mlp.experts.gate_up_proj."""
+    experts: int
+    """How many are stacked; 0 if it is a plain matrix."""
+    out_features: int
+    in_features: int
+    parts: tuple[LayerRows, ...]
+
+    @property
+    def module(self) -> str:
+        """The name without `.weight`."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def in_files_one_by_one(self) -> bool:
+        """Whether their files have its experts one by one."""
+        return EXPERT in self.parts[0].file_module
+
+
+def module_name(family: Family | None, name: str) -> str:
+    """Returns the name in transformers' modules of what its files call `name`."""
+    for in_module, in_file in {} if family is None else family.module_renames.items():
+        name = name.replace(in_file, in_module)
+    return name
+
+
+def hf_matrices(config: ModelConfig, family: Family | None, layers: Iterable[LinearLayer]) -> dict[str, HFMatrix]:
+    """Returns transformers' matrices that our layers are, by name; with our own names if there is no family.
+
+    Transformers stacks experts that files have one by one, with each one's gate before its up projection.
+    """
+    known = {layer.name: layer for layer in layers}
+    matrices: dict[str, HFMatrix] = {}
+    for layer in known.values():
+        tensor = f"{layer.name}.weight"
+        mapping = TensorMapping(tensor) if family is None else family.mapping(tensor, config)
+        file_module = mapping.hf_name.removesuffix(".weight")
+        out, experts = layer.shape[-2], layer.shape[0] if len(layer.shape) == 3 else 0
+        if EXPERT in mapping.hf_name:
+            name, rows = file_module.replace(f".{EXPERT}", ""), torch.arange(out)
+            module, _, leaf = name.rpartition(".")
+            if leaf in ("gate_proj", "up_proj") and f"{layer.name.rpartition('.')[0]}.gate_proj" in known:
+                name, rows, out = f"{module}.gate_up_proj", rows + (out if leaf == "up_proj" else 0), 2 * out
+        else:
+            name = mapping.hf_name
+            out, rows = _rows(replace(mapping, hf_shape=mapping.hf_shape or layer.shape))
+        name = module_name(family, name)
+        part = LayerRows(layer, rows, file_module)
+        parts = (*matrices[name].parts, part) if name in matrices else (part,)
+        matrices[name] = HFMatrix(name, experts, out, layer.shape[-1], parts)
+    return matrices
+
+
+def _rows(mapping: TensorMapping) -> tuple[int, Tensor]:
+    """Returns the number of rows of their matrix, and those that are ours. Theirs may be transposed if stacked."""
+    shape = mapping.hf_shape
+    rows_at = 0 if len(shape) == 2 else 2 if mapping.permute else 1
+    sizes = [-1 if dimension == rows_at else 1 for dimension in range(len(shape))]
+    numbers = mapping.select(torch.arange(shape[rows_at]).view(sizes).expand(shape))[..., 0]
+    return shape[rows_at], (numbers[0] if len(shape) == 3 else numbers).reshape(-1)

@@ -1,0 +1,250 @@
+"""Reading an adapter of PEFT: the adapters of our layers, from adapter_config.json and tensors by peft's names."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from postlude.hf.family import EXPERT, Family
+from postlude.hf.linear_layers import HFMatrix, module_name
+from postlude.hf.peft import AdaptableModel, Adapters
+from postlude.lora import AdapterConfig
+from postlude.model import ModelConfig
+from postlude.model.blocks import BLOCKS, Block
+
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices", "use_qalora")
+PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change the model's own weights
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an adapter of the file belongs: a matrix of theirs, or a part of it for one expert."""
+
+    matrix: HFMatrix
+    names: tuple[str, ...]
+    """What `rank_pattern` may call it."""
+    part: int = 0
+    expert: int | None = None
+
+
+def from_peft(
+    adapter_config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    family: Family | None,
+    blocks: Mapping[str, type[Block]] = BLOCKS,
+) -> tuple[dict[str, AdapterConfig], Adapters]:
+    """Returns the adapter configs, and A and B, by our names of the layers.
+
+    Layers that are one matrix of theirs get its A and their rows of B, or their own parts where B has zeros elsewhere.
+    Experts share a matrix if it is the same for all of them, in every layer of the block.
+    """
+    _check_supported(adapter_config)
+    model = AdaptableModel(config, family, blocks)
+    pairs = _pairs(tensors)
+    places = _places(model, pairs, adapter_config)
+    for module in pairs:
+        if module not in places:
+            raise ValueError(f"the adapter has weights for {module}, which takes no adapter here{_hint(model, module)}")
+    _check_complete(model, adapter_config, {places[module].matrix.name for module in pairs})
+
+    configs: dict[str, AdapterConfig] = {}
+    adapters: Adapters = {}
+    single: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
+    for module, (a, b) in pairs.items():
+        place = places[module]
+        matrix = place.matrix
+        stacked = matrix.experts if place.expert is None else 0
+        rank, scale = _rank_and_scale(adapter_config, place.names)
+        out = matrix.out_features if place.expert is None else len(matrix.parts[place.part].rows)
+        wanted = ((rank * (stacked or 1), matrix.in_features), (out, rank * (stacked or 1)))
+        if (tuple(a.shape), tuple(b.shape)) != wanted:
+            raise ValueError(
+                f"the adapter of {module} has A {tuple(a.shape)} and B {tuple(b.shape)}, but its config and the model "
+                f"ask for {wanted[0]} and {wanted[1]}."
+            )
+        if place.expert is not None:
+            single.setdefault(matrix.parts[place.part].layer.name, {})[place.expert] = (a, b, scale)
+            continue
+        whole = (a, b)
+        if stacked:
+            whole = a.unflatten(0, (stacked, rank)), b.unflatten(1, (rank, stacked)).permute(2, 0, 1)
+        for name, pair in _split(matrix, *whole).items():
+            adapters[name] = pair
+            configs[name] = AdapterConfig(pair[0].shape[-2], scale)
+    for name, experts in single.items():
+        _check_experts(name, experts, model.layers[name].shape[0])
+        ordered = [experts[expert] for expert in range(len(experts))]
+        adapters[name] = torch.stack([a for a, _, _ in ordered]), torch.stack([b for _, b, _ in ordered])
+        configs[name] = AdapterConfig(ordered[0][0].shape[0], ordered[0][2])
+    _share(model, configs, adapters)
+    return {name: configs[name] for name in model.layers if name in configs}, adapters
+
+
+def _check_supported(adapter_config: Mapping[str, Any]) -> None:
+    kind = adapter_config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ValueError(f"the adapter is of peft_type {kind}; only LORA is supported.")
+    for key in UNSUPPORTED:
+        if adapter_config.get(key):
+            raise ValueError(
+                f"the adapter has {key}={adapter_config[key]!r}, which is not supported; train without it."
+            )
+    if adapter_config.get("bias", "none") != "none":
+        raise ValueError(f'the adapter has bias="{adapter_config["bias"]}"; only "none" is supported.')
+    init = adapter_config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in PLAIN_INITS:
+        raise ValueError(
+            f'the adapter was made with init_lora_weights="{init}", which changes the model\'s own weights; convert it '
+            "to a plain one with peft's path_initial_model_for_weight_conversion."
+        )
+
+
+def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns A and B by module."""
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = KEY.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"the adapter holds {name}, which is no lora_A or lora_B weight; only those are supported."
+            )
+        sides.setdefault(match[1], {})[match[2]] = tensor
+    for module, found in sides.items():
+        if len(found) < 2:
+            raise ValueError(f"the adapter of {module} has lora_{next(iter(found))} alone; A and B are needed.")
+    if not sides:
+        raise ValueError("the adapter holds no tensors.")
+    return {module: (found["A"], found["B"]) for module, found in sides.items()}
+
+
+def _places(model: AdaptableModel, modules: Collection[str], adapter_config: Mapping[str, Any]) -> dict[str, _Place]:
+    """Returns the place of every module that a file may have."""
+    places: dict[str, _Place] = {}
+    for matrix in model.matrices.values():
+        holder = matrix.name.rpartition(".")[0]
+        names = (matrix.module, f"{matrix.module}.weight")
+        if not matrix.experts or matrix.module != matrix.name:
+            places[matrix.module] = _Place(matrix, names)
+        else:
+            others = model.holder(matrix)
+            if f"{holder}.base_layer" not in modules:  # a single parameter of the module is adapted
+                others = [other for other in others if _named(adapter_config.get("target_parameters"), other.name)]
+            if matrix in others:
+                places[holder + ".base_layer" * (len(others) - 1 - others.index(matrix))] = _Place(matrix, names)
+        if matrix.in_files_one_by_one:
+            for index, part in enumerate(matrix.parts):
+                for expert in range(matrix.experts):
+                    module = module_name(model.family, part.file_module.replace(EXPERT, str(expert)))
+                    places[module] = _Place(matrix, (module,), index, expert)
+    in_files = {module: module_name(model.family, module) for module in modules}
+    return places | {module: places[name] for module, name in in_files.items() if name in places}
+
+
+def _rank_and_scale(adapter_config: Mapping[str, Any], names: Collection[str]) -> tuple[int, float]:
+    rank: int = _by_pattern(adapter_config.get("rank_pattern"), names, adapter_config["r"])
+    alpha: float = _by_pattern(adapter_config.get("alpha_pattern"), names, adapter_config["lora_alpha"])
+    return rank, alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, names: Collection[str], default: Any) -> Any:
+    """Returns the value of the first pattern that is the end of a name, which is peft's rule."""
+    for pattern, value in (patterns or {}).items():
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            return value
+    return default
+
+
+def _split(matrix: HFMatrix, a: Tensor, b: Tensor) -> Adapters:
+    """Returns A and B of each of our layers in a matrix of theirs."""
+    count, rank = len(matrix.parts), a.shape[-2]
+    per_part = rank // count
+    rows = {part.layer.name: b[..., part.rows, :] for part in matrix.parts}
+    columns = [slice(index * per_part, (index + 1) * per_part) for index in range(count)]
+    is_joined = rank % count == 0 and all(
+        not mine[..., column].any()
+        for index, mine in enumerate(rows.values())
+        for other, column in enumerate(columns)
+        if other != index
+    )
+    if not is_joined:
+        return {name: (a.clone(), mine.contiguous()) for name, mine in rows.items()}
+    return {
+        name: (a[..., column, :].contiguous(), mine[..., column].contiguous())
+        for (name, mine), column in zip(rows.items(), columns, strict=True)
+    }
+
+
+def _check_experts(name: str, experts: Mapping[int, tuple[Tensor, Tensor, float]], count: int) -> None:
+    missing = sorted(set(range(count)) - set(experts))
+    if missing:
+        raise ValueError(f"the adapter has {len(experts)} of the {count} experts of {name}: {missing[0]} is missing.")
+    if len({(a.shape, scale) for a, _, scale in experts.values()}) > 1:
+        raise ValueError(f"the adapters of {name} differ in rank or scale between experts; they must be the same.")
+
+
+def _share(model: AdaptableModel, configs: dict[str, AdapterConfig], adapters: Adapters) -> None:
+    """Takes one matrix for all experts where they are the same, in all layers of the block."""
+    blocks: dict[str, list[str]] = {}
+    for name in configs:
+        if model.layers[name].shared:
+            blocks.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in blocks.values():
+        sides = {name: model.layers[name].shared for name in names}
+        shared = {name: adapters[name][0 if side == "a" else 1] for name, side in sides.items()}
+        if all(torch.equal(matrices, matrices[:1].expand_as(matrices)) for matrices in shared.values()):
+            for name, side in sides.items():
+                a, b = adapters[name]
+                adapters[name] = (a[0].clone(), b) if side == "a" else (a, b[0].clone())
+                configs[name] = AdapterConfig(configs[name].rank, configs[name].scale, side)
+
+
+def _check_complete(model: AdaptableModel, adapter_config: Mapping[str, Any], found: Collection[str]) -> None:
+    """Refuses targets of the config that name no matrix of the model, or one that the file lacks."""
+    modules, parameters = adapter_config.get("target_modules") or (), adapter_config.get("target_parameters") or ()
+    expected = {name: [m for m in model.matrices.values() if _named([name], m.name)] for name in parameters}
+    if isinstance(modules, str):
+        plain = [m for m in model.matrices.values() if not m.experts]
+        expected |= {modules: [m for m in plain if re.fullmatch(modules, m.module)]} if modules != "all-linear" else {}
+    else:
+        expected |= {name: [m for m in model.matrices.values() if _targets(model, name, m)] for name in modules}
+    partial = adapter_config.get("exclude_modules") or adapter_config.get("layers_to_transform") is not None
+    for target, matrices in expected.items():
+        if not matrices:
+            raise ValueError(
+                f'the adapter\'s config names "{target}", which takes no adapter here{_hint(model, target)}'
+            )
+        missing = [m.module for m in matrices if m.name not in found and model.in_transformers(m)]
+        if missing and not partial:
+            raise ValueError(
+                f'the adapter\'s config names "{target}", but its file has no weights for {len(missing)} of '
+                f"{len(matrices)} such modules: {', '.join(missing[:3])}."
+            )
+
+
+def _targets(model: AdaptableModel, target: str, matrix: HFMatrix) -> bool:
+    """Whether an entry of target_modules names a matrix."""
+    leaf = target.rpartition(".")[2]
+    if matrix.in_files_one_by_one:
+        return model.converts_experts and any(part.file_module.endswith(f".{leaf}") for part in matrix.parts)
+    if model.named_as_experts(matrix) and any(m.in_files_one_by_one for m in model.matrices.values()):
+        return False
+    return not matrix.experts and _named([target], matrix.module)
+
+
+def _named(targets: Collection[str] | None, name: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())
+
+
+def _hint(model: AdaptableModel, name: str) -> str:
+    leaves = {matrix.module.rpartition(".")[2] for matrix in model.matrices.values()}
+    close = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
+    return (f'; did you mean "{close[0]}"?' if close else ".") + f" There are {', '.join(sorted(leaves))}."

@@ -1,0 +1,50 @@
+"""The adapters of a model: adding them to its layers, their first values, and the model without them.
+
+The adapter of one layer is `parallel.Adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from postlude.lora import AdapterConfig
+from postlude.model.blocks import Block
+from postlude.model.parallel import Linear
+
+
+def add_adapters(blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig]) -> None:
+    """Gives each layer of these blocks its adapter. Those of other layers are of other pipeline stages."""
+    for block in blocks:
+        for name, layer in block.named_modules():
+            if config := adapters.get(f"{block.name}.{name}"):
+                cast(Linear, layer).add_adapter(config)
+                block.adapted = True
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.split(".")[-2:-1] == ["adapter"]
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Makes the adapters, and the value head if there is one, the only trained parameters."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or name.startswith("value_head."))
+
+
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict without adapters."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+
+
+def reset_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
+    """Initialises A uniformly, as torch's linear layers, and B with zero: a new adapter changes nothing."""
+    if name.endswith(".a"):
+        bound = whole.shape[-1] ** -0.5
+        whole.uniform_(-bound, bound, generator=generator)
+    else:
+        whole.zero_()

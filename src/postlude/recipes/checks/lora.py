@@ -1,0 +1,25 @@
+"""Preflight of LoRA: its targets exist, and how much is trained."""
+
+from __future__ import annotations
+
+import torch
+
+from postlude.engine.adapters import Adapters, plan_adapter_tensors
+from postlude.hf.family import Family
+from postlude.model import ModelConfig
+from postlude.model.blocks import BLOCKS
+from postlude.recipes.config.settings import TrainingConfig
+
+
+def adapter_parameters(config: TrainingConfig, family: Family | None, model: ModelConfig) -> int:
+    """Returns the parameters of all adapters. Raises ValueError for targets that the model does not have."""
+    adapters = Adapters(config.lora, model, family, BLOCKS, config.weights)
+    return sum(tensor.size for tensor in plan_adapter_tensors(model, BLOCKS, adapters.configs))
+
+
+def describe_lora(config: TrainingConfig, family: Family | None, model: ModelConfig, dtype: torch.dtype) -> str:
+    """Returns a line about what is trained, and what sampling with merged weights loses."""
+    line = f"{adapter_parameters(config, family, model):,} trained parameters"
+    if dtype != torch.float32 and getattr(config, "rollout", None) is not None:
+        line += f"; completions are sampled with merged weights in {dtype}, which round small updates away"
+    return line

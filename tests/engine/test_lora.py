@@ -1,0 +1,225 @@
+"""LoRA: every layout trains the same adapters as one rank, on a frozen model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import Engine, LanguageModel, Layout
+from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
+from postlude.lora import LoRA
+from postlude.model.adapters import is_adapter
+from postlude.model.blocks import MoEConfig
+from postlude.model.parallel import local_shard, region
+from tests.conftest import Ranks
+from tests.engine.training import BUDGET, DAMPED, batch, config, policy, told
+from tests.equality import TOLERANCE, assert_equal, difference
+from tests.meshes import mesh
+from tests.model.small import small_config
+
+RANK4 = LoRA(rank=4, alpha=8.0)
+
+
+def build(layout: str, source: Any, lora: LoRA = RANK4, **options: Any) -> Engine:
+    engine = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=lora, **options)
+    for name, parameter in engine.parameters.items():  # B starts from zero, which hides mistakes in A's gradient
+        if name.endswith(".b"):
+            fill(name, parameter)
+    return engine
+
+
+@torch.no_grad()
+def fill(name: str, parameter: Tensor) -> None:
+    whole = torch.empty(parameter.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    local_shard(parameter).copy_(whole[region(parameter)])
+
+
+def train(group: Any, layout: str, source: Any, options: dict[str, Any]) -> dict[str, Any]:
+    engine = build(layout, source, **options)
+    first = engine.forward_backward(batch(0), policy)
+    gradients = {name: each.clone() for name, each in stream_adapters(engine, gradients=True)}
+    engine.optimizer_step()
+    second = engine.forward_backward(batch(1), policy)
+    engine.optimizer_step()
+    return {
+        "losses": torch.tensor([first.loss, second.loss]),
+        "logprobs": torch.cat(engine.logprobs(batch(2)).logprob),
+        "gradients": gradients,
+        "adapters": {name: each.clone() for name, each in stream_adapters(engine)},
+        "merged": {name: each.clone() for name, each in engine.stream_weights()},
+    }
+
+
+SOURCES = {
+    "dense": config("tiny-dense"),
+    "moe": config("tiny-moe"),
+    "hybrid": small_config("[*-][M-][GE]", vocab_size=256, initializer_range=0.1),
+    "latent": small_config(
+        "[+-][*E]", vocab_size=256, blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12)}
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "layout", "options"),
+    [
+        ("dense", "tp=2", {}),
+        pytest.param("dense", "pp=2", {}, marks=pytest.mark.thorough),
+        ("dense", "cp=2,dp_shard=2", {}),
+        pytest.param("moe", "dp_shard=2,ep=2", {}, marks=pytest.mark.thorough),
+        ("moe", "tp=2,ep=2", {}),
+        pytest.param("hybrid", "tp=2", {}, marks=pytest.mark.thorough),
+        ("hybrid", "pp=2", {"overlap": "zero_bubble"}),
+        ("moe", "dp_shard=2,ep=2", {"overlap": True}),
+        pytest.param("moe", "pp=2,dp_shard=2,ep=2", {"recompute": "full"}, marks=pytest.mark.thorough),
+        pytest.param("latent", "tp=2,ep=2", {"recompute": "selective"}, marks=pytest.mark.thorough),
+        ("latent", "pp=2,cp=2,tp=2,ep=2", {"overlap": True}),
+    ],
+    ids=str,
+)
+def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
+    expected = ranks(1, train, "", SOURCES[source], {})[0]
+    found = ranks(Layout.parse(layout).world_size, train, layout, SOURCES[source], options)[0]
+    for key in ("losses", "logprobs"):
+        assert_equal(found[key], expected[key], key)
+    for key in ("gradients", "adapters", "merged"):
+        assert found[key].keys() == expected[key].keys()
+        for name in expected[key]:
+            assert_equal(found[key][name], expected[key][name], f"{key} of {name}")
+
+
+def compare_with_merged(group: Any) -> dict[str, float]:
+    """Returns how far log-probs of a model with adapters are from those of the merged one, and of the frozen one."""
+    source = SOURCES["moe"]
+    engine, base = build("", source), Engine(source, mesh=mesh(Layout()), budget=BUDGET)
+    adapted, plain = torch.cat(engine.logprobs(batch(0)).logprob), torch.cat(base.logprobs(batch(0)).logprob)
+    model = LanguageModel(base.config)
+    engine.copy_weights(model)
+    for name, tensor in model.state_dict().items():
+        base.tensors[name].detach().copy_(tensor)
+    merged = torch.cat(base.logprobs(batch(0)).logprob)
+    return {"merged": difference(adapted, merged), "frozen": difference(adapted, plain)}
+
+
+def test_streamed_weights_are_the_merged_model(ranks: Ranks) -> None:
+    (differences,) = ranks(1, compare_with_merged)
+    assert differences["merged"] < TOLERANCE
+    assert differences["frozen"] > 1e-3
+
+
+def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
+    source = SOURCES["dense"]
+    base = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET)
+    engine = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=RANK4)
+    weights = {name: tensor.clone() for name, tensor in engine.tensors.items() if not is_adapter(name)}
+    plain, reference = torch.cat(base.logprobs(batch(0)).logprob), engine.reference()
+    for seed in range(2):
+        engine.forward_backward(batch(seed), policy)
+        engine.optimizer_step()
+    return {
+        "plain": plain,
+        "reference": torch.cat(reference.logprobs(batch(0)).logprob),
+        "trained": torch.cat(engine.logprobs(batch(0)).logprob),
+        "kept": sum(each.numel() for each in reference.weights.values()),
+        "adapters": sum(local_shard(each).numel() for each in engine.parameters.values()),
+        "frozen": all(torch.equal(local_shard(engine.tensors[name]), local_shard(weights[name])) for name in weights),
+        "without gradient": all(
+            parameter.grad is None
+            for stage in engine.stages.values()
+            for name, parameter in stage.named_parameters()
+            if not is_adapter(name)
+        ),
+    }
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard=2"])
+def test_the_reference_of_new_adapters_is_the_model_itself(ranks: Ranks, layout: str) -> None:
+    found = ranks(Layout.parse(layout).world_size, new_adapters_and_reference, layout)[0]
+    assert torch.equal(found["reference"], found["plain"])
+    assert difference(found["trained"], found["plain"]) > 1e-4
+    assert found["kept"] == found["adapters"]
+    assert found["frozen"]
+    assert found["without gradient"]
+
+
+def save(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    engine = build(layout, SOURCES["moe"])
+    steps(engine, range(2))
+    engine.save(directory)
+    return {name: each.clone() for name, each in stream_adapters(engine)}, steps(engine, range(2, 4))
+
+
+def load(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
+    engine = Engine(SOURCES["moe"], mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=RANK4)
+    engine.load(directory)
+    return {name: each.clone() for name, each in stream_adapters(engine)}, steps(engine, range(2, 4))
+
+
+def steps(engine: Engine, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        losses.append(engine.forward_backward(batch(seed), policy).loss)
+        engine.optimizer_step()
+    return losses
+
+
+def test_a_checkpoint_holds_the_adapters_and_moves_between_layouts(ranks: Ranks, tmp_path: Path) -> None:
+    saved, losses = ranks(2, save, "dp_shard=2,ep=2", str(tmp_path / "saved"))[0]
+    tensors = json.loads((tmp_path / "saved" / "state.json").read_text())["tensors"]
+    assert {name.rsplit("/", 1)[1] for name in tensors if not name.startswith("rng")} == saved.keys()
+    for layout in ("dp_shard=2,ep=2", "tp=2"):
+        loaded, again = ranks(2, load, layout, str(tmp_path / "saved"))[0]
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        assert_equal(torch.tensor(again), torch.tensor(losses), "losses")
+
+
+def refuse(group: Any, directory: str) -> dict[str, str]:
+    engine = build("", SOURCES["dense"])
+    engine.save(f"{directory}/adapters")
+    other = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, seed=1, lora=RANK4, optimizer=DAMPED)
+    whole = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
+    whole.save(f"{directory}/model")
+    return {
+        "another base": told(lambda: other.load(f"{directory}/adapters")),
+        "no lora": told(lambda: whole.load(f"{directory}/adapters")),
+        "a model": told(lambda: engine.load(f"{directory}/model")),
+        "split": told(lambda: build("", SOURCES["dense"], weights="split")),
+        "target": told(lambda: build("", SOURCES["dense"], LoRA(targets=("q_porj",)))),
+    }
+
+
+def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1, refuse, str(tmp_path))
+    assert "of another base model" in found["another base"]
+    assert "holds LoRA adapters only" in found["no lora"]
+    assert "holds a whole model" in found["a model"]
+    assert "weights='split'" in found["split"]
+    assert "q_proj" in found["target"]
+
+
+def export(group: Any, layout: str, directory: str) -> dict[str, Tensor]:
+    engine = build(layout, SOURCES["moe"])
+    export_adapter(engine, directory)
+    return {name: each.clone() for name, each in stream_adapters(engine)}
+
+
+def read_back(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], str]:
+    options = {"mesh": mesh(Layout.parse(layout)), "budget": BUDGET}
+    engine = Engine(SOURCES["moe"], lora=RANK4, **options)
+    load_adapter(engine, directory)
+    other = Engine(SOURCES["moe"], lora=LoRA(rank=4, targets="attention"), **options)
+    return {name: each.clone() for name, each in stream_adapters(engine)}, told(lambda: load_adapter(other, directory))
+
+
+def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+    exported = ranks(2, export, "dp_shard=2,ep=2", str(tmp_path / "adapter"))[0]
+    (found, refused), _ = ranks(2, read_back, "tp=2", str(tmp_path / "adapter"))
+    assert found.keys() == exported.keys()
+    assert all(torch.equal(found[name], exported[name]) for name in exported)
+    assert "has another adapter of layers.0." in refused
