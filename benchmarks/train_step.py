@@ -39,6 +39,7 @@ from workloads import (
 
 import peers
 from postlude import AdamW, Batch, Engine, ranks
+from postlude.lora import LoRA
 from postlude.objectives import SFT, Objective, PolicyGradient
 
 ROWS = 8
@@ -257,6 +258,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
         "--weights", choices=["fp32", "split", "rounded"], default="fp32", help="how Postlude stores them"
     )
     parser.add_argument("--moments", choices=["fp32", "8bit"], default="fp32", help="of Postlude's AdamW")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train Postlude's adapters of this rank, alpha 32")
     parser.add_argument("--offload", action="store_true", help="keep the state of Postlude's AdamW in host memory")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
@@ -294,7 +296,8 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
     chosen = {"recompute": arguments.recompute, "weights": arguments.weights}
     stepped = {"moments": arguments.moments, "offload": arguments.offload}
     budget = max(arguments.budget, *sample.lengths)
-    work = Work(config, sample, arguments.device, budget, arguments.rows, chosen, **stepped)
+    adapted = {} if arguments.lora is None else {"lora": LoRA(rank=arguments.lora)}
+    work = Work(config, sample, arguments.device, budget, arguments.rows, chosen | adapted, **stepped)
     clock = Clock(arguments.device, arguments.repeats)
     for name in arguments.cases:
         case = CASES[name]
@@ -307,7 +310,7 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
         else:
             found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
         said = {"case": name, "says": case.says, "shape": shape, "mix": arguments.mix}
-        results.add(said | {"budget": budget, **chosen, **stepped} | found)
+        results.add(said | {"budget": budget, "lora": arguments.lora, **chosen, **stepped} | found)
         if not apart:
             print(shown(name, found), flush=True)
 
