@@ -9,17 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from postlude.pool.open_pool import open_pool
-from postlude.pool.worker_pool import WorkerError
+from postlude.pool.process_pool import _WorkerProcess
+from postlude.pool.worker_pool import CallResult, WorkerError
 from postlude.rollout.rewards import RewardPool, Score
 from postlude.rollout.verifiers import MathReward, extract
 from postlude.user_code import UserCodeError
@@ -369,3 +372,13 @@ def test_a_missing_verifier_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match="needs the package math-verify: pip install math-verify"):
         RewardPool(MathReward(), workers=0)
+
+
+def test_a_reply_to_another_call_is_refused() -> None:
+    """Its id is wrong, though it has the worker's secret: replies of an earlier call must not score this one."""
+    process = _WorkerProcess.__new__(_WorkerProcess)
+    process.sent, process.forged, process.ended, process.timeout = deque([3, 4]), False, False, 1.0
+    results: dict[int, CallResult] = {}
+    with mock.patch.object(process, "receive", return_value=[{"id": 3, "value": 1.0}, {"id": 3, "value": 2.0}]):
+        assert not process.collect(results)
+    assert (list(results), list(process.sent), process.forged) == ([3], [4], True)
