@@ -28,6 +28,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import AsyncRolloutEngine, PollAdapter, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Transcript
+from postlude.serving.clients import server_pool
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.text import TRANSFORMERS_SERVE
 from postlude.serving.errors import ServerError
@@ -196,7 +197,10 @@ def spoiled(server: Server, **changes: Any) -> Callable[[dict[str, Any]], Reply]
         ({"finish_reason": "abort"}, "for the reason 'abort'"),
     ],
 )
-def test_answers_that_cannot_be_trained_on_are_refused(server: Server, changes: dict[str, Any], sentence: str) -> None:
+def test_answers_that_cannot_be_trained_on_are_refused(
+    server: Server, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_pool, "BUSY_TIMEOUT", 0.2)  # an abort counts as busy
     server.reply = spoiled(server, **changes)
     with pytest.raises(ServerError, match=sentence):
         GenerationClient(server.url, "tiny").generate(PROMPTS[:1], SamplingParams(max_new_tokens=3))

@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(pp=2),
         "tiny-dense",
         "sft",
-        lambda: patch.object(executor, "_gradient", nothing),
+        lambda: patch.object(executor, "_input_gradient", nothing),
     ),
     "pp: what the layers of the first stage measure is lost": (
         Layout(pp=2),
