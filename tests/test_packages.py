@@ -41,6 +41,7 @@ PACKAGES = (
     "recipes",
     "verify",
     "cluster",
+    "tinker",
     "commands",
     "cli",
 )

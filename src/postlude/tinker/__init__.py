@@ -1,0 +1,1 @@
+"""A server for the Tinker training API: `postlude tinker MODEL...`."""
