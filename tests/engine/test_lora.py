@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude import Engine, LanguageModel, Layout
+from postlude import Engine, LanguageModel, Layout, Loss, OutputInputs
 from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
+from postlude.engine.failure_state import OFFLOADED
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
 from postlude.model.blocks import MoEConfig
@@ -223,3 +224,33 @@ def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path
     assert found.keys() == exported.keys()
     assert all(torch.equal(found[name], exported[name]) for name in exported)
     assert "has another adapter of layers.0." in refused
+
+
+def after_failures(group: Any, directory: str) -> dict[str, str]:
+    engine = build("", SOURCES["dense"])
+    export_adapter(engine, directory)
+    calls = {
+        "stream": lambda: stream_adapters(engine),
+        "gradients": lambda: stream_adapters(engine, gradients=True),
+        "export": lambda: export_adapter(engine, directory),
+        "load": lambda: load_adapter(engine, directory),
+    }
+    engine.offload()
+    offloaded = {name: told(call) for name, call in calls.items()}
+    engine.onload()
+
+    def fails(inputs: OutputInputs) -> Loss:
+        raise LookupError("no such column")
+
+    told(lambda: engine.forward_backward(batch(0), fails))
+    return {f"offloaded {name}": answer for name, answer in offloaded.items()} | {
+        name: told(call) for name, call in calls.items()
+    }
+
+
+def test_an_offloaded_engine_and_lost_gradients_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1, after_failures, str(tmp_path / "adapter"))
+    for name in ("stream", "gradients", "export", "load"):
+        assert OFFLOADED in found[f"offloaded {name}"]
+        expected = "the gradients of this step were lost" if name == "gradients" else "nothing"
+        assert expected in found[name]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from postlude.engine.failure_state import FailureState
 from postlude.engine.stages import Stages
 from postlude.engine.streaming import StreamedTensor, WeightDelta, is_owner, plan_buckets, stream
 from postlude.hf.family import Family, TensorMapping
@@ -40,6 +41,7 @@ class AdaptedModel(Protocol):
     block_types: Mapping[str, type[Block]]
     family: Family | None
     adapters: Adapters
+    failure_state: FailureState
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -58,7 +60,6 @@ class Adapters:
         blocks: Mapping[str, type[Block]],
         weights: WeightStorage,
     ) -> None:
-        self.lora = lora
         self.configs: Mapping[str, AdapterConfig] = NO_ADAPTERS
         self._fingerprint: str | None = None
         if lora is not None:
@@ -122,6 +123,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def stream_adapters(engine: AdaptedModel, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields all tensors of an engine's adapters, or their gradients, whole, in fp32, by our names, on every rank."""
+    engine.failure_state.check(gradients=gradients)
     tensors = {name: each.grad if gradients else each for name, each in engine.parameters.items() if is_adapter(name)}
     local = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     planned = plan_adapter_tensors(engine.config, engine.block_types, engine.adapters.configs)
@@ -146,6 +148,7 @@ def export_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> P
 @torch.no_grad()
 def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> None:
     """Copies adapters that `export_adapter` or peft wrote into an engine whose adapters have the same shapes."""
+    engine.failure_state.check()
     _check_has_adapters(engine)
     configs, pairs = on_rank0(
         lambda: from_peft(*read_adapter(directory), engine.config, engine.family, engine.block_types)
@@ -157,11 +160,12 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> Non
                 f"{directory} has another adapter of {name}: {there or 'none'} there, {here or 'none'} here. Give the "
                 "engine the lora that it was made with."
             )
-    for name, parameter in engine.parameters.items():
-        if is_adapter(name):
-            layer, leaf = name.rsplit(".adapter.", 1)
-            whole = pairs[layer]["ab".index(leaf)]
-            local_shard(parameter).copy_(whole[region(parameter)])
+    with engine.failure_state.guard_write("load_adapter"):
+        for name, parameter in engine.parameters.items():
+            if is_adapter(name):
+                layer, leaf = name.rsplit(".adapter.", 1)
+                whole = pairs[layer]["ab".index(leaf)]
+                local_shard(parameter).copy_(whole[region(parameter)])
 
 
 def _check_has_adapters(engine: AdaptedModel) -> None:

@@ -6,14 +6,21 @@ The adapter of one layer is `parallel.Adapter`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig
 from postlude.model.blocks import Block
-from postlude.model.parallel import Linear
+
+
+class AdaptableLayer(Protocol):
+    """A layer that can have an adapter."""
+
+    def add_adapter(self, config: AdapterConfig) -> None:
+        """Gives the layer a new adapter."""
+        ...
 
 
 def add_adapters(blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig]) -> None:
@@ -21,7 +28,7 @@ def add_adapters(blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig])
     for block in blocks:
         for name, layer in block.named_modules():
             if config := adapters.get(f"{block.name}.{name}"):
-                cast(Linear, layer).add_adapter(config)
+                cast(AdaptableLayer, layer).add_adapter(config)
                 block.adapted = True
 
 

@@ -12,7 +12,9 @@ from postlude.recipes.config.settings import TrainingConfig
 
 
 def adapter_parameters(config: TrainingConfig, family: Family | None, model: ModelConfig) -> int:
-    """Returns the parameters of all adapters. Raises ValueError for targets that the model does not have."""
+    """Returns the parameters of all adapters, 0 without LoRA. Raises ValueError for targets that do not exist."""
+    if config.lora is None:
+        return 0
     adapters = Adapters(config.lora, model, family, BLOCKS, config.weights)
     return sum(tensor.size for tensor in plan_adapter_tensors(model, BLOCKS, adapters.configs))
 
