@@ -151,15 +151,13 @@ class Bench:
         self.batch = Batch(
             [torch.randint(case.model.vocab_size, (case.tokens,), generator=generator) for _ in range(count)]
         )
-        self.dealt = self.deal()
+        self.dealt = self.shard_batch()
         self.times: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
         self.rest: dict[str, list[float]] = defaultdict(list)
 
     def shard_batch(self) -> Any:
         engine = self.engine
-        return shard_batch(
-            self.batch, engine.mesh, budget=engine.budget, vocab_size=engine.config.vocab_size, device=self.device
-        )
+        return shard_batch(self.batch, engine.mesh, engine.config, budget=engine.budget, device=self.device)
 
     def clock(self) -> float:
         if self.device.type == "cuda":
@@ -212,7 +210,7 @@ class Bench:
         dist.barrier()
         self.rest["optimizer"].append(self.timed(engine.optimizer_step)[0])
         dist.barrier()
-        self.rest["deal"].append(self.timed(self.deal)[0])
+        self.rest["deal"].append(self.timed(self.shard_batch)[0])
         if self.layout.pp > 1:
             self.rest["transfer"].append(self.transfer())
 

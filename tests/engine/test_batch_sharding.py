@@ -14,12 +14,14 @@ from postlude import Layout
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import shard_batch
+from postlude.hf.read_model import model_from_hf
 from tests.engine.training import BUDGET, LENGTHS, batch, build, config, policy, told
 from tests.equality import assert_equal
 from tests.meshes import mesh
 
 CPU = torch.device("cpu")
 DENSE = config("tiny-dense")
+MODEL = model_from_hf(DENSE)[1]
 HOLDERS = (1, 0, 0, 1, 1, 0, 1, 0, 1, 1)
 
 
@@ -95,7 +97,7 @@ class Counted(Sequence[Any]):
 
 def read_rows(group: dist.ProcessGroup) -> tuple[set[int], set[int]]:
     sequences = Counted(batch(1).sequences)
-    found = shard_batch(Batch(sequences), mesh(Layout(dp_shard=4)), budget=8 * BUDGET, vocab_size=256, device=CPU)
+    found = shard_batch(Batch(sequences), mesh(Layout(dp_shard=4)), MODEL, budget=8 * BUDGET, device=CPU)
     return sequences.seen, {index for each in found.microbatches for index in each.sequences}
 
 
@@ -219,8 +221,8 @@ def numbers(group: dist.ProcessGroup) -> list[Any]:
     here = mesh(Layout(dp_shard=2))
     pairs = [torch.ones(3, 2), torch.ones(2, 2)]
     both = Batch([[1, 2, 3], [4, 5]], {"weight": [[1, 2, 3], [0.5, 0.5]], "pairs": pairs})
-    found = shard_batch(both, here, budget=3, vocab_size=9, device=CPU)
-    one = shard_batch(Batch([[1, 2, 3]], {"pairs": pairs[:1]}), here, budget=3, vocab_size=9, device=CPU)
+    found = shard_batch(both, here, MODEL, budget=3, device=CPU)
+    one = shard_batch(Batch([[1, 2, 3]], {"pairs": pairs[:1]}), here, MODEL, budget=3, device=CPU)
     weight, pair = found.microbatches[0].columns["weight"], one.microbatches[0].columns["pairs"]
     return [weight.dtype, found.counts, pair.shape[1:], one.counts]
 

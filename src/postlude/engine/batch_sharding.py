@@ -26,7 +26,7 @@ from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype
 from postlude.engine.consistency import UNKNOWN, ConsistencyCheck, for_backend
 from postlude.engine.normalizer import count_name
 from postlude.model.config import ModelConfig
-from postlude.model.routing import Routers, check_experts
+from postlude.model.routing import check_experts
 from postlude.world.agreement import Rank0Controller
 from postlude.world.mesh import Mesh
 
@@ -169,19 +169,17 @@ def _rows_of(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
 def shard_batch(
     batch: Batch,
     mesh: Mesh,
+    config: ModelConfig,
     *,
     budget: int,
-    vocab_size: int,
     device: torch.device,
-    depths: int = 0,
-    routers: Routers | None = None,
     step_counts: Mapping[str, float] | None = None,
 ) -> LocalBatch:
     """Returns this rank's microbatches of a batch. Every rank raises if one does, or if their batches differ.
 
     `step_counts` are the denominators of the step, if the caller gave them: they must be equal on every rank.
     """
-    rank, ranks = mesh.dp.rank, mesh.dp.size
+    rank, ranks, depths = mesh.dp.rank, mesh.dp.size, len(config.pattern.mtp)
     check = ConsistencyCheck(device)
     # The verb phrase completes an error message: "rank 3 could not plan its microbatches".
     with check.exchange("plan its microbatches") as compared:
@@ -205,9 +203,9 @@ def shard_batch(
     column_entries = len(batch.columns) * ENTRIES_PER_COLUMN
     with check.exchange("read its part of the batch", count=column_entries + ranks) as compared:
         content = _content_of(batch, plan, rank, bin_indices)
-        _check_vocabulary(content.tokens, vocab_size)
+        _check_vocabulary(content.tokens, config.vocab_size)
         if ROUTING in content.columns and len(content.tokens):
-            check_experts(content.columns[ROUTING], routers or {})
+            check_experts(content.columns[ROUTING], config.routers)
         for name, column in content.columns.items():
             has_rows = len(content.tokens) > 0
             compared.extend(

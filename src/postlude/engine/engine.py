@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.reference import Reference
-from postlude.engine.result import Result, StepResult
+from postlude.engine.result import Outputs, Result, StepResult
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
@@ -211,8 +211,9 @@ class Engine:
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
             values = accumulator.reduce(self._reports_results)
+            outputs = self._gather_outputs(objective, local, accumulator)
         self.failure_state.raise_loss_error(accumulator.loss_error, "forward_backward", gradients=True)
-        return self._result(values, local, accumulator.layer_totals)
+        return self._result(values, local, outputs, *accumulator.layer_totals)
 
     def count(self, *batches: Batch) -> dict[str, float]:
         """Returns the denominators of a step of these batches: `counts` for the `forward_backward` of each."""
@@ -222,15 +223,16 @@ class Engine:
                 total[name] = total.get(name, 0.0) + count
         return total
 
-    def evaluate_loss(self, batch: Batch, objective: Objective) -> Result:
+    def evaluate_loss(self, batch: Batch, objective: Objective, counts: Mapping[str, float] | None = None) -> Result:
         """Returns what `forward_backward` would, without a backward and without the layers' metrics."""
-        local = self._shard(batch)
-        accumulator = self._metric_accumulator(objective, local)
+        local = self._shard(batch, counts)
+        accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
             self.local_stages.forward(local.microbatches, lambda inputs: accumulator.evaluate(objective, inputs))
             values = accumulator.reduce(self._reports_results)
+            outputs = self._gather_outputs(objective, local, accumulator)
         self.failure_state.raise_loss_error(accumulator.loss_error, "evaluate_loss")
-        return self._result(values, local)
+        return self._result(values, local, outputs)
 
     def _metric_accumulator(
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
@@ -241,10 +243,15 @@ class Engine:
         normalizer = LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size)
         return MetricAccumulator(normalizer, self.metric_index)
 
-    def _result(self, metrics: dict[str, float], local: LocalBatch, layer_totals: Sequence[float] = ()) -> Result:
-        layers, plan = self.layer_metrics.compute(layer_totals), local.plan
+    def _gather_outputs(self, objective: Objective, local: LocalBatch, accumulator: MetricAccumulator) -> Outputs:
+        if not getattr(objective, "has_outputs", False) or accumulator.loss_error is not None:
+            return {}
+        return local.gather_results(accumulator.outputs, shifted=True, device=self.device)
+
+    def _result(self, metrics: dict[str, float], local: LocalBatch, outputs: Outputs, *totals: float) -> Result:
+        layers, plan = self.layer_metrics.compute(totals), local.plan
         loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
-        return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors)
+        return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors, outputs)
 
     def optimizer_step(self) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients."""
@@ -480,14 +487,7 @@ class Engine:
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
         return shard_batch(
-            batch,
-            self.mesh,
-            budget=self.budget,
-            vocab_size=self.config.vocab_size,
-            device=self.device,
-            depths=len(self.config.pattern.mtp),
-            routers=self.config.routers,
-            step_counts=step_counts,
+            batch, self.mesh, self.config, budget=self.budget, device=self.device, step_counts=step_counts
         )
 
     @property

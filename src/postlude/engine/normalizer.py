@@ -157,6 +157,7 @@ class MetricAccumulator:
         self.normalizer = normalizer
         self.metric_index = metric_index or MetricIndex()
         self.entries: dict[str, tuple[Reduction, list[Tensor], list[Tensor]]] = {}
+        self.outputs: list[Mapping[str, Tensor]] = []  # of each microbatch; empty on all stages but the last
         self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
         self.layer_totals: list[float] = []  # [n] over all ranks, after `reduce`
         self.loss_error: Exception | None = None
@@ -170,6 +171,7 @@ class MetricAccumulator:
         loss = objective(inputs)
         if not isinstance(loss, Loss):
             raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
+        self.outputs.append(loss.outputs)
         try:
             value = self.normalizer.loss(loss, inputs.microbatch)
             self.add_loss(value)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from postlude.objectives.loss import Reduction
+
+
+Outputs: TypeAlias = "Mapping[str, list[Tensor]]"
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Result:
     """How each metric was reduced, so that those of several passes can be combined."""
     layer_vectors: Mapping[str, list[float]] = field(default_factory=dict)
     """Sums of each layer that have several numbers, such as the load of each expert: "moe/layer_03/load"."""
+    outputs: Outputs = field(default_factory=dict)
+    """The objective's `Loss.outputs`: a tensor [length, ...] per sequence, as `Engine.evaluate_tokens` returns them."""
 
 
 @dataclass(frozen=True)

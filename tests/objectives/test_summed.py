@@ -1,0 +1,202 @@
+"""Losses that are sums over given targets equal their formulas in float64: loss, log-probs and every gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from postlude import LanguageModel, Layout, pack
+from postlude.data import Batch
+from postlude.engine import Engine
+from postlude.hf.builtin import BUILTIN
+from postlude.hf.read_model import model_from_hf
+from postlude.model.parallel import local_shard, region
+from postlude.objectives.summed import SUM, SUMMED_LOSSES
+from tests.conftest import Ranks
+from tests.equality import TOLERANCE
+from tests.meshes import mesh
+
+LENGTHS = (9, 6, 1, 8, 11, 5)  # positions; a sequence has one more token
+K = 3
+Columns = dict[str, Tensor]
+
+
+def clipped(ratio: Tensor, columns: Columns, low: float, high: float) -> Tensor:
+    low_bounds = columns.get("clip_low_threshold", torch.full_like(ratio, low))
+    high_bounds = columns.get("clip_high_threshold", torch.full_like(ratio, high))
+    return torch.stack([r.clamp(float(a), float(b)) for r, a, b in zip(ratio, low_bounds, high_bounds, strict=True)])
+
+
+def cross_entropy(p: Tensor, c: Columns) -> Tensor:
+    return -(c["weights"] * p).sum()
+
+
+def importance_sampling(p: Tensor, c: Columns) -> Tensor:
+    return -((p - c["logprobs"]).exp() * c["advantages"]).sum()
+
+
+def ppo(p: Tensor, c: Columns, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+    ratio = (p - c["logprobs"]).exp()
+    bounded = clipped(ratio, c, clip_low_threshold, clip_high_threshold)
+    return -torch.minimum(ratio * c["advantages"], bounded * c["advantages"]).sum()
+
+
+def cispo(p: Tensor, c: Columns, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+    bounded = clipped((p - c["logprobs"]).exp().detach(), c, clip_low_threshold, clip_high_threshold)
+    return -(bounded * p * c["advantages"]).sum()
+
+
+def dro(p: Tensor, c: Columns, beta: float = 0.05) -> Tensor:
+    return -(p * c["advantages"] - 0.5 * beta * (p - c["logprobs"]) ** 2).sum()
+
+
+def gspo(p: Tensor, c: Columns, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
+    kept = c["sequence_ratio_mask"] != 0
+    log_s = (p.detach() - c["logprobs"])[kept].mean() if kept.any() else torch.zeros((), dtype=p.dtype)
+    ratio = (log_s + p - p.detach()).exp()
+    bounded = clipped(ratio, c, clip_low_threshold, clip_high_threshold)
+    return -torch.minimum(ratio * c["advantages"], bounded * c["advantages"]).sum()
+
+
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
+}
+CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the loss, its settings, whether bounds are given per token
+    "cross_entropy": ("cross_entropy", {}, False),
+    "several targets": ("cross_entropy", {}, False),
+    "importance_sampling": ("importance_sampling", {}, False),
+    "ppo": ("ppo", {}, False),
+    "ppo narrow": ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}, False),
+    "ppo bounds per token": ("ppo", {}, True),
+    "cispo": ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, False),
+    "cispo bounds per token": ("cispo", {}, True),
+    "dro": ("dro", {"beta": 0.7}, False),
+    "gspo": ("gspo", {}, False),
+    "gspo narrow": ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}, False),
+}
+
+
+def tiny() -> Any:
+    config = BUILTIN["tiny-dense"]()
+    config.initializer_range = 0.1
+    config.num_hidden_layers = 2
+    return config
+
+
+@functools.cache
+def whole_model() -> LanguageModel:
+    model = LanguageModel(model_from_hf(tiny())[1])
+    model.reset(0)
+    return model.double()
+
+
+@functools.cache
+def given(case: str) -> tuple[list[Tensor], list[Columns]]:
+    """Returns the inputs [length] and the columns [length], or [length, K], of each sequence: targets are random."""
+    generator = torch.Generator().manual_seed(7)
+    model = whole_model()
+
+    def random(length: int) -> Tensor:
+        return torch.randn((length, K) if case == "several targets" else (length,), generator=generator)
+
+    inputs, columns = [], []
+    for length in LENGTHS:
+        tokens = torch.randint(model.config.vocab_size, (length,), generator=generator)
+        shape = (length, K) if case == "several targets" else (length,)
+        targets = torch.randint(model.config.vocab_size, shape, generator=generator)
+        row = {"target_tokens": targets, "weights": random(length), "advantages": random(length)}
+        with torch.no_grad():
+            row["logprobs"] = logprobs(tokens, targets).float() + 0.3 * random(length)
+        row["sequence_ratio_mask"] = (random(length) > 0).float()
+        if CASES[case][2]:
+            row["clip_low_threshold"] = 0.8 + 0.1 * random(length).abs()
+            row["clip_high_threshold"] = 1.2 + 0.1 * random(length).abs()
+        inputs.append(tokens)
+        columns.append(row)
+    return inputs, columns
+
+
+def logprobs(tokens: Tensor, targets: Tensor) -> Tensor:
+    (alone,) = pack([tokens], budget=len(tokens))
+    rows = whole_model()(alone).log_softmax(-1)
+    assert rows.dtype == torch.float64
+    return rows.gather(1, targets.view(len(tokens), -1)).view(targets.shape)
+
+
+@functools.cache
+def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    loss_name, settings, _ = CASES[case]
+    model, total, found = whole_model(), torch.zeros((), dtype=torch.float64), []
+    for tokens, columns in zip(*given(case), strict=True):
+        p = logprobs(tokens, columns["target_tokens"])
+        found.append(p.detach())
+        total = total + FORMULAS[loss_name](p, {name: column.double() for name, column in columns.items()}, **settings)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return float(total.detach()), found, dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
+
+
+def batch_of(case: str) -> Batch:
+    """A position and its target are a token and a value of the next: a sequence gets one more token."""
+    inputs, rows = given(case)
+
+    def shifted(values: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(values[:1]), values])
+
+    columns = {name: [shifted(row[name]) for row in rows] for name in rows[0]}
+    return Batch([torch.cat([tokens, tokens[-1:]]) for tokens in inputs], columns)
+
+
+@functools.cache
+def engine_of(layout: str) -> Engine:
+    return Engine(tiny(), mesh=mesh(Layout.parse(layout)), budget=24)
+
+
+def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]]:
+    """Returns how far the loss, the log-probs and the gradients of each case are from those in float64."""
+    engine, differences = engine_of(layout), {}
+    for case, (loss_name, settings, _) in CASES.items():
+        loss, found, gradients = expected(case)
+        batch, objective = batch_of(case), SUMMED_LOSSES[loss_name](**settings)
+        engine.zero_grad()
+        evaluated = engine.evaluate_loss(batch, objective, counts=SUM)
+        assert all(parameter.grad is None for parameter in engine.parameters.values())
+        result = engine.forward_backward(batch, objective, counts=SUM)
+        off = {"loss": abs(result.loss - loss) / abs(loss), "evaluated": abs(evaluated.loss - loss) / abs(loss)}
+        for outputs in (result.outputs, evaluated.outputs):
+            returned = torch.cat([rows[1:].flatten() for rows in outputs["logprobs"]])
+            wanted = torch.cat([rows.flatten() for rows in found])
+            off["logprobs"] = max(off.get("logprobs", 0.0), float((returned - wanted).abs().max() / wanted.abs().max()))
+        assert [len(rows) for rows in result.outputs["logprobs"]] == [length + 1 for length in LENGTHS]
+        for name, parameter in engine.parameters.items():
+            assert parameter.grad is not None
+            whole = gradients[name]
+            off[name] = float((local_shard(parameter.grad) - whole[region(parameter)]).abs().max() / whole.abs().max())
+        differences[case] = off
+    assert len({round(expected(case)[0], 6) for case in CASES}) == len(CASES)  # every setting and bound has an effect
+    return differences
+
+
+@pytest.mark.parametrize(("layout", "size"), [("tp=1", 1), ("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("dp_shard=2", 2)])
+def test_equals_the_float64_formula(ranks: Ranks, layout: str, size: int) -> None:
+    for differences in ranks(size, compare, layout):
+        for case, off in differences.items():
+            assert max(off.values()) <= TOLERANCE, (
+                case,
+                {name: value for name, value in off.items() if value > TOLERANCE},
+            )
+
+
+def test_a_setting_out_of_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip_low_threshold is -1, but it must be a number of at least 0"):
+        SUMMED_LOSSES["ppo"](clip_low_threshold=-1.0)  # type: ignore[call-arg]
