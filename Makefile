@@ -32,7 +32,7 @@ SEED   ?= 0
 LAYOUT ?=
 
 demo: $(READY)
-	$(BIN)/postlude grpo recipes/demo.yaml --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
+	$(BIN)/postlude demo --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
 
 # The same on a local Ray, completions sampled while the trainer trains on earlier ones: by native generators, or with
 # ROLLOUT=vllm and VLLM_PYTHON, an interpreter that has it (`make $(SERVING)/.ready` makes one for the CPU).
@@ -40,7 +40,7 @@ ROLLOUT   ?= generators
 STALENESS ?= 1
 
 demo-async: $(READY)
-	$(BIN)/postlude grpo recipes/demo.yaml --ray --run $(RUN)-async --seed $(SEED) --asynchrony.max_staleness $(STALENESS) \
+	$(BIN)/postlude demo --ray --run $(RUN)-async --seed $(SEED) --asynchrony.max_staleness $(STALENESS) \
 		--old_logprobs recompute --objective.correction.level token \
 		--rollout $(ROLLOUT) $(if $(VLLM_PYTHON),--model tiny-wide --rollout.python $(VLLM_PYTHON) --rollout.gpus 0)
 

@@ -1,6 +1,6 @@
 """An environment with a tool: a model learns from rewards to use a calculator.
 
-    postlude grpo recipes/calculator.yaml
+    postlude grpo examples/calculator.yaml
 
 A turn that begins with "?" is a tool call: the rest is calculated, and the model reads the result. Any other turn is
 the final answer. Half of the warm-start examples call the tool; the other half give up with "-". Only rewards tell the

@@ -1,4 +1,4 @@
-"""A recipe of your own: postlude examples/recipe.py:RowMeanTrainer recipes/tiny-sft.yaml --short_row_weight 2
+"""A recipe of your own: postlude examples/recipe.py:RowMeanTrainer tiny-sft --short_row_weight 2
 
 SFT in which every row of the dataset counts the same, whatever its length, except that short rows can have another
 weight. The command has --help, --dry-run, every parallel layout, checkpoints that continue, and a report.

@@ -1,6 +1,6 @@
 """A rollout server of your own: the class by which a run talks to it.
 
-    postlude grpo recipes/demo.yaml --rollout http://gpu-7:8000 --rollout.api examples/rollout_server.py:MinimalAPI
+    postlude grpo demo --rollout http://gpu-7:8000 --rollout.api examples/rollout_server.py:MinimalAPI
 
 The server of this example has four routes with JSON bodies:
 

@@ -367,13 +367,13 @@ class TestVerify:
 class TestGrpo:
     @pytest.mark.slow
     def test_a_dry_run_prints_the_whole_config(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["grpo", "recipes/demo.yaml", "--dry-run", "--optimizer.lr", "3e-5", "--layout", "pp=2"]) == 0
+        assert main(["grpo", "demo", "--dry-run", "--optimizer.lr", "3e-5", "--layout", "pp=2"]) == 0
         told = capsys.readouterr().out
         assert "lr: 3.0e-05" in told or "lr: 3e-05" in told
         assert "pp: 2" in told
 
     def test_mistakes_are_sentences(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        assert main(["grpo", "recipes/demo.yaml", "--optimzer.lr", "1"]) == 2
+        assert main(["grpo", "demo", "--optimzer.lr", "1"]) == 2
         assert 'did you mean "optimizer.lr"?' in capsys.readouterr().err
         assert main(["grpo", str(tmp_path / "none.yaml")]) == 2
         assert "none.yaml" in capsys.readouterr().err

@@ -55,7 +55,7 @@ COMMANDS = [
     for _, block in blocks_of(page, "bash")
     for text in block.splitlines()
     if (words := shlex.split(text, comments=True))[:1] == ["postlude"] and words[1] in RECIPES
-    if len(words) > 2 and (ROOT / words[2]).is_file()
+    if len(words) > 2 and not words[2].startswith("-") and words[2] not in ("CONFIG.yaml", "my.yaml")
 ]
 
 
@@ -124,7 +124,7 @@ def test_the_readme_states_the_length_of_the_core_path() -> None:
 
 def test_every_package_is_in_the_table_of_packages() -> None:
     table = ARCHITECTURE.split("## Packages", 1)[1].split("\n## ", 1)[0]
-    source = [path for path in (ROOT / "src" / "postlude").iterdir() if not path.name.startswith("__")]
+    source = [path for path in (ROOT / "src" / "postlude").iterdir() if not path.name.startswith(("__", "py.typed"))]
     names = {f"{path.name}/" if path.is_dir() else path.name for path in source}
     assert set(re.findall(r"^\| `([\w./]+)` \|", table, re.MULTILINE)) == names
 

@@ -119,7 +119,7 @@ ENVIRONMENT_RUN = (
 @pytest.mark.slow
 def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
     runs = [
-        ranks(size, metrics_of, "grpo", "recipes/calculator.yaml", f"--run={tmp_path / str(size)}", *words)[0]
+        ranks(size, metrics_of, "grpo", "examples/calculator.yaml", f"--run={tmp_path / str(size)}", *words)[0]
         for size, words in ((1, ENVIRONMENT_RUN), (2, (*ENVIRONMENT_RUN, "--layout=tp=2")))
     ]
     assert runs[0][-1]["turns_mean"] > 1  # some call the tool
@@ -130,7 +130,7 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path
 @pytest.mark.slow
 def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
     """As a command, which starts the two ranks."""
-    recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "recipes/tiny-sft.yaml"
+    recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "tiny-sft"
     words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
     command = [sys.executable, "-m", "postlude", recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}"]
     done = subprocess.run([*command, "--device=cpu"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -191,7 +191,7 @@ def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(r
         url, api = f"http://localhost:{server.server_port}", EXAMPLES / "rollout_server.py:MinimalAPI"
         words = (*ENVIRONMENT_RUN, "--steps=2", "--layout=tp=2")
         served = (f"--rollout={url}", f"--rollout.api={api}")
-        config = "recipes/calculator.yaml"
+        config = "examples/calculator.yaml"
         native = ranks(2, metrics_of, "grpo", config, *words, f"--run={tmp_path / 'native'}")[0]
         metrics = ranks(2, metrics_of, "grpo", config, *words, *served, f"--run={tmp_path / 'served'}")[0]
         assert server.version.endswith(".25")  # of the last step but one

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file
     [*BUILTIN, *PACKAGED]
 )
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
+DEMO = "demo"  # a command, and the packaged config that it runs
 Command = Callable[[argparse.Namespace], int | None]
 
 
@@ -125,8 +127,13 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if self.recipe is not None:
             from postlude.recipes.config.load import describe
+            from postlude.recipes.config.packaged import config_names
 
-            self.description = "Fields are set in CONFIG.yaml, or by --field value, which overrides it:\n\n"
+            self.description = (
+                "CONFIG is a YAML file, or the name of a config that comes with Postlude: "
+                f"{', '.join(name for name in config_names() if '/' not in name)}.\n"
+                "Fields are set there, or by --field value, which overrides it:\n\n"
+            )
             self.description += describe(self.recipe.config)
         return super().format_help()
 
@@ -137,6 +144,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if words and ".py:" in words[0]:
         recipes[words[0]] = _user_recipe(words[0])
     file = words.pop(1) if words[:1] and words[0] in recipes and words[1:] and not words[1].startswith("-") else None
+    recipes[DEMO] = replace(RECIPES["grpo"], help="train a small policy on rewards, on a CPU: `grpo demo`")
+    file = DEMO if words[:1] == [DEMO] else file
     parser, commands = _parser(recipes)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, 1)
@@ -185,7 +194,7 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
         command = commands.add_parser(
             name,
             help=recipe.help,
-            usage=f"postlude {name} [CONFIG.yaml] [--field value ...] [options]",
+            usage=f"postlude {name} {'' if name == DEMO else '[CONFIG] '}[--field value ...] [options]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_recipe(command)
@@ -419,7 +428,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--recipe",
         nargs=2,
-        metavar=("RECIPE", "CONFIG.yaml"),
+        metavar=("RECIPE", "CONFIG"),
         help="take layout, batch, recompute, overlap, storage and reference from a recipe's config",
     )
     command.add_argument(

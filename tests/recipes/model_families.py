@@ -1,4 +1,4 @@
-"""A tiny model of each family that recipes/models trains: its config.json with small sizes, and random weights."""
+"""A tiny model of each family that configs/models trains: its config.json with small sizes, and random weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from postlude.hf.builtin import BYTE_VOCABULARY, END
 from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.config.packaged import DIRECTORY as PACKAGED
 from tests.hf.families import randomise
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes" / "models"
+RECIPES = PACKAGED / "models"
 
 # Every degree of the small layouts divides these, and four layers make four stages.
 SIZES = {

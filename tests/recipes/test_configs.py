@@ -11,6 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.packaged import DIRECTORY
 from postlude.recipes.config.raw import Loader
 from postlude.recipes.config.schema import file_schema, options, plain
 from postlude.recipes.registry import RECIPES
@@ -19,7 +20,7 @@ from postlude.recipes.report.summary import read_summary
 from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+FILES = [*sorted(DIRECTORY.glob("*.yaml")), ROOT / "examples" / "calculator.yaml"]
 
 
 def command_of(file: Path) -> str:
@@ -220,7 +221,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
         ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
         ("tiny-eval", ("--tasks=8", f"--model={directory}/demo/model")),
     ):
-        file = ROOT / "recipes" / f"{name}.yaml"
+        file = DIRECTORY / f"{name}.yaml"
         command = RECIPES[command_of(file)]
         config: Any = load(command.config, file, [f"--run={directory}/{name}", *sizes])
         command.run(config, "cpu")

@@ -121,7 +121,7 @@ def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) ->
 # What answers of a model over bytes differ in before it has learned anything, so that every step has a gradient.
 SPREAD = (
     "--environment=dataset",
-    f"--environment.path={Path(__file__).parents[2] / 'recipes' / 'data' / 'tool_sums.jsonl'}",
+    f"--environment.path={Path(__file__).parents[2] / 'examples' / 'data' / 'tool_sums.jsonl'}",
     f"--environment.reward={Path(__file__).parents[1] / 'rollout' / 'functions.py'}:ascii_share",
     "--environment.workers=0",
 )

@@ -19,6 +19,7 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import USABLE_MEMORY
+from postlude.recipes.config.packaged import DIRECTORY as PACKAGED
 from postlude.recipes.config.raw import Loader
 from postlude.recipes.config.rollout import LaunchedVLLM
 from postlude.recipes.config.schema import file_schema
@@ -92,7 +93,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
     monkeypatch.setenv("COLUMNS", "200")
     words, memory, bubble = planned(name)
     assert words.startswith(
-        f"plan recipes/models/configs/{model}/config.json --recipe {command} recipes/models/{name}.yaml"
+        f"plan models/configs/{model}/config.json --recipe {command} models/{name}"
     )
     assert main(shlex.split(words)) == 0, "it fits"
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
@@ -102,7 +103,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
     assert needed <= USABLE_MEMORY * usable, "as much stays free as a search leaves"
     config, page = recipe(name), (ROOT / "docs" / "recipes.md").read_text()
     row = f"`{degrees(config.layout)}` | {memory.partition(' of ')[0]} | {bubble} |"
-    assert f"[{name}](../recipes/models/{name}.yaml) | {row}" in page
+    assert f"[{name}](../src/postlude/configs/models/{name}.yaml) | {row}" in page
     servers = config.rollout if command == "grpo" else None
     serving = int(servers.count * servers.gpus) if isinstance(servers, LaunchedVLLM) else 0
     assert config.layout.world_size + serving == gpus
@@ -121,14 +122,15 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
 COMMON = ("--steps=3", "--save_every=0", "--export=false", "--loggers=[]", "--budget=256")
 COMMON += ("--optimizer.lr=1e-4", "--optimizer.schedule.warmup=0", "--dtype=float32", "--weights=fp32")
 ROWS = ("--batch_size=6", "--held_out.rows=0")
-DATA = ROOT / "recipes" / "data"
+DATA = PACKAGED / "data"
+TOOL_SUMS = ROOT / "examples" / "data" / "tool_sums.jsonl"
 FAULTY = Path(__file__).parent / "scaled_objective.py"
 TINY = {
     "sft": (*COMMON, *ROWS, f"--data.path={DATA / 'sums.jsonl'}"),
     "dpo": (*COMMON, *ROWS, f"--data.path={DATA / 'sum_pairs.jsonl'}"),
     "grpo": (
         *COMMON,
-        f"--environment.path={DATA / 'tool_sums.jsonl'}",
+        f"--environment.path={TOOL_SUMS}",
         f"--environment.reward={ROOT / 'tests' / 'rollout' / 'functions.py'}:ascii_share",
         "--environment.workers=0",
         "--rollout=native",

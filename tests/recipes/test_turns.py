@@ -271,7 +271,7 @@ def test_the_example_of_a_tool_answers_and_judges() -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_example_of_a_tool_learns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "postlude", "grpo", "recipes/calculator.yaml", "--run", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "postlude", "grpo", "examples/calculator.yaml", "--run", str(tmp_path / "run")]
     subprocess.run(
         [*command, "--loggers=[]", "--export=false"], cwd=ROOT, check=True, timeout=1200, capture_output=True
     )

@@ -19,6 +19,7 @@ from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
 from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import USABLE_MEMORY, SearchResult, explain_time, search
+from postlude.recipes.config.packaged import find_packaged
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.formatting import format_bytes, format_duration
 from postlude.verify.cases import resolve_source
@@ -51,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(model: str, mtp: int) -> ModelConfig:
-    """Returns the config of a model directory, a config.json or postlude.json, a GGUF file or a built-in model."""
-    config = read_model(resolve_source(model)[0])[1]
+    """Returns the config of a model directory, a config.json (a packaged one too), a GGUF file or a built-in model."""
+    config = read_model(resolve_source(str(find_packaged(Path(model))))[0])[1]
     if mtp and not config.pattern.mtp:
         depths = f"/[{config.pattern.layers[-1]}]" * mtp
         config = replace(config, pattern=Pattern.parse(f"{config.pattern}{depths}", symbols=config.pattern.symbols))

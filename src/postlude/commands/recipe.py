@@ -74,5 +74,5 @@ def _config(options: argparse.Namespace, recipe: Recipe) -> Any:
     if options.from_checkpoint is not None:
         overrides += ["--model", str(find_checkpoint(options.from_checkpoint))]
     if options.config is None and not overrides and not options.dry_run:
-        raise ValueError("give a CONFIG.yaml, or fields such as --model; --dry-run alone shows what all of them are.")
+        raise ValueError("give a CONFIG, or fields such as --model; --dry-run alone shows what all of them are.")
     return recipe.read(options.config, overrides)

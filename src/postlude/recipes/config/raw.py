@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from yaml.representer import SafeRepresenter
 
+from postlude.recipes.config.packaged import config_names, find_config
 from postlude.recipes.config.schema import EXTENDS, KIND, join, plain
 
 COMMAND_LINE = "on the command line"
@@ -106,7 +107,7 @@ class RawValue:
 
 def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
     """Returns the tree of the file and of those that it extends, with settings and then overrides set in it."""
-    raw = RawValue("", "") if file is None else _read_over_base(file)
+    raw = RawValue("", "") if file is None else _read_over_base(find_config(file))
     for each in settings:
         _set_values(raw, plain(each))
     rest = list(overrides)
@@ -129,6 +130,9 @@ def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -
     if extends.scalar is None or not extends.scalar.value or extends.null:
         raise ConfigError(f'config key "{EXTENDS}" is {extends} {extends.where}; give the path of one config file.')
     base = Path(os.path.normpath(file.parent / Path(extends.scalar.value).expanduser()))
+    if not base.exists():  # it may be the name of a packaged config
+        packaged = find_config(Path(extends.scalar.value))
+        base = packaged if packaged.is_absolute() else base
     if any(base.resolve() == each.resolve() for each in chain):
         cycle = " → ".join(map(str, (*chain, base)))
         raise ConfigError(f'config key "{EXTENDS}" {extends.where} leads back to a file that it extends: {cycle}.')
@@ -151,7 +155,8 @@ def _read_file(file: Path, named: str) -> RawValue:
     if file.is_dir():
         raise ConfigError(f'"{file}"{named} is a directory; give the config file itself.')
     if not file.is_file():
-        others = {each.stem: each for each in file.parent.glob("*.y*ml")}
+        others = {Path(name).stem: Path(name) for name in config_names()}
+        others |= {each.stem: each for each in file.parent.glob("*.y*ml")}
         near = difflib.get_close_matches(file.stem, others, 1)
         hint = f'did you mean "{others[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
         raise ConfigError(f'there is no config file "{file}"{named}; {hint}')

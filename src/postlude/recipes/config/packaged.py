@@ -1,0 +1,25 @@
+"""Configs that are installed with Postlude: `postlude grpo demo` reads configs/demo.yaml of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parents[2] / "configs"
+
+
+def config_names() -> list[str]:
+    """Returns the names of the packaged configs, such as "demo" and "models/qwen3-8b-sft-8gpus"."""
+    files = [*DIRECTORY.glob("*.yaml"), *(DIRECTORY / "models").glob("*.yaml")]
+    return sorted(str(file.relative_to(DIRECTORY).with_suffix("")) for file in files)
+
+
+def find_packaged(path: Path, suffix: str = "") -> Path:
+    """Returns the packaged file at `path` plus `suffix`, or `path` if it exists or there is no such packaged file."""
+    packaged = DIRECTORY / f"{path}{suffix}"
+    inside = not path.is_absolute() and ".." not in path.parts
+    return packaged if inside and not path.exists() and packaged.is_file() else path
+
+
+def find_config(path: Path) -> Path:
+    """Returns the path of a config file, which may be the name of a packaged one."""
+    return find_packaged(path, ".yaml")

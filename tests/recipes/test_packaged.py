@@ -1,0 +1,65 @@
+"""Configs that come with the package are found by name, wherever the command is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from postlude.cli import _parse
+from postlude.recipes.config.load import ConfigError
+from postlude.recipes.config.packaged import DIRECTORY, config_names, find_config
+from postlude.recipes.registry import RECIPES
+
+GRPO = RECIPES["grpo"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_packaged_config_is_found_by_its_name(name: str) -> None:
+    assert find_config(Path(name)) == DIRECTORY / f"{name}.yaml"
+
+
+def test_a_packaged_config_finds_its_data_and_names_its_run(tmp_path: Path) -> None:
+    config = GRPO.read(Path("demo"))
+    assert config.environment.path.is_file()
+    assert config.run == Path("runs/demo"), "relative to the working directory"
+
+
+def test_a_file_of_the_user_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "demo").write_text("steps: 7\n")
+    assert GRPO.read(Path("demo")).steps == 7
+
+
+def test_a_file_can_extend_a_packaged_config(tmp_path: Path) -> None:
+    Path("mine.yaml").write_text("extends: demo\nsteps: 7\n")
+    config, demo = GRPO.read(Path("mine.yaml")), GRPO.read(Path("demo"))
+    assert config.model_dump() == demo.model_dump() | {"steps": 7}
+    Path("demo.yaml").write_text("extends: demo\nsteps: 8\n")
+    assert GRPO.read(Path("demo.yaml")).model_dump() == demo.model_dump() | {"steps": 8}
+    Path("demo").write_text("steps: 9\n")
+    assert GRPO.read(Path("mine.yaml")).seed == 0
+    assert GRPO.read(Path("mine.yaml")).prompts_per_step != demo.prompts_per_step, "the file beside it comes first"
+
+
+@pytest.mark.parametrize("name", ["dmo", "recipes/demo.yaml", "../demo.yml"])
+def test_a_name_that_is_nearly_one_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigError, match='did you mean "demo"?'):
+        GRPO.read(Path(name))
+
+
+def test_a_path_outside_of_the_package_is_not_looked_up_in_it() -> None:
+    for path in (Path("../configs/demo"), Path("/demo"), Path("data")):
+        assert find_config(path) == path
+
+
+def test_demo_is_a_command() -> None:
+    """It takes the fields of `grpo`, and no file."""
+    options = _parse(["demo", "--steps", "3", "--run", "runs/x"])
+    assert (options.module, options.config, options.parser.recipe.command) == ("recipe", Path("demo"), "grpo")
+    assert options.overrides == ["--steps", "3", "--run", "runs/x"]
+    assert options.resume_command.startswith("postlude demo --steps 3")
