@@ -24,7 +24,7 @@ from postlude.pool.open_pool import open_pool
 from postlude.pool.process_pool import _WorkerProcess
 from postlude.pool.worker_pool import CallResult, WorkerError
 from postlude.rollout.rewards import RewardPool, Score
-from postlude.rollout.verifiers import MathReward, extract
+from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (
     forking,
@@ -359,6 +359,16 @@ def test_mathematical_answers_are_compared_as_mathematics() -> None:
         assert [score.reward for score in failed] == [0.0, 0.0]
         assert "'' holds no mathematical answer" in str(failed[0].error)
         assert 'the example has no "answer"; it has: anwser' in str(failed[1].error)
+
+
+def test_exact_answers_are_compared_as_text() -> None:
+    """Spaces around them do not count, and a number in a row is its text."""
+    with closing(RewardPool(ExactReward(), workers=0)) as pool:
+        rows = [("14", "14"), (" 14\n", 14), ("14.0", "14"), ("so 14", "14"), ("", "14")]
+        scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer in rows])
+        assert [score.reward for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
+        (failed,) = score_all(pool, [("p", "3", {"anwser": "3"})])
+        assert 'the example has no "answer"; it has: anwser' in str(failed.error)
 
 
 def test_a_mathematical_answer_may_be_asked_for_in_a_tag() -> None:

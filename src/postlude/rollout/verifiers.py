@@ -24,6 +24,17 @@ def extract(completion: str, tag: str | None) -> str | None:
     return texts[-1].strip() if texts else None
 
 
+@dataclass(frozen=True)
+class ExactReward:
+    """1 if the completion is the text of the example's column, spaces around both left out, else 0."""
+
+    column: str = "answer"
+
+    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> float:
+        """Returns the reward."""
+        return float(completion.strip() == _column(example, self.column).strip())
+
+
 @dataclass
 class MathReward:
     """1 if the answer equals the example's column as mathematics, by math-verify, else 0.
@@ -47,9 +58,7 @@ class MathReward:
         """Returns the reward and its parts: "parsed", whether the completion has an answer, and "correct"."""
         if self._library is None:
             self.prepare()
-        if self.column not in example:
-            raise ValueError(f'the example has no "{self.column}"; it has: {", ".join(example)}')
-        expected = self._parse(f"\\boxed{{{_final(str(example[self.column]))}}}")
+        expected = self._parse(f"\\boxed{{{_final(_column(example, self.column))}}}")
         if not expected:
             raise ValueError(f"{example[self.column]!r} holds no mathematical answer")
         answer = extract(completion, self.tag)
@@ -141,6 +150,12 @@ def gym_dataset(name: str, settings: Mapping[str, Any]) -> Any:
         return library.create_dataset(name, **settings)
     except AssertionError as error:  # how the library refuses a setting
         raise ValueError(f'reasoning-gym refuses these settings of "{name}": {error}') from error
+
+
+def _column(example: Mapping[str, Any], name: str) -> str:
+    if name not in example:
+        raise ValueError(f'the example has no "{name}"; it has: {", ".join(example)}')
+    return str(example[name])
 
 
 def _import(module: str, package: str, purpose: str) -> Any:

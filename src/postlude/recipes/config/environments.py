@@ -19,7 +19,7 @@ from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
-from postlude.rollout.verifiers import MathReward
+from postlude.rollout.verifiers import ExactReward, MathReward
 from postlude.user_code import load_callable
 
 Code: TypeAlias = Annotated[str, InputPath("code")]
@@ -107,10 +107,11 @@ class TurnSettings(RewardSettings):
 
 
 class DatasetSettings(PromptSettings, WorkerSettings):
-    """Prompts of a file, with a reward function of yours or a comparison of mathematics."""
+    """Prompts of a file, with a reward function of yours or a comparison with answers."""
 
     reward: Code
-    """path/to/file.py:name of reward(prompt, completion, example), or "math" to compare with the row's "answer"."""
+    """path/to/file.py:name of reward(prompt, completion, example). Or a comparison with the row's "answer": "exact" as
+    text, "math" as mathematics."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
@@ -135,7 +136,8 @@ class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]
     """path/to/file.py:name of each tool. The chat template shows their names, docstrings and types to the model."""
     reward: Code
-    """path/to/file.py:name of reward(prompt, completion, example) for a completion without a call, or "math"."""
+    """path/to/file.py:name of reward(prompt, completion, example) for a completion without a call, or "exact" or
+    "math"."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
@@ -222,7 +224,8 @@ class TemplatedTasks:
 
 
 def _reward(reward: str) -> Any:
-    return MathReward() if reward == "math" else reward
+    built_in = {"exact": ExactReward, "math": MathReward}
+    return built_in[reward]() if reward in built_in else reward
 
 
 def _reward_pool(settings: RewardSettings, reward: Any, workers: int, pool_factory: PoolFactory | None) -> RewardPool:
