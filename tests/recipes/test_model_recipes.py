@@ -92,9 +92,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
     words, memory, bubble = planned(name)
-    assert words.startswith(
-        f"plan models/configs/{model}/config.json --recipe {command} models/{name}"
-    )
+    assert words.startswith(f"plan models/configs/{model}/config.json --recipe {command} models/{name}")
     assert main(shlex.split(words)) == 0, "it fits"
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
     assert printed["memory"].strip() == memory

@@ -21,6 +21,8 @@ class PromptState:
     sampling: SamplingParams
     unstarted: int
     """The number of its completions that have not started."""
+    adapter: str | None = None
+    """The adapter that it is sampled with; None for the model without one."""
 
 
 @dataclass(eq=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from postlude.generate.adapters import AdapterSlot, NamedAdapters
 from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
 from postlude.generate.forward import DecodeMicrobatches, all_logits
 from postlude.generate.paged_cache import PagedCache
@@ -29,16 +31,19 @@ def bucket(rows: int) -> int:
 class DecodeGraphs:
     """Runs decode steps: forward, sampling and the check for the end of completions, for the first `size` rows.
 
-    On a GPU each size is captured at its first use. The graph reads weights, rows and pages at the addresses of that
-    time. If CUDA cannot capture a step, it is logged once, and the host launches the steps of that size.
+    On a GPU each size is captured at its first use, for the model and for each slot of adapters. The graph reads
+    weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is logged once,
+    and the host launches the steps of that size.
     """
 
-    def __init__(self, model: LanguageModel, rows: DecodeRows, cache: PagedCache) -> None:
+    def __init__(self, model: LanguageModel, adapters: NamedAdapters, rows: DecodeRows, cache: PagedCache) -> None:
         self.model = model
+        self.adapters = adapters
         self.rows = rows
         self.cache = cache
         self._microbatches = DecodeMicrobatches()
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: WeakKeyDictionary[AdapterSlot, dict[tuple[int, bool], torch.cuda.CUDAGraph | None]]
+        self._graphs = WeakKeyDictionary()
         self._pool: Any = None  # memory that all graphs share, since one runs at a time
         self._stream: torch.cuda.Stream | None = None  # for all captures, since each stream keeps its own memory
 
@@ -47,9 +52,10 @@ class DecodeGraphs:
         if not self.rows.numbers.is_cuda:
             self._step(size, filtered)
             return
-        if (size, filtered) not in self._graphs:
-            self._graphs[size, filtered] = self._warm_up_and_capture(size, filtered)
-        graph = self._graphs[size, filtered]
+        graphs = self._graphs.setdefault(self.adapters.slot, {})
+        if (size, filtered) not in graphs:
+            graphs[size, filtered] = self._warm_up_and_capture(size, filtered)
+        graph = graphs[size, filtered]
         if graph is None:
             self._step(size, filtered)
         else:

@@ -7,13 +7,14 @@ token of every running completion. `scheduler.py` decides which ones run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.generate.adapters import NamedAdapters, Pairs
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import why_no_cuda_graph
@@ -24,6 +25,7 @@ from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
+from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 
@@ -45,6 +47,9 @@ class Generator:
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, if all blocks are `cuda_graphable` and the rank has
     the whole model. The cache and the graphs are kept for the next call; see `release`.
+
+    `load_adapter` adds LoRA adapters by name. A call names one of them, or none for the model itself. They are applied
+    unmerged: the model's weights do not change.
 
     Under tensor parallelism every rank makes the same call and gets the same completions. Under data parallelism each
     rank has its own prompts. If ranks share weights, each takes part in the steps of the others, so all must call.
@@ -95,7 +100,19 @@ class Generator:
         if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
+        self.adapters = NamedAdapters(model)
         self._buffers: GraphBuffers | None = None
+
+    def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs) -> None:
+        """Loads a LoRA adapter, or replaces the one of this name: see `NamedAdapters.load`.
+
+        `hf.read_peft.from_peft` returns `configs` and `pairs` of peft's files.
+        """
+        self.adapters.load(name, configs, pairs)
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter."""
+        self.adapters.remove(name)
 
     def generate(
         self,
@@ -104,23 +121,29 @@ class Generator:
         n: int = 1,
         *,
         first: int = 0,
+        adapter: str | None = None,
     ) -> list[list[Completion]]:
         """Returns `n` completions of each prompt of token ids, in the caller's order. A prompt is prefilled once.
 
-        `sampling` is one for all prompts, or one per prompt. Completions are numbered from `first`. If a completion
-        fails, the others are finished, and then its error is raised.
+        `sampling` is one for all prompts, or one per prompt. Completions are numbered from `first`. `adapter` is the
+        name of a loaded adapter. If a completion fails, the others are finished, and then its error is raised.
         """
         if n < 1:
             raise ValueError(f"n={n}: give at least 1 completion per prompt.")
         samplings = sampling_per_prompt(sampling, len(prompts))
         one_seed = isinstance(sampling, SamplingParams)  # then the seed of a prompt also depends on its index
         groups = [
-            self.new_completions(f"prompt {index}", tokens, params, n, index=index if one_seed else 0, first=first)
+            self.new_completions(
+                f"prompt {index}", tokens, params, n, index=index if one_seed else 0, first=first, adapter=adapter
+            )
             for index, (tokens, params) in enumerate(zip(prompts, samplings, strict=True))
         ]
         completions = [completion for group in groups for completion in group]
-        with self.inference_mode():
-            self._scheduler(completions, DecodeCapacity.of).finish()
+        try:
+            with self.inference_mode(adapter):
+                self._scheduler(completions, DecodeCapacity.of).finish()
+        finally:
+            self.adapters.use(None)
         for completion in completions:
             if completion.error is not None:
                 raise completion.error
@@ -131,8 +154,9 @@ class Generator:
         return self._scheduler(completions, DecodeCapacity.of_any)
 
     @contextlib.contextmanager
-    def inference_mode(self) -> Iterator[None]:
-        """The context in which steps run: evaluation mode, no gradients."""
+    def inference_mode(self, adapter: str | None) -> Iterator[None]:
+        """The context in which steps run: evaluation mode, no gradients, and this adapter, which stays in use after."""
+        self.adapters.use(adapter)
         with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(self.model.embedding.weight.dtype):
             yield
 
@@ -170,7 +194,7 @@ class Generator:
         capacity = capacity_of(completions, self.max_batch_tokens, self.max_sequences)
         if self._buffers is None or not self._buffers.fit(capacity):
             self.release()
-            self._buffers = GraphBuffers.of(self.model, capacity, next(self.model.parameters()).device)
+            self._buffers = GraphBuffers.of(self.model, self.adapters, capacity, next(self.model.parameters()).device)
         return GraphScheduler(
             self._buffers,
             completions,
@@ -179,9 +203,18 @@ class Generator:
         )
 
     def new_completions(
-        self, name: str, tokens: Sequence[int], sampling: SamplingParams, n: int, *, index: int = 0, first: int = 0
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        n: int,
+        *,
+        index: int = 0,
+        first: int = 0,
+        adapter: str | None = None,
     ) -> list[CompletionState]:
         """Returns `n` new completions of a prompt, numbered from `first`. `name` is the prompt's in a ValueError."""
+        self.adapters.check(adapter)
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
         if not tokens:
@@ -200,7 +233,7 @@ class Generator:
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} is searched in text; give the Generator a tokenizer.")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
-        prompt = PromptState(tokens, sampling, unstarted=n)
+        prompt = PromptState(tokens, sampling, unstarted=n, adapter=adapter)
         completions = []
         for number in range(first, first + n):
             stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None

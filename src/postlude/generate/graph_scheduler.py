@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from postlude.generate.adapters import NamedAdapters
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.cuda_graphs import DecodeGraphs, addresses, bucket
 from postlude.generate.decode_rows import DecodeRows, sample_next
@@ -70,13 +71,16 @@ class GraphBuffers:
     weight_addresses: tuple[int, ...]
 
     @staticmethod
-    def of(model: LanguageModel, capacity: DecodeCapacity, device: torch.device) -> GraphBuffers:
+    def of(
+        model: LanguageModel, adapters: NamedAdapters, capacity: DecodeCapacity, device: torch.device
+    ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
         rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device)
         cache = PagedCache(capacity.pages, capacity.rows, device)
-        return GraphBuffers(model, rows, cache, DecodeGraphs(model, rows, cache), capacity, addresses(model))
+        graphs = DecodeGraphs(model, adapters, rows, cache)
+        return GraphBuffers(model, rows, cache, graphs, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:

@@ -24,6 +24,8 @@ class Request:
     n: int = 1
     first: int = 0
     """The number of the first completion. Seeds depend on it: `n=1, first=1` gives the second completion of `n=2`."""
+    adapter: str | None = None
+    """The adapter to sample with, by its name in the engine; None for the engine's default."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

@@ -18,6 +18,7 @@ class Session:
 
     A completion has the same tokens as `Generator.generate` returns for its seed and number, and the same log-probs to
     rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
+    Completions of one adapter run at a time; those of others wait until they are finished.
     """
 
     def __init__(self, generator: Generator, version: str | None = None) -> None:
@@ -25,9 +26,10 @@ class Session:
         self.version = version
         """The name of the model's weights; None if they have none."""
         self._scheduler: Scheduler | None = None
+        self._adapter: str | None = None  # of all completions of the scheduler
         self._postponed: deque[list[CompletionState]] = (
             deque()
-        )  # completions that do not fit in this scheduler, and wait for the next
+        )  # completions that do not fit in this scheduler or have another adapter, and wait for the next
         self._active: dict[tuple[int, int], CompletionState] = {}  # by ticket and number
         self._tickets = itertools.count()
 
@@ -39,11 +41,16 @@ class Session:
     def add(self, request: Request) -> int:
         """Adds a request. Returns its ticket, or raises ValueError."""
         group = self.generator.new_completions(
-            "the prompt", request.prompt, request.sampling, request.n, first=request.first
+            "the prompt",
+            request.prompt,
+            request.sampling,
+            request.n,
+            first=request.first,
+            adapter=request.adapter,
         )
         ticket = next(self._tickets)
         self._active |= {(ticket, number): completion for number, completion in enumerate(group)}
-        if self._scheduler is None or self._postponed or not self._scheduler.can_ever_hold(group[0]):
+        if self._scheduler is None or self._postponed or not self._fits(self._scheduler, group):
             self._postponed.append(group)
         else:
             self._schedule(self._scheduler, group)
@@ -51,15 +58,13 @@ class Session:
 
     def step(self) -> list[FinishedCompletion]:
         """Samples a token of every running completion. Returns those that finished or failed."""
-        with self.generator.inference_mode():
-            if self._scheduler is None and self._postponed:
-                self._scheduler = self.generator.start(self._postponed.popleft())
-                while self._postponed and self._scheduler.can_ever_hold(self._postponed[0][0]):
-                    self._schedule(self._scheduler, self._postponed.popleft())
-            if self._scheduler is not None:
+        if self._scheduler is None:
+            self._start()
+        if self._scheduler is not None and self._has_adapter(self._adapter):
+            with self.generator.inference_mode(self._adapter):
                 self._scheduler.step()
-                if not self._scheduler.busy:
-                    self._scheduler = None
+        if self._scheduler is not None and not self._scheduler.busy:
+            self._end()
         return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
 
     def progress(self, ticket: int) -> dict[int, CompletionState]:
@@ -82,12 +87,50 @@ class Session:
         Unfinished completions continue with the new weights: all their tokens are prefilled again.
         """
         load()
-        if self._scheduler is not None:
-            with self.generator.inference_mode():
+        if self._scheduler is not None and self._has_adapter(self._adapter):
+            with self.generator.inference_mode(self._adapter):
                 self._scheduler.preempt_all()
         for completion in self._active.values():
             self._record_version(completion)
         self.version = version
+
+    def _start(self) -> None:
+        """Starts a scheduler of the first postponed completions, and of all with the same adapter that fit in it."""
+        while self._postponed and not self._has_adapter(self._postponed[0][0].prompt.adapter):
+            pass  # they failed, and are no longer postponed
+        if not self._postponed:
+            return
+        group = self._postponed.popleft()
+        self._adapter = group[0].prompt.adapter
+        with self.generator.inference_mode(self._adapter):
+            self._scheduler = self.generator.start(group)
+        waiting, self._postponed = self._postponed, deque()
+        for group in waiting:
+            if self._fits(self._scheduler, group):
+                self._schedule(self._scheduler, group)
+            else:
+                self._postponed.append(group)
+
+    def _end(self) -> None:
+        self._scheduler = None
+        self.generator.adapters.use(None)
+
+    def _has_adapter(self, adapter: str | None) -> bool:
+        """Whether the adapter is still loaded. If not, all completions that are sampled with it fail."""
+        try:
+            self.generator.adapters.check(adapter)
+        except ValueError as error:
+            for completion in self._active.values():
+                if completion.prompt.adapter == adapter:
+                    completion.error = error
+            self._postponed = deque(group for group in self._postponed if group[0].prompt.adapter != adapter)
+            if self._scheduler is not None and self._adapter == adapter:
+                self._end()
+            return False
+        return True
+
+    def _fits(self, scheduler: Scheduler, group: list[CompletionState]) -> bool:
+        return group[0].prompt.adapter == self._adapter and scheduler.can_ever_hold(group[0])
 
     def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
         """Adds completions. If others with the same prompt wait, the prompt is prefilled once for all."""

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig
 from postlude.model.blocks import Block
+from postlude.model.parallel import Adapter
 
 
 class AdaptableLayer(Protocol):
     """A layer that can have an adapter."""
+
+    adapter: Adapter | None
 
     def add_adapter(self, config: AdapterConfig) -> None:
         """Gives the layer a new adapter."""
@@ -30,6 +33,28 @@ def add_adapters(blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig])
             if config := adapters.get(f"{block.name}.{name}"):
                 cast(AdaptableLayer, layer).add_adapter(config)
                 block.adapted = True
+
+
+def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:
+    """Returns an adapter of this layer without storage. The layer stays as it is."""
+    adaptable = cast(AdaptableLayer, layer)
+    before = adaptable.adapter
+    with torch.device("meta"):
+        adaptable.add_adapter(config)
+    made, adaptable.adapter = adaptable.adapter, before
+    assert made is not None
+    return made
+
+
+def attach_adapters(
+    model: nn.Module, blocks: Iterable[Block], before: Mapping[str, Adapter], after: Mapping[str, Adapter]
+) -> None:
+    """Gives the layers of `after` these adapters, and those of `before` that are not among them none."""
+    for name in (*before, *after):
+        cast(AdaptableLayer, model.get_submodule(name)).adapter = after.get(name)
+    adapted = {".".join(name.split(".")[:count]) for name in after for count in range(1, name.count(".") + 1)}
+    for block in blocks:
+        block.adapted = block.name in adapted
 
 
 def is_adapter(name: str) -> bool:

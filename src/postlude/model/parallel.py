@@ -155,7 +155,7 @@ class Adapter(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"a": "matrix", "b": "matrix"}
 
-    def __init__(self, config: AdapterConfig, a: nn.Parameter, b: nn.Parameter) -> None:
+    def __init__(self, config: AdapterConfig, a: Tensor, b: Tensor) -> None:
         super().__init__()
         self.config = config
         self.a, self.b = a, b
@@ -163,11 +163,6 @@ class Adapter(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         """[T, in] -> [T, out]. Of experts, rows are sorted by expert and `counts` [E] has the rows of each."""
         return _product(_product(rows, local(self.a), counts) * self.config.scale, local(self.b), counts)
-
-    def weight(self) -> Tensor:
-        """Returns scale · B · A of this rank's parts, which adds to this rank's part of the layer's weight."""
-        product: Tensor = local(self.b) @ local(self.a)
-        return self.config.scale * product
 
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
@@ -194,11 +189,6 @@ class Linear(nn.Module):
         a = sharded_parameter(config.rank, self.in_features, axis=self.tp, dim=dims[0], dtype=fp32)
         b = sharded_parameter(self.out_features, config.rank, axis=self.tp, dim=dims[1], dtype=fp32)
         self.adapter = Adapter(config, a, b)
-
-    def merged_weight(self) -> Tensor:
-        """Returns this rank's part of the weight, with its adapter's addition."""
-        weight = local(self.weight)
-        return weight if self.adapter is None else weight + self.adapter.weight()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""

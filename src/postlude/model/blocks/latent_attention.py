@@ -15,7 +15,7 @@ from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
-from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear
+from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
@@ -215,9 +215,24 @@ class LatentAttention(Block):
         """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
         config = self.config
         query_part, query_rotated, _ = inputs
-        weight = self.kv_b_proj.merged_weight().unflatten(0, (-1, config.nope_dim + config.value_dim))
-        to_key, to_value = weight.split((config.nope_dim, config.value_dim), dim=1)  # [heads, …, latent] each
-        query = torch.cat((torch.einsum("thn,hnl->thl", query_part, to_key), query_rotated), dim=-1)
+        to_key, to_value = self._expansions(local(self.kv_b_proj.weight))  # [heads, …, latent] each
+        query_latent = torch.einsum("thn,hnl->thl", query_part, to_key)
+        adapter = self.kv_b_proj.adapter
+        if adapter is not None:  # W + scale · B · A, without computing it
+            a, scale = local(adapter.a), adapter.config.scale
+            b_key, b_value = self._expansions(local(adapter.b))  # [heads, …, rank] each
+            query_latent = query_latent + torch.einsum("thn,hnr->thr", query_part * scale, b_key) @ a
+        query = torch.cat((query_latent, query_rotated), dim=-1)
         (latents,) = stores
         seen = attend_stores(query, latents, latents[..., : config.latent_size], config.score_config)
-        return torch.einsum("thl,hvl->thv", seen, to_value)
+        values = torch.einsum("thl,hvl->thv", seen, to_value)
+        if adapter is not None:
+            values = values + torch.einsum("thr,hvr->thv", seen @ a.T * scale, b_value)
+        return values
+
+    def _expansions(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Returns the rows of keys and of values of the matrix of `kv_b_proj`, [heads, …, columns] each."""
+        config = self.config
+        by_head = matrix.unflatten(0, (-1, config.nope_dim + config.value_dim))
+        parts: tuple[Tensor, ...] = by_head.split((config.nope_dim, config.value_dim), dim=1)
+        return parts

@@ -1,0 +1,230 @@
+"""A generator with named adapters samples what a model that was built with them scores, and what a merged one does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel, ModelConfig
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion, Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
+from postlude.hf.lora_targets import adapter_configs
+from postlude.layout import Layout
+from postlude.lora import AdapterConfig, LoRA
+from postlude.model.adapters import is_adapter
+from tests.generate.test_generator import prompts, teacher_forced
+from tests.generate.test_scheduler import Recorded, Stepped
+from tests.meshes import mesh
+from tests.model.small import VOCABULARY, small_config
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PATTERNS = ["[*-][S-]", "[*E]", "[M-]", "[G-]", "[+-][*E]"]
+BOTH = pytest.mark.parametrize("way", [Stepped, Recorded], ids=["stepped", "recorded"])
+
+
+def adapted(config: ModelConfig, lora: LoRA, seed: int = 1) -> LanguageModel:
+    """A model with adapters whose B is not zero."""
+    model = LanguageModel(config, adapters=adapter_configs(lora, config, None))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data.normal_(0, 0.4, generator=generator)
+    return model
+
+
+def named(model: LanguageModel, lora: LoRA) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
+    configs, tensors = adapter_configs(lora, model.config, None), model.state_dict()
+    return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
+
+
+def base_of(model: LanguageModel) -> LanguageModel:
+    base = LanguageModel(model.config)
+    base.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)})
+    return base
+
+
+def scored_apart(model: LanguageModel, asked: list[list[int]], answered: list[list[Completion]]) -> float:
+    """The largest difference between the log-probs of completions and those of a forward of `model`."""
+    expected = teacher_forced(model, asked, answered)
+    completions = [one for group in answered for one in group]
+    return max(
+        float((torch.tensor(one.logprobs) - logprobs).abs().max())
+        for one, logprobs in zip(completions, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("experts", ["shared_outer", "per_expert"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_log_probs_are_those_of_a_model_built_with_the_adapter(pattern: str, experts: Any) -> None:
+    if experts == "per_expert" and "E" not in pattern:
+        pytest.skip("no experts")
+    lora = LoRA(rank=3, alpha=5.0, experts=experts, ranks={} if "*" not in pattern else {"q_proj": 5})
+    model = adapted(small_config(pattern), lora)
+    asked = prompts(VOCABULARY, (5, 1, 9))
+    generator = Generator(base_of(model))
+    generator.load_adapter("one", *named(model, lora))
+    answered = generator.generate(asked, GREEDY, adapter="one")
+    assert scored_apart(model, asked, answered) < 1e-5
+    assert scored_apart(generator.model, asked, answered) > 1e-2
+
+
+@BOTH
+def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> None:
+    """Adapters of different rank, targets and scale; one is replaced, one removed."""
+    config = small_config("[*-][*E]")
+    loras = {
+        "all": LoRA(rank=4, alpha=8.0),
+        "other": LoRA(rank=2, alpha=1.0),
+        "attention": LoRA(rank=20, targets="attention"),
+    }
+    models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
+    base = base_of(models["all"])
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in base.state_dict().items()}
+    generator, asked = way(base), prompts(VOCABULARY, (5, 1, 9))
+    for name, lora in loras.items():
+        generator.load_adapter(name, *named(models[name], lora))
+    plain = generator.generate(asked, GREEDY)
+    moved = {name: tensor.data_ptr() for name, tensor in base.state_dict().items()}  # a first call may fuse weights
+    for name in ("all", "attention", "other", "all"):
+        assert scored_apart(models[name], asked, generator.generate(asked, GREEDY, adapter=name)) < 1e-5
+    assert generator.generate(asked, GREEDY) == plain
+
+    replacement = adapted(config, loras["all"], seed=7)
+    slot = generator.adapters._loaded["all"].slot
+    address = slot.values.data_ptr()
+    generator.load_adapter("all", *named(replacement, loras["all"]))
+    assert generator.adapters._loaded["all"].slot is slot
+    assert slot.values.data_ptr() == address
+    assert scored_apart(replacement, asked, generator.generate(asked, GREEDY, adapter="all")) < 1e-5
+    generator.remove_adapter("other")
+    with pytest.raises(ValueError, match="adapter 'other' is not loaded; there are 'all', 'attention'"):
+        generator.generate(asked, GREEDY, adapter="other")
+    assert generator.generate(asked, GREEDY) == plain
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(tensor, before[name][1])
+        assert tensor.data_ptr() == moved[name]
+
+
+def test_an_adapter_of_the_same_shape_uses_the_same_memory() -> None:
+    """So that a CUDA graph that reads it is valid for both."""
+    config, lora = small_config("[*-]"), LoRA(rank=4)
+    generator = Generator(base_of(adapted(config, lora)))
+    for name, rank in (("one", 4), ("two", 7), ("wider", 17)):
+        changed = LoRA(rank=rank)
+        generator.load_adapter(name, *named(adapted(config, changed), changed))
+    slots = {name: generator.adapters._loaded[name].slot for name in generator.adapters.names}
+    assert slots["one"] is slots["two"]
+    assert slots["one"] is not slots["wider"]
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    config, lora = small_config("[*-]"), LoRA(rank=4)
+    model = adapted(config, lora)
+    configs, pairs = named(model, lora)
+    generator, asked = Generator(base_of(model)), prompts(VOCABULARY, (5,))
+    generator.load_adapter("one", configs, pairs)
+    expected = generator.generate(asked, GREEDY, adapter="one")
+    layer = "layers.0.attention.q_proj"
+    wrong = pairs | {layer: (pairs[layer][0][:, 1:], pairs[layer][1])}
+    refusals = {
+        "adapter 'one' has A of [4, 15] for layers.0.attention.q_proj, but its config and the model ask for [4, 16]": (
+            configs,
+            wrong,
+        ),
+        "has only one of config and matrices for layers.0.attention.q_proj": (
+            configs,
+            {name: pair for name, pair in pairs.items() if name != layer},
+        ),
+        "is for layers.7.mlp.up_proj, but the model has no such layer": (
+            {"layers.7.mlp.up_proj": AdapterConfig(4, 1.0)},
+            {},
+        ),
+        "adapts no layer": ({}, {}),
+    }
+    for sentence, given in refusals.items():
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            generator.load_adapter("one", *given)
+    assert generator.generate(asked, GREEDY, adapter="one") == expected
+    with pytest.raises(ValueError, match="has adapters of its own"):
+        Generator(model).load_adapter("one", configs, pairs)
+
+
+@BOTH
+def test_requests_of_one_session_name_their_adapters(way: type[Generator]) -> None:
+    config, loras = small_config("[*-]"), {"one": LoRA(rank=4), "two": LoRA(rank=2, targets="mlp")}
+    models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
+    base = base_of(models["one"])
+    generator = way(base)
+    for name, lora in loras.items():
+        generator.load_adapter(name, *named(models[name], lora))
+    models_of = {None: base, **models}
+    session = Session(generator)
+    tickets, finished = {}, []
+    names = ("one", None, "two", "one", None, "two")
+    for name, prompt in zip(names, prompts(VOCABULARY, (3, 5, 2, 7, 1, 4)), strict=True):
+        tickets[session.add(Request(tuple(prompt), GREEDY, adapter=name))] = (name, prompt)
+        finished += session.step()
+    while session.busy:
+        finished += session.step()
+    assert len(finished) == len(names)
+    for result in finished:
+        name, prompt = tickets[result.ticket]
+        assert result.completion is not None
+        assert scored_apart(models_of[name], [prompt], [[result.completion]]) < 1e-5
+    with pytest.raises(ValueError, match="adapter 'three' is not loaded"):
+        session.add(Request((1,), GREEDY, adapter="three"))
+
+
+def test_completions_continue_with_a_replaced_adapter_and_fail_with_a_removed_one() -> None:
+    config, lora = small_config("[*-]"), LoRA(rank=4)
+    first, second = adapted(config, lora), adapted(config, lora, seed=2)
+    generator = Generator(base_of(first))
+    generator.load_adapter("one", *named(first, lora))
+    session = Session(generator, "1")
+    session.add(Request((1, 2, 3), GREEDY, adapter="one"))
+    for _ in range(3):
+        session.step()
+    session.update_weights(lambda: generator.load_adapter("one", *named(second, lora)), "2")
+    (waiting,) = (session.add(Request((5,), GREEDY, adapter=None)),)
+    finished = []
+    while not finished:
+        finished = session.step()
+    completion = finished[0].completion
+    assert completion is not None
+    start = completion.versions[1].start
+    assert [span.version for span in completion.versions] == ["1", "2"]
+    expected = teacher_forced(second, [[1, 2, 3]], [[completion]])[0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs[start:]), expected[start:], rtol=0, atol=1e-5)
+
+    removed = session.add(Request((4,), GREEDY, adapter="one"))
+    generator.remove_adapter("one")
+    results = {}
+    while session.busy:
+        results |= {result.ticket: result for result in session.step()}
+    assert "adapter 'one' is not loaded; there are none" in str(results[removed].error)
+    assert results[waiting].completion is not None
+
+
+def generated(group: Any, layout: Layout, pattern: str, lora: LoRA) -> list[list[float]]:
+    config = small_config(pattern, vocab_size=64)
+    whole = adapted(config, lora)
+    model = LanguageModel(config, mesh=mesh(layout))
+    generator = Generator(model)
+    generator.load_adapter("one", *named(whole, lora))
+    asked = prompts(64, (5, 1, 9))
+    return [one.logprobs for group in generator.generate(asked, GREEDY, adapter="one") for one in group]
+
+
+@pytest.mark.parametrize("pattern", ["[*-][*E]", pytest.param("[+-][G-][M-]", marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_load_their_parts(ranks: Any, pattern: str) -> None:
+    lora = LoRA(rank=3, alpha=5.0)
+    expected = ranks(1, generated, Layout(), pattern, lora)[0]
+    for actual in ranks(2, generated, Layout(tp=2), pattern, lora):
+        assert [pytest.approx(one, abs=1e-4) for one in expected] == actual
