@@ -213,7 +213,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["trace", "tiny-moe", "--to", "x", "--layout", "dp_shard=2,ep=3"], "ep=3 does not divide"),
         (["trace", "tiny-moe", "--to", "x", "--microbatches", "0"], "--microbatches: '0' is not a whole number"),
         (["plan", "tiny-dense", "--seq", "8", "--batch-tokens", "0"], "--batch-tokens: '0' is not a whole number"),
-        (["grpo"], "postlude grpo: give a CONFIG.yaml, or fields such as --model"),
+        (["grpo"], "postlude grpo: give a CONFIG, or fields such as --model"),
         (
             ["grpo", "--environment.kind", "dataset", "--environment.path", "rows.jsonl"],
             'config key "environment.reward" is missing on the command line; give text there or as',

@@ -93,7 +93,7 @@ def test_an_objective_of_ones_own_on_two_ranks_equals_one(ranks: Any, layout: st
 def metrics_of(group: Any, recipe: str, config_file: str, *overrides: str) -> list[dict[str, float]]:
     """Returns the metrics of each step of a run that are the same on every machine."""
     chosen = UserRecipe.load(recipe) if ".py:" in recipe else RECIPES[recipe]
-    config = load(chosen.config, ROOT / config_file, overrides)
+    config = load(chosen.config, ROOT / config_file if config_file.endswith(".yaml") else Path(config_file), overrides)
     chosen.run(config, "cpu")
     return read_metrics_of(config.run)
 

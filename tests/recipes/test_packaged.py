@@ -48,7 +48,7 @@ def test_a_file_can_extend_a_packaged_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dmo", "recipes/demo.yaml", "../demo.yml"])
 def test_a_name_that_is_nearly_one_is_suggested(name: str) -> None:
-    with pytest.raises(ConfigError, match='did you mean "demo"?'):
+    with pytest.raises(ConfigError, match=r'did you mean "demo"\?'):
         GRPO.read(Path(name))
 
 
