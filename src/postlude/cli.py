@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-def _command(name: str) -> Command:
+def _command(name: str) -> Command:  # noqa: PLR0912  # one case a command
     """Imports a command and returns its `run`."""
     match name:
         case "trace":
@@ -84,6 +84,8 @@ def _command(name: str) -> Command:
             from postlude.commands.recipe import run
         case "schema":
             from postlude.commands.schema import run
+        case "env":
+            from postlude.commands.env import run
         case "report":
             from postlude.commands.report import run
     return run
@@ -201,6 +203,7 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
     add("schema", "print a recipe's config as JSON Schema, for editors", _add_schema)
+    add("env", "print versions, devices and kernels, for a bug report", _add_env)
     add("report", "write the report of a run, or compare several", _add_report)
     return parser, list(commands.choices)
 
@@ -306,6 +309,10 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
 def _add_schema(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", choices=RECIPES, help=", ".join(RECIPES))
     command.add_argument("--to", metavar="FILE", type=Path, help="output file (default: standard output)")
+
+
+def _add_env(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:

@@ -52,6 +52,33 @@ MEASURED: Mapping[str, Measured] = {
 }
 
 
+KERNELS: Mapping[str, str] = {
+    "linear_logprobs": "the output head: log-probs, entropy and their gradients",
+    "linear_logprobs_fused": "the output head, with products and epilogue in one kernel",
+    "attention": "attention on packed sequences",
+    "attend_pages": "attention of the generator, on its paged cache",
+    "rotate_heads": "rotary embedding and norms of queries and keys",
+    "rms_norm": "RMSNorm with the residual",
+    "gated_activation": "the activation of a gated MLP",
+    "replicate_rows": "tokens sorted by expert",
+    "merge_rows": "the experts' outputs, weighted and summed",
+    "add_to": "gradients of experts, added up",
+    "convolve": "the short convolution of Mamba-2 and gated delta nets",
+    "ssd": "the scan of Mamba-2",
+    "gated_delta": "the scan of gated delta nets",
+    "decode_linear": "products of a few rows, in the generator",
+    "sample_next": "sampling of the next tokens, in the generator",
+    "adamw_step": "the update of AdamW",
+    "fast_launch": "launches that skip part of Triton's own launcher",
+}
+"""What each kernel computes, by the name of the operation."""
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why "auto" does not take the kernel `name` for tensors on `device`; None if it does where shapes allow it."""
+    return why_no_triton(device, dtype, False) or why_unmeasured(name, device)
+
+
 def use_kernel(
     name: str,
     backend: Backend,
