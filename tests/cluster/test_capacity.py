@@ -21,7 +21,7 @@ from postlude.cluster.ray_cluster import LOCAL, ResourceNeeds, check_capacity, m
 from postlude.cluster.server_actors import RayLauncher
 from postlude.pool.worker_pool import WorkerError
 from postlude.recipes.config.load import ConfigError, load
-from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.start_mode import RESUME_NEWEST
 from postlude.serving.errors import ServerError

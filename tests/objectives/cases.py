@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from postlude import LanguageModel, ModelConfig, OutputInputs
+from postlude import LanguageModel, ModelConfig
 from postlude.data import Batch
 from postlude.objectives import (
     SFT,
+    ActorCritic,
     Distill,
-    Loss,
     PolicyGradient,
     Preference,
     ReferenceKL,
@@ -79,9 +79,9 @@ def with_critic(config: ModelConfig) -> LanguageModel:
     return model
 
 
-def ppo(inputs: OutputInputs) -> Loss:
+def ppo(**settings: Any) -> ActorCritic:
     """The policy and its critic in one backward."""
-    return PolicyGradient(entropy=0.1)(inputs) + 0.5 * ValueLoss()(inputs)
+    return ActorCritic(policy=PolicyGradient(entropy=0.1), value=ValueLoss(), **settings)
 
 
 OBJECTIVES: dict[str, Any] = {
@@ -89,7 +89,7 @@ OBJECTIVES: dict[str, Any] = {
     "preference": Preference,
     "policy": PolicyGradient,
     "value": ValueLoss,
-    "ppo": lambda: ppo,
+    "ppo": ppo,
     "distill": Distill,
 }
 
@@ -149,8 +149,14 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "length": 7.0,
         },
     },
-    "value": {"clipped": {}, "not clipped": {"clip": None}, "held closer": {"clip": 0.05}, "all": {"over": "tokens"}},
-    "ppo": {"policy and critic": {}},
+    "value": {
+        "clipped": {},
+        "not clipped": {"clip": None},
+        "held closer": {"clip": 0.05},
+        "all": {"over": "tokens"},
+        "value head alone": {"stop_trunk": True},
+    },
+    "ppo": {"policy and critic": {}, "critic counts more": {"coefficient": 2.0}},
     "distill": {
         "forward": {},
         "reverse": {"forward": 0.0},

@@ -213,9 +213,17 @@ def policy_with_metrics(  # noqa: PLR0912
     return total / (shares if length is None else length * len(batch)), metrics
 
 
-def value(model: LanguageModel, batch: Batch, *, clip: float | None = 0.2, over: str = "response_mask") -> Tensor:
+def value(
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    clip: float | None = 0.2,
+    over: str = "response_mask",
+    stop_trunk: bool = False,
+) -> Tensor:
     def loss(token: Token) -> Tensor:
-        estimate, earned = (token.hidden * model.value_head.weight).sum(), token["returns"]
+        hidden = token.hidden.detach() if stop_trunk else token.hidden
+        estimate, earned = (hidden * model.value_head.weight).sum(), token["returns"]
         error = (estimate - earned) ** 2
         if clip is not None:
             old = token["old_values"]
@@ -225,8 +233,8 @@ def value(model: LanguageModel, batch: Batch, *, clip: float | None = 0.2, over:
     return average(tokens_of(model, batch), over, loss)
 
 
-def ppo(model: LanguageModel, batch: Batch) -> Tensor:
-    return policy(model, batch, entropy=0.1) + 0.5 * value(model, batch)
+def ppo(model: LanguageModel, batch: Batch, *, coefficient: float = 0.5) -> Tensor:
+    return policy(model, batch, entropy=0.1) + coefficient * value(model, batch)
 
 
 def distill(

@@ -111,6 +111,24 @@ def test_whitened_values_have_mean_0_and_deviation_1() -> None:
     assert whiten([[1.0]], [[0]])[0].tolist() == [0.0]
 
 
+def test_ranks_that_hold_parts_of_a_batch_whiten_as_one_does() -> None:
+    """Each asks for the sums of all: first of values and tokens, then of squares."""
+    values, masks = [[1.0, 2.0, 50.0], [3.0, 7.0], [0.5]], [[1, 1, 0], [1, 1], [1]]
+    kept = torch.tensor([1.0, 2.0, 3.0, 7.0, 0.5], dtype=torch.float64)
+    replies = iter([torch.tensor([13.5, 5.0], dtype=torch.float64), (kept - 2.7).square().sum()])
+    asked = []
+
+    def all_sum(own: torch.Tensor) -> torch.Tensor:
+        asked.append(own)
+        return next(replies)
+
+    found = whiten(values[:2], masks[:2], all_sum=all_sum)
+    assert asked[0].tolist() == [13.0, 4.0]
+    assert float(asked[1]) == pytest.approx(float((kept[:4] - 2.7).square().sum()))
+    for part, whole in zip(found, whiten(values, masks)[:2], strict=True):
+        torch.testing.assert_close(part, whole)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="2 groups for 3 sequences"):
         grpo([1.0, 2.0, 3.0], [0, 0])

@@ -202,7 +202,7 @@ def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, A
 def test_the_schema_describes_every_option() -> None:
     schema = file_schema(RECIPES["grpo"].config)
     assert schema["properties"]["steps"] == {
-        "description": "Number of GRPO steps, after those of the warm start.",
+        "description": "Number of steps with rollouts, after those of the warm start.",
         "type": "integer",
         "exclusiveMinimum": 0,
         "default": 200,

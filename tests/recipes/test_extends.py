@@ -8,8 +8,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.raw import Loader
-from postlude.recipes.config.recipe_configs import GRPOConfig, SFTConfig
+from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.schema import file_schema
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from postlude.generate.distributed import SyncedGenerator
 from postlude.recipes.config.load import load
-from postlude.recipes.config.recipe_configs import DistillConfig, GRPOConfig
+from postlude.recipes.config.policy_configs import GRPOConfig
+from postlude.recipes.config.recipe_configs import DistillConfig
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.grpo import GRPOTrainer
 from postlude.rollout.conversations import Conversations

@@ -82,6 +82,8 @@ RECOMPUTE = "--old_logprobs=recompute"
 PENALTY = "--objective.kl.coefficient=0.1"
 UNBOUNDED = "--objective.correction.truncate=null"
 FAR = ("--minibatches=4", "--optimizer.lr=3e-3")
+LATER = ("--steps=2", "--optimizer.lr=1e-2")  # a second step that is not at the reference any more
+CRITIC = "--critic.model=FILES/model"
 SHORT = "--sampling.max_new_tokens=2"
 WARM = "--warm_start.steps=1"
 GYM = (
@@ -122,6 +124,9 @@ HEARD: dict[str, Heard] = {
         "prompts_per_step": ("6",),
         "samples_per_prompt": ("4",),
         "minibatches": ("2",),
+        "epochs": ("2",),
+        "reward_kl.coefficient": ("1.0", "--reward_kl.coefficient=0.1", *LATER),
+        "reward_kl.estimator": ("k3", "--reward_kl.coefficient=0.1", *LATER),
         "advantages": ("rloo",),
         "old_logprobs": ("recompute",),
         "replay_routing": ("true", "--model=tiny-moe"),
@@ -161,6 +166,18 @@ HEARD: dict[str, Heard] = {
         "objective.positive_nll": ("0.5",),
         "objective.over": ("sequence_mean",),
         "objective.length": ("3",),
+    },
+    "ppo": {
+        "samples_per_prompt": ("4",),
+        "gamma": ("0.5",),
+        "gae_lambda": ("0.1",),
+        "whiten_advantages": ("false",),
+        "critic.model": ("FILES/model",),
+        "critic.optimizer.kind": ("sgd", CRITIC),
+        "critic.optimizer.lr": ("1e-2", CRITIC),
+        "critic.coefficient": ("5.0",),
+        "critic.clip": ("0.001", *FAR),
+        "critic.warmup": ("1",),
     },
     "eval": {
         "seed": ("1",),
@@ -204,6 +221,7 @@ ELSEWHERE = {
     "objective.kind": "test_an_objective_of_your_own",
     "objective.file": "test_an_objective_of_your_own",
     "objective.settings": "test_an_objective_of_your_own",
+    "ppo objective.temperature": "as of grpo",
     "grpo objective.temperature": "it is taken from the answers; test_grpo.py: test_what_cannot_be_is_said",
     "dpo objective.mask": "a run has one mask; tests/objectives/test_plain.py",
     "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
@@ -303,7 +321,9 @@ def test_every_option_is_tested(command: str) -> None:
     missing = []
     for path in leaves:
         shared = path.removeprefix("data.") if path.startswith("data.environment.") else path
-        by_the_same_code = path.startswith("warm_start.optimizer.") or (path in SUPERVISED and command != "eval")
+        by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
+        by_the_same_code |= path in SUPERVISED and command != "eval"
+        by_the_same_code |= path in HEARD["grpo"] and command == "ppo"
         if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not by_the_same_code:
             missing.append(path)
     assert missing == []
@@ -373,6 +393,14 @@ PLAIN = {
     "dpo": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
     "distill": (*SMALL, *HELD_OUT, "--teacher=tiny-dense", "--data=examples", "--data.path=FILES/conversations.jsonl"),
     "grpo": (
+        *SMALL,
+        *TASKS,
+        *ROUND,
+        "--warm_start.steps=0",
+        "--evaluation.samples_per_prompt=2",
+        "--evaluation.temperature=1",
+    ),
+    "ppo": (
         *SMALL,
         *TASKS,
         *ROUND,

@@ -169,7 +169,10 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo", "grpo --reference=true", "distill"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["sft", "dpo", "grpo", "grpo --reference=true", pytest.param("ppo", marks=pytest.mark.thorough), "distill"],
+)
 def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_path: Path) -> None:
     data, seen = dataset(tmp_path), tmp_path / "columns"
     (tmp_path / "mine.py").write_text(OBJECTIVES)
@@ -187,7 +190,7 @@ def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_pa
             "--batch_size=2",
             *SHORT,
         ],
-    }.get(recipe, [*GRPO, *recipe.split()[1:]])
+    }.get(recipe, [recipe.split(maxsplit=1)[0], *GRPO[1:], *recipe.split()[1:]])
     assert main([*beside, *mine, f"--objective.settings.over={over}"]) == 0
     first, *others = seen.read_text().splitlines()
     assert others, "a step was made"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from postlude.recipes.config import schema
-from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.live import LiveView, sparkline
 from postlude.recipes.run.directory import (

@@ -11,7 +11,7 @@ import yaml
 
 from postlude.hf.model_card import ModelCard
 from postlude.recipes.config.load import load, to_yaml
-from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.secrets import MASK, is_secret_name, mask, mask_arguments
 from postlude.recipes.report.page import write_report

@@ -3,10 +3,11 @@
 Configs use their settings, so importing this package does not import torch.
 """
 
+from postlude.objectives.actor_critic import ActorCritic
 from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
-from postlude.objectives.kl import ReferenceKL
+from postlude.objectives.kl import ReferenceKL, RewardKL
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
 from postlude.objectives.policy import PolicyGradient
@@ -18,6 +19,7 @@ from postlude.objectives.weights import weights
 __all__ = [
     "MTP",
     "SFT",
+    "ActorCritic",
     "Distill",
     "Loss",
     "MTPProcessor",
@@ -26,6 +28,7 @@ __all__ = [
     "PolicyGradient",
     "Preference",
     "ReferenceKL",
+    "RewardKL",
     "RolloutCorrection",
     "ValueLoss",
     "largest",

@@ -87,3 +87,24 @@ class ReferenceKL:
             weights = clamp_log_ratio(now - old).exp()
             values, slopes = values * weights, slopes * weights
         return self.coefficient * (values + slopes * (logprob - now))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKL:
+    """coefficient · k,   k = `estimate_kl(log p, log p_ref)`: a penalty that is subtracted from the reward of a token.
+
+    p is the policy before the step. The policy gradient of the reward does the rest, so that k has no gradient.
+    """
+
+    coefficient: Positive
+    """Weight of the penalty."""
+    estimator: Estimator = "k1"
+    """Estimator of the divergence at a token."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_choice("estimator", self.estimator, get_args(Estimator))
+
+    def __call__(self, logprob: Tensor, reference: Tensor) -> Tensor:
+        """Returns the penalty at each token, [...]."""
+        return self.coefficient * estimate_kl(logprob, reference, self.estimator)

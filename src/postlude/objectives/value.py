@@ -34,7 +34,11 @@ class ValueLoss:
     """
 
     clip: Positive | None = 0.2
+    """Maximum change of a value in a step; none for no bound."""
     over: str = "response_mask"
+    """The column of weights of the mean."""
+    stop_trunk: bool = False
+    """Stop the gradient before the trunk: only the value head is trained."""
 
     def __post_init__(self) -> None:
         check_per_token(self.over)
@@ -48,7 +52,10 @@ class ValueLoss:
         """Returns the loss of one microbatch."""
         microbatch = inputs.microbatch
         kept = weighted_targets(microbatch, self.over).weights != 0  # elsewhere columns may hold anything, even NaN
-        values, returns = inputs.head.values(inputs.hidden), microbatch.column(RETURNS).float().where(kept, 0.0)
+        hidden = inputs.hidden
+        if self.stop_trunk:
+            hidden = hidden.detach() + 0.0 * hidden  # a pipeline stage sends a gradient to the one before, even zero
+        values, returns = inputs.head.values(hidden), microbatch.column(RETURNS).float().where(kept, 0.0)
         errors = (values - returns).square()
         metrics = {"value": mean(values, self.over), "value_error": mean(errors, self.over)}
         if self.clip is not None:

@@ -4,9 +4,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from postlude.recipes.api import RunResult, distill, dpo, evaluate, grpo, sft
+from postlude.recipes.api import RunResult, distill, dpo, evaluate, grpo, ppo, sft
 
-__all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "sft"]
+__all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "ppo", "sft"]
 
 
 class _Package(ModuleType):

@@ -58,6 +58,11 @@ def grpo(
     return start("grpo", config, settings, device=device, nproc=nproc)
 
 
+def ppo(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
+    """Trains on rewards with a critic, as `postlude ppo` does; see `start`."""
+    return start("ppo", config, settings, device=device, nproc=nproc)
+
+
 def distill(
     config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
 ) -> RunResult:

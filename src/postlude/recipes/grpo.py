@@ -10,22 +10,29 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from postlude.data import Batch
-from postlude.data.chat import EncodedSequence, Encoder, TooLongError
-from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.chat import EncodedSequence
 from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
 from postlude.engine.reference import Reference
-from postlude.objectives import SFT, Objective, PolicyGradient, weights
+from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, rloo
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
 from postlude.recipes.checks.servers import server_checks
-from postlude.recipes.config.recipe_configs import GRPOConfig
+from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.report.metrics import LOSS, SKIPPED
+from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
+from postlude.recipes.rollout_columns import (
+    GROUP,
+    REWARD,
+    RolloutRows,
+    penalty_mean,
+    policy_columns,
+    reward_penalties,
+    routing_column,
+)
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import (
@@ -40,6 +47,7 @@ from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.trainer import StepMetrics, Trainer, run_training
+from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks, hold_out
 
@@ -51,9 +59,11 @@ class GRPOTrainer(Trainer):
     """A GRPO run: SFT warm-start steps if configured, then steps that sample rollouts and train on them."""
 
     name = "grpo"
-    config: GRPOConfig
+    config: PolicyConfig
+    smallest_group = 2
+    """Completions of a prompt without which it is not trained on."""
 
-    def __init__(self, config: GRPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
+    def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.warm_start_optimizer, self.optimizer = config.optimizers
         initial_optimizer = self.warm_start_optimizer if config.warm_start.steps else self.optimizer
         super().__init__(config, device, initial_optimizer, runtime)
@@ -100,8 +110,8 @@ class GRPOTrainer(Trainer):
 
     @property
     def phase(self) -> str:
-        """Returns "sft" for warm-start steps, else "grpo"."""
-        return "sft" if self.step < self.warm_start_steps else "grpo"
+        """Returns "sft" for warm-start steps, else the name of the recipe."""
+        return "sft" if self.step < self.warm_start_steps else self.name
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the task sampler, and the tasks whose groups are started."""
@@ -156,7 +166,8 @@ class GRPOTrainer(Trainer):
         self.run.log_samples(self.step + 1, sample_rows(sampled, self.tokenizer))
         self.health.check_rewards(sampled, self.step + 1)
         metrics = trajectory_metrics(sampled)
-        metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
+        if self.config.samples_per_prompt > 1:
+            metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
         metrics |= self.queue.take_metrics() | self.rollout_sampler.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
@@ -186,22 +197,51 @@ class GRPOTrainer(Trainer):
             sizes = Counter(trajectory.group for trajectory in usable)
             groups = self._groups_with_different_rewards(usable) if config.dynamic_sampling else sizes.keys()
             trained += [
-                trajectory for trajectory in usable if sizes[trajectory.group] > 1 and trajectory.group in groups
+                trajectory
+                for trajectory in usable
+                if sizes[trajectory.group] >= self.smallest_group and trajectory.group in groups
             ]
         return trained, sampled
 
+    def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
+        """Returns the minibatches of this rank with their advantages, and metrics. Every rank calls it."""
+        rewards = torch.tensor(rows.column(REWARD), dtype=torch.float64)
+        metrics: StepMetrics = {}
+        if self.config.reward_kl is not None:
+            penalties = reward_penalties(rows, self.config.reward_kl)
+            rewards -= torch.tensor([float(penalty.sum()) for penalty in penalties], dtype=torch.float64)
+            metrics[REWARD_KL] = penalty_mean(rows, penalties)
+        assert isinstance(self.config, GRPOConfig)
+        everyone, groups = rows.gather(rewards.tolist()), rows.gather(rows.column(GROUP))
+        match self.config.advantages:
+            case "rloo":
+                advantages = rloo(everyone, groups)
+            case "dr_grpo":
+                advantages = grpo(everyone, groups, scale_by_std=False)
+            case "grpo" | "grpo_loo" as kind:
+                advantages = grpo(everyone, groups, leave_one_out=kind == "grpo_loo")
+        return rows.with_columns({"advantages": rows.local(advantages.tolist())}), metrics
+
+    def train_minibatch(self, minibatch: Batch) -> StepMetrics:
+        """Runs one optimizer step and returns its metrics."""
+        return self.train_batch(minibatch, self.objective)
+
     def train_minibatches(self, batch: RolloutBatch) -> StepMetrics:
-        """Runs one optimizer step on each minibatch of a rollout."""
+        """Runs one optimizer step on each minibatch of a rollout, `epochs` times."""
         if not batch.minibatches:
             return {LOSS: 0.0}
         # All log-probs are computed before the first update, with the weights that all minibatches start from.
-        minibatches = [self._with_logprobs(minibatch) for minibatch in batch.minibatches]
-        results = [self.train_batch(minibatch, self.objective) for minibatch in minibatches]
-        metrics: StepMetrics = {
+        scored = [self._with_logprobs(minibatch) for minibatch in batch.minibatches]
+        controller = self.rollout_sampler.rollout_engine.controller
+        minibatches, advantage_metrics = self.add_advantages(RolloutRows(scored, self.engine.mesh, controller.group))
+        results = [self.train_minibatch(minibatch) for _ in range(self.config.epochs) for minibatch in minibatches]
+        metrics: StepMetrics = advantage_metrics | {
             name: REDUCE[self.reductions.get(name, "mean")]([result[name] for result in results if name in result])
             for name in dict.fromkeys(name for result in results for name in result)
         }
-        if self.config.starts_from_rollout:  # the first minibatch is trained with the weights that sampled it
+        if (
+            self.config.starts_from_rollout and "kl_old" in results[0]
+        ):  # the first minibatch is trained with the weights that sampled it
             # The old log-probs are the rollout's own, so their difference is 0 and says nothing: None.
             metrics |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
@@ -216,13 +256,14 @@ class GRPOTrainer(Trainer):
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
-        """Returns the minibatches, with the columns that the objective reads. Groups are assigned round-robin."""
+        """Returns the minibatches, with the columns that are known without a pass. Groups are assigned round-robin."""
         transcripts = [trajectory.transcript for trajectory in trajectories]
         logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
         masks = [transcript.mask for transcript in transcripts]
         groups = [trajectory.group for trajectory in trajectories]
         positive = [float(trajectory.reward >= 1.0) for trajectory in trajectories]
-        columns = policy_columns(masks, groups, positive, self._advantages(trajectories), logprobs)
+        columns = policy_columns(masks, groups, positive, logprobs)
+        columns |= {REWARD: [self._reward(trajectory) for trajectory in trajectories], GROUP: groups}
         if self.config.replay_routing:
             columns[ROUTING] = routing_column(trajectories)
         count = self.config.minibatches
@@ -259,84 +300,23 @@ class GRPOTrainer(Trainer):
             rewards.setdefault(trajectory.group, set()).add(self._reward(trajectory))
         return {group for group, values in rewards.items() if len(values) > 1}
 
-    def _advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        rewards = [self._reward(trajectory) for trajectory in trajectories]
-        groups = [trajectory.group for trajectory in trajectories]
-        match self.config.advantages:
-            case "rloo":
-                return rloo(rewards, groups).tolist()
-            case "dr_grpo":
-                return grpo(rewards, groups, scale_by_std=False).tolist()
-            case "grpo" | "grpo_loo" as kind:
-                return grpo(rewards, groups, leave_one_out=kind == "grpo_loo").tolist()
 
-
-def policy_columns(
-    masks: Sequence[Any],
-    groups: Sequence[int],
-    positive: Sequence[float],
-    advantages: Sequence[float],
-    logprobs: Sequence[Tensor],
-) -> dict[str, Any]:
-    """Returns the columns that a policy objective reads, one entry per sequence."""
-    return {
-        "response_mask": weights(masks),
-        "sequence_mean": weights(masks, "sequences"),
-        "group_mean": weights(masks, "groups", groups=groups),
-        "positive": positive,
-        "advantages": advantages,
-        "rollout_logprobs": logprobs,
-        "old_logprobs": logprobs,  # replaced by `_with_logprobs` if they are recomputed
-    }
-
-
-def warm_start_example(
-    task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None
-) -> EncodedSequence:
-    """Returns a task with its answer as tokens. `options` are the environment's chat-template options."""
-    answer = task.example.get("answer")
-    if answer is None:
-        raise ValueError(
-            f'the warm start trains on the answers that tasks come with, but {task.name} has no "answer"; it has: '
-            f"{', '.join(task.example)}. Add the column, or set warm_start.steps to 0."
-        )
-    try:
-        turns = answer if isinstance(answer, list) else str(answer)
-        encoder = Encoder(tokenizer=tokenizer, max_length=budget, options=options or {})
-        return encoder.completion(task.prompt, turns, task.name)
-    except TooLongError as error:
-        raise ValueError(
-            f"{task.name} with its answer has {error.length} tokens, too many for the warm start in a budget of "
-            f"{budget}. Raise budget, or leave the row out."
-        ) from error
-
-
-def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
-    """Returns the expert ids that routers chose for each trajectory when it was sampled, [length, routers, top_k]."""
-    transcripts = [trajectory.transcript for trajectory in trajectories]
-    routing = [transcript.routing for transcript in transcripts if transcript.routing is not None]
-    if len(routing) < len(trajectories):
-        raise ValueError(
-            f"replay_routing needs the experts that sampled tokens were sent to, but "
-            f"{len(trajectories) - len(routing)} of {len(trajectories)} completions have none. Servers do not report "
-            "them: sample with Generator(routing=True), or set replay_routing to false."
-        )
-    return routing
-
-
-def _trial_batch(config: GRPOConfig) -> Batch:
+def trial_batch(config: PolicyConfig) -> Batch:
     """Returns a batch for the objective's trial call: two prompts, each with a good and a bad completion."""
     logprobs = [torch.full((len(sequence),), -1.0) for sequence in TRIAL_SEQUENCES]
     masks = [sequence.mask for sequence in TRIAL_SEQUENCES]
-    columns = policy_columns(masks, [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0], logprobs)
+    columns = policy_columns(masks, [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0], logprobs)
+    columns["advantages"] = [1.0, -1.0, 1.0, -1.0]
     if config.has_reference:
         columns["reference_logprobs"] = logprobs
     return Batch([sequence.tokens for sequence in TRIAL_SEQUENCES], columns)
 
 
-def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
-    config: GRPOConfig = inputs.config
+def checks(inputs: PreflightInputs, more_columns: Mapping[str, Any] | None = None) -> list[Check]:
+    """Returns the preflight checks. `more_columns` are those that another recipe gives the trial of an objective."""
+    config: PolicyConfig = inputs.config
+    trial = trial_batch(config)
+    trial = replace(trial, columns={**trial.columns, **(more_columns or {})})
 
     def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
         return warm_start_example(task, inputs.tokenizer, config.budget, options)
@@ -345,7 +325,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     held_out = config.evaluation if config.evaluation.every else None
     replay = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
     return [
-        *training_checks(inputs, _trial_batch(config)),
+        *training_checks(inputs, trial),
         *(replay if config.replay_routing else []),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
         *server_checks(

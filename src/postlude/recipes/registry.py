@@ -55,10 +55,16 @@ class Recipe:
     @property
     def config(self) -> Any:
         """The class of the config."""
-        from postlude.recipes.config import recipe_configs as configs
+        from postlude.recipes.config import policy_configs, recipe_configs
 
-        classes = {"sft": configs.SFTConfig, "dpo": configs.DPOConfig, "grpo": configs.GRPOConfig}
-        return (classes | {"distill": configs.DistillConfig, "eval": configs.EvalConfig})[self.command]
+        return {
+            "sft": recipe_configs.SFTConfig,
+            "dpo": recipe_configs.DPOConfig,
+            "grpo": policy_configs.GRPOConfig,
+            "ppo": policy_configs.PPOConfig,
+            "distill": recipe_configs.DistillConfig,
+            "eval": recipe_configs.EvalConfig,
+        }[self.command]
 
 
 class UserRecipe(Recipe):
@@ -123,6 +129,12 @@ def _grpo() -> RecipeCode:
     return checks, run
 
 
+def _ppo() -> RecipeCode:
+    from postlude.recipes.ppo import checks, run
+
+    return checks, run
+
+
 def _distill() -> RecipeCode:
     from postlude.recipes.distill import checks, run
 
@@ -145,6 +157,7 @@ RECIPES = {
         Recipe("sft", "train on the completions of a dataset", _sft),
         Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO", _dpo),
         Recipe("grpo", "train on rewards of sampled completions", _grpo),
+        Recipe("ppo", "train on rewards of sampled completions, with a critic", _ppo),
         Recipe("distill", "train on a teacher's distribution", _distill),
         Recipe("eval", "sample completions of tasks and score them", _evaluation),
     )

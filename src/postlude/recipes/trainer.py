@@ -120,6 +120,7 @@ class Trainer(ABC):
             device=device,
             recompute=config.recompute,
             head=config.head,
+            critic=config.has_value_head,
             overlap=config.overlap,
             gather_once=config.gather_once,
             weights=config.weights,

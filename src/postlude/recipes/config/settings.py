@@ -255,6 +255,11 @@ class TrainingConfig(RunConfig):
         """Models in memory besides the trained one: a reference, a teacher."""
         return ()
 
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the trained model has a value head."""
+        return False
+
 
 def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     """Returns the optimizer of a run of `steps` optimizer steps. Refuses a schedule that reaches 0 before the end."""

@@ -45,8 +45,9 @@ class Health:
                 "or raise that limit"
             )
         groups: dict[int, set[float]] = {}
+        one_each = len({trajectory.group for trajectory in trajectories}) == len(trajectories)
         for trajectory in (each for each in trajectories if not each.excluded):
-            groups.setdefault(trajectory.group, set()).add(trajectory.reward)
+            groups.setdefault(0 if one_each else trajectory.group, set()).add(trajectory.reward)
         self._warn_if_persistent(
             "equal rewards",
             all(len(rewards) == 1 for rewards in groups.values()),

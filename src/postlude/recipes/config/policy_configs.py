@@ -1,0 +1,269 @@
+"""The whole config of the recipes that train on rewards: GRPO and PPO. They are read without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from postlude.objectives import PolicyGradient, RewardKL
+from postlude.optimizer import SGD, AdamW
+from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
+from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
+from postlude.recipes.config.schema import NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.config.settings import (
+    EvaluationSettings,
+    ModelSource,
+    ObjectiveFile,
+    OptimizerSettings,
+    SamplingSettings,
+    TrainingConfig,
+    check_sampling,
+    fit_schedule,
+)
+
+PolicyObjective: TypeAlias = Annotated[
+    PolicyGradient | ObjectiveFile, TaggedUnion(policy=PolicyGradient, file=ObjectiveFile)
+]
+
+
+class WarmStart(Settings):
+    """Supervised steps on the tasks' own answers, before the first rollout."""
+
+    steps: NonNegativeInt = 0
+    """Number of steps; 0 disables the warm start."""
+    batch_size: PositiveInt = 64
+    """Examples a step."""
+    optimizer: OptimizerSettings = AdamW(lr=2e-3)
+    """Optimizer of these steps."""
+
+
+class Asynchrony(Settings):
+    """Sampling while the trainer trains."""
+
+    max_staleness: NonNegativeInt = 0
+    """Maximum number of steps between the start of a completion and the step that trains on it. With 0, a step starts
+    its own completions and waits for them."""
+
+
+class PolicyConfig(TrainingConfig):
+    """What the configs of GRPO and PPO share."""
+
+    environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
+    """Source of tasks and rewards."""
+    steps: PositiveInt = 200
+    """Number of steps with rollouts, after those of the warm start."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts per step."""
+    samples_per_prompt: PositiveInt = 1
+    """Completions of each prompt."""
+    sampling: SamplingSettings = SamplingSettings()
+    """Sampling parameters of completions."""
+    rollout: RolloutSettings = NativeRollout()
+    """Rollout engine: the native generator, or servers that get the new weights after every step."""
+    asynchrony: Asynchrony = Asynchrony()
+    """Sampling while the trainer trains."""
+    objective: PolicyObjective = PolicyGradient(clip_high=0.28)
+    """Objective to minimise. It, or one of yours, finds these columns: as denominators "response_mask" of sampled
+    tokens, "sequence_mean" of completions and "group_mean" of prompts; "advantages", "old_logprobs",
+    "rollout_logprobs"; "positive", 1 for completions with a reward of 1; and "reference_logprobs" if it needs them."""
+    reference: bool = False
+    """Give an objective of yours the log-probs of the model after the warm start, as "reference_logprobs"."""
+    reward_kl: RewardKL | None = None
+    """Penalty in the reward for leaving the reference policy, in place of objective.kl in the loss."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps of a pass over a rollout; each takes an equal share of the prompts."""
+    epochs: PositiveInt = 1
+    """Passes over each rollout. Ratios are to the policy before the first."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Denominator of the ratio: the log-probs of the sampler, or recomputed by the trainer."""
+    replay_routing: bool = False
+    """Send tokens to the experts that they were sampled with (MoE models). A reference routes by itself."""
+    dynamic_sampling: NonNegativeInt = 0
+    """Maximum number of extra rounds of prompts that replace groups with equal rewards (DAPO)."""
+    overlong: Literal["learn", "mask"] = "learn"
+    """Whether to train on completions that were truncated at max_new_tokens, or to mask them."""
+    overlong_penalty: NonNegative = 0.0
+    """Penalty subtracted from the reward of a truncated completion."""
+    warm_start: WarmStart = WarmStart()
+    """Supervised steps before the first rollout."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Evaluation on held-out tasks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_sampling(self.sampling, self.budget, self.rollout)
+        self.optimizers  # noqa: B018 - refuses a schedule that does not fit
+        if self.reward_kl is not None and isinstance(self.objective, PolicyGradient) and self.objective.kl is not None:
+            raise ValueError("reward_kl and objective.kl are two penalties for the same distance. Set one of them.")
+        if self.replay_routing and not isinstance(self.rollout, NativeRollout):
+            raise ValueError("replay_routing needs the experts that tokens were sent to, which servers do not report.")
+        if self.asynchrony.max_staleness:
+            self._check_asynchrony()
+        if self.sampling.temperature <= 0:
+            raise ValueError("sampling.temperature is 0, but a group of equal completions has nothing to compare.")
+        if isinstance(self.objective, PolicyGradient):
+            self._check_objective(self.objective)
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"minibatches is {self.minibatches}, which does not divide prompts_per_step={self.prompts_per_step}."
+            )
+        return self
+
+    def _check_objective(self, objective: PolicyGradient) -> None:
+        if self.reference:
+            raise ValueError("reference is for an objective of yours; set objective.kl instead.")
+        if objective.temperature not in (1.0, self.sampling.temperature):
+            raise ValueError(
+                f"objective.temperature is {objective.temperature:g}, but completions are sampled at "
+                f"{self.sampling.temperature:g}. Leave it out: it is taken from there."
+            )
+        if objective.correction is not None and objective.ratio != "on_policy" and self.old_logprobs == "rollout":
+            raise ValueError(
+                "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
+                "the sampler's for both. Set old_logprobs to recompute."
+            )
+
+    def _check_asynchrony(self) -> None:
+        """Refuses settings that need equal weights in sampler and trainer."""
+        staleness, objective = f"asynchrony.max_staleness is {self.asynchrony.max_staleness}", self.objective
+        if self.rollout.share_gpu:
+            raise ValueError(
+                f"{staleness}, so servers generate while the trainer trains, but rollout.share_gpu takes the trainer's "
+                "state off the GPU meanwhile. Set either to its default."
+            )
+        if isinstance(self.rollout, NativeRollout):
+            raise ValueError(
+                f"{staleness}, but rollout: native samples in the trainer's own ranks, which cannot train meanwhile. "
+                "Use rollout: generators, vllm or server."
+            )
+        if isinstance(objective, PolicyGradient) and objective.ratio == "on_policy" and objective.correction is None:
+            raise ValueError(
+                f'{staleness}, but objective.ratio "on_policy" takes all completions as samples of the newest weights. '
+                'Use "token" or "sequence", or set objective.correction.'
+            )
+
+    @property
+    def optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
+        """The optimizers of the warm start and of the policy, with schedules over their optimizer steps."""
+        warm = self.warm_start
+        first = fit_schedule(warm.optimizer, warm.steps, "warm_start.optimizer") if warm.steps else warm.optimizer
+        return first, fit_schedule(self.optimizer, self.policy_updates, "optimizer")
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy, after the warm start."""
+        return self.steps * self.epochs * self.minibatches
+
+    @property
+    def starts_from_rollout(self) -> bool:
+        """Whether the first ratios compare sampler and trainer with equal weights, and so measure their mismatch."""
+        ratio = isinstance(self.objective, PolicyGradient) and self.objective.ratio != "on_policy"
+        return ratio and self.old_logprobs == "rollout" and not self.asynchrony.max_staleness
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probs of the model after the warm start are needed."""
+        in_loss = self.reference if isinstance(self.objective, ObjectiveFile) else self.objective.kl is not None
+        return in_loss or self.reward_kl is not None
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The reference. That of LoRA is the frozen model."""
+        return (self.model,) if self.has_reference and self.lora is None else ()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Completions of an optimizer step."""
+        return self.prompts_per_step * self.samples_per_prompt // self.minibatches
+
+
+class GRPOConfig(PolicyConfig):
+    """Config of a GRPO run."""
+
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt: the size of a group."""
+    advantages: Literal["grpo", "grpo_loo", "dr_grpo", "rloo"] = "grpo"
+    """Advantages of a group: its rewards minus their mean ("grpo", "dr_grpo") or the mean of the others ("grpo_loo",
+    "rloo"), divided by the standard deviation ("grpo", "grpo_loo") or not."""
+
+
+class CriticSettings(Settings):
+    """The critic of PPO: a value head on the policy's own trunk, or a model of its own."""
+
+    model: ModelSource | None = None
+    """Hugging Face directory, GGUF file or built-in model that the critic starts from; none adds a value head to the
+    policy. It has the policy's vocabulary and layout, and all its weights are trained."""
+    optimizer: OptimizerSettings = AdamW(lr=1e-5)
+    """Optimizer of a critic with a model of its own."""
+    coefficient: Positive = 0.5
+    """Weight of the value loss beside the policy's, with a value head on the policy."""
+    clip: Positive | None = 0.2
+    """Maximum change of a value in a step; none for no bound."""
+    warmup: NonNegativeInt = 0
+    """First steps that train the critic alone. With a value head on the policy only that head is trained."""
+
+
+class PPOConfig(PolicyConfig):
+    """Config of a PPO run: a critic estimates the value of every token."""
+
+    critic: CriticSettings = CriticSettings()
+    """The critic."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of later rewards, per token."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """λ of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    whiten_advantages: bool = True
+    """Give the advantages of a rollout mean 0 and standard deviation 1."""
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> Self:
+        critic = self.critic
+        if critic.model is None and critic.optimizer != CriticSettings().optimizer:
+            raise ValueError(
+                "critic.optimizer is for a critic with a model of its own; a value head on the policy is stepped with "
+                "it. Set critic.model, or leave it out."
+            )
+        if critic.model is not None and critic.coefficient != CriticSettings().coefficient:
+            raise ValueError(
+                f"critic.coefficient is {critic.coefficient:g}, but a critic with a model of its own is trained alone. "
+                "Set critic.optimizer.lr instead."
+            )
+        if critic.model is not None and self.rollout.share_gpu:
+            raise ValueError(
+                "rollout.share_gpu moves the policy to host memory, but a critic with a model of its own stays on the "
+                "GPU. Leave out critic.model or rollout.share_gpu."
+            )
+        if critic.warmup >= self.steps:
+            raise ValueError(
+                f"critic.warmup is {critic.warmup}, but the run has {self.steps} steps: the policy would never be "
+                "trained. Lower it, or raise steps."
+            )
+        if self.dynamic_sampling and self.samples_per_prompt < 2:
+            raise ValueError(
+                "dynamic_sampling replaces groups whose rewards are equal, but samples_per_prompt is 1. Raise that, or "
+                "set dynamic_sampling to 0."
+            )
+        self.critic_optimizer  # noqa: B018 - refuses a schedule that does not fit
+        return self
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the policy has a value head."""
+        return self.critic.model is None
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy. A warm-up of a value head is made with the policy's optimizer."""
+        steps = self.steps if self.has_value_head else self.steps - self.critic.warmup
+        return steps * self.epochs * self.minibatches
+
+    @property
+    def critic_optimizer(self) -> AdamW | SGD:
+        """The optimizer of a critic with a model of its own, with a schedule over its optimizer steps."""
+        return fit_schedule(self.critic.optimizer, self.steps * self.epochs * self.minibatches, "critic.optimizer")
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The reference, and the critic: with gradients and moments it needs four times the memory of its weights."""
+        return (*super().other_models, *([] if self.critic.model is None else [self.critic.model] * 4))

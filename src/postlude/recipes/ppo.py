@@ -1,0 +1,159 @@
+"""PPO: the rollouts of GRPO, with the advantages of a critic that estimates the value of every token."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from postlude.data import Batch
+from postlude.engine import Engine
+from postlude.objectives import ActorCritic, ValueLoss
+from postlude.objectives.advantages import gae, whiten
+from postlude.recipes.checks.critic import critic_checks
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
+from postlude.recipes.checks.preflight import Check, PreflightInputs
+from postlude.recipes.config.policy_configs import PPOConfig
+from postlude.recipes.grpo import GRPOTrainer
+from postlude.recipes.grpo import checks as rollout_checks
+from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
+from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_mean, reward_penalties
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.world.agreement import on_rank0
+
+CRITIC = "critic"  # subdirectory of the run with the checkpoints of a critic that has a model of its own
+
+
+class PPOTrainer(GRPOTrainer):
+    """A PPO run. Its critic is a value head on the policy, or an engine of its own in the same layout."""
+
+    name = "ppo"
+    config: PPOConfig
+    smallest_group = 1
+
+    def __init__(self, config: PPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
+        self.critic: Engine | None = None
+        self.value_loss = ValueLoss(clip=config.critic.clip)
+        super().__init__(config, device, runtime)
+        if config.critic.model is not None:
+            with self.close_on_error():
+                self.critic = Engine(
+                    config.critic.model,
+                    optimizer=config.critic_optimizer,
+                    budget=config.budget,
+                    compute_dtype=self.engine.compute_dtype,
+                    device=device,
+                    recompute=config.recompute,
+                    critic=True,
+                    overlap=config.overlap,
+                    gather_once=config.gather_once,
+                    seed=config.seed,
+                    mesh=self.engine.mesh,
+                )
+
+    @property
+    def warms_critic_up(self) -> bool:
+        """Whether this step trains the critic alone."""
+        return self.step - self.warm_start_steps < self.config.critic.warmup
+
+    def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
+        """Returns the minibatches of this rank with advantages, returns and values, and metrics."""
+        config, masks = self.config, rows.column(MASK)
+        critic = self.engine if self.critic is None else self.critic
+        with self.timer("values"):
+            values = [
+                value
+                for minibatch in rows.minibatches
+                for value in critic.values(Batch(minibatch.sequences, {}, minibatch.groups, minibatch.sharding))
+            ]
+        rewards = [torch.zeros(len(mask), dtype=torch.float64) for mask in masks]
+        for row, reward in enumerate(rows.column(REWARD)):
+            rewards[row][int(masks[row].nonzero()[-1])] = reward
+        metrics: StepMetrics = {}
+        if config.reward_kl is not None:
+            penalties = reward_penalties(rows, config.reward_kl)
+            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            metrics[REWARD_KL] = penalty_mean(rows, penalties)
+        advantages, returns = gae(rewards, values, masks=masks, gamma=config.gamma, lam=config.gae_lambda)
+        metrics |= _value_metrics(rows, values, returns)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, masks, all_sum=rows.sum)
+        return rows.with_columns({"advantages": advantages, "returns": returns, "old_values": values}), metrics
+
+    def train_minibatch(self, minibatch: Batch) -> StepMetrics:
+        """Runs an optimizer step of policy and critic; in the critic's warm-up, of the critic alone."""
+        if self.critic is not None:
+            metrics = self._train_critic(self.critic, minibatch)
+            return metrics if self.warms_critic_up else metrics | super().train_minibatch(minibatch)
+        if self.warms_critic_up:
+            return self.train_batch(minibatch, ValueLoss(clip=self.config.critic.clip, stop_trunk=True))
+        objective = ActorCritic(
+            policy=self.objective, value=self.value_loss, coefficient=self.config.critic.coefficient
+        )
+        return self.train_batch(minibatch, objective)
+
+    def _train_critic(self, critic: Engine, minibatch: Batch) -> StepMetrics:
+        with self.timer("critic"):
+            result = critic.forward_backward(minibatch, self.value_loss)
+            update = critic.optimizer_step()
+        self.reductions.update(result.reductions)
+        self.health.check_update(result.loss, update.skipped, self.step + 1)
+        metrics = {LOSS: result.loss, "critic/loss": result.loss, **result.metrics}
+        metrics |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
+        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
+
+    def save(self) -> None:
+        """Writes a checkpoint. That of a critic with a model of its own is complete before the policy's is begun."""
+        if self.critic is not None and self.saved_step != self.step:
+            name = f"{CRITIC}/{self.run.checkpoint(self.step).name}"
+            self.run.discard(name)  # left by an earlier start of the run
+            self.critic.save(self.run.path / name)
+        super().save()
+        if self.critic is not None:
+            on_rank0(self._prune_critics)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Loads a checkpoint, and the critic's of the same step."""
+        super().restore(checkpoint)
+        if self.critic is not None:
+            self.critic.load(self.run.path / CRITIC / checkpoint.name)
+
+    def _prune_critics(self) -> None:
+        kept = {checkpoint.name for checkpoint in self.run.checkpoints()}
+        for critic in sorted((self.run.path / CRITIC).iterdir()):
+            if critic.name not in kept:
+                shutil.rmtree(critic)
+
+
+def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[torch.Tensor]) -> StepMetrics:
+    """Returns the mean return and the share of its variance that the values explain, over all sampled tokens."""
+    kept = [mask != 0 for mask in rows.column(MASK)]
+    earned = torch.cat([row[mask] for row, mask in zip(returns, kept, strict=True)] or [torch.zeros(0)]).double()
+    expected = torch.cat([row[mask] for row, mask in zip(values, kept, strict=True)] or [torch.zeros(0)]).double()
+    parts = (earned, earned - expected)
+    count = torch.tensor([float(len(earned))], dtype=torch.float64)
+    means = rows.sum(torch.stack([part.sum() for part in parts])) / (count := rows.sum(count)).clamp_min(1.0)
+    squares = [(part - average).square().sum() for part, average in zip(parts, means, strict=True)]
+    total, unexplained = rows.sum(torch.stack(squares)).tolist()
+    metrics: dict[str, Any] = {"return_mean": float(means[0])}
+    if total:
+        metrics["explained_variance"] = 1.0 - unexplained / total
+    return metrics
+
+
+def checks(inputs: PreflightInputs) -> list[Check]:
+    """Returns the preflight checks."""
+    numbers = [torch.zeros(len(sequence)) for sequence in TRIAL_SEQUENCES]
+    return [*rollout_checks(inputs, {"returns": numbers, "old_values": numbers}), *critic_checks(inputs)]
+
+
+def run(
+    config: PPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
+    """Runs or resumes `config`. Every rank calls it."""
+    return run_training(PPOTrainer(config, device, runtime), start_mode)

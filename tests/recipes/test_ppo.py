@@ -1,0 +1,212 @@
+"""A PPO run: its advantages are those of GAE, the same in every layout, and the same after it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from postlude.data import Batch
+from postlude.data.batch import BatchSharding
+from postlude.engine.batch_sharding import _rows_of
+from postlude.layout import Layout
+from postlude.objectives import RewardKL
+from postlude.recipes.config.load import ConfigError, load, undocumented
+from postlude.recipes.config.policy_configs import PPOConfig
+from postlude.recipes.ppo import PPOTrainer, run
+from postlude.recipes.report.metrics import explain
+from postlude.recipes.rollout_columns import RolloutRows
+from postlude.recipes.trainer import run_training
+from postlude.world.mesh import Mesh
+from tests.conftest import Ranks
+
+ROOT = Path(__file__).parents[2]
+SMALL = f"""
+model: tiny-dense
+budget: 64
+environment:
+  kind: dataset
+  path: {ROOT / "examples" / "data" / "tool_sums.jsonl"}
+  reward: {ROOT / "tests" / "rollout" / "functions.py"}:ascii_share
+  workers: 0
+steps: 3
+prompts_per_step: 4
+samples_per_prompt: 2
+minibatches: 2
+epochs: 2
+sampling: {{max_new_tokens: 6}}
+optimizer: {{lr: 1e-3}}
+evaluation: {{every: 0}}
+save_every: 1
+export: false
+"""
+OWN_CRITIC = ("--critic.model=tiny-dense", "--critic.optimizer.lr=2e-3", "--critic.warmup=1")
+SHARED = ("--critic.warmup=1", "--reward_kl.coefficient=0.1")
+
+
+def config_of(directory: Path, *overrides: str) -> PPOConfig:
+    file, own = directory / "small.yaml", directory / f"small.{os.getpid()}"
+    own.write_text(SMALL)
+    own.replace(file)  # whole at once: ranks write it at the same time
+    return load(PPOConfig, file, ["--run", str(directory / "run"), *overrides])
+
+
+def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    config = config_of(Path(directory), *overrides)
+    run(config)
+    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if not key.startswith(("time/", "tokens_per_second"))} for row in rows]
+
+
+def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
+    """Stop as a kill would: in step `at`, when its critic has been trained on half of the rollout."""
+
+    class Stopped(PPOTrainer):
+        def train_minibatch(self, minibatch: Batch) -> dict[str, Any]:
+            found = super().train_minibatch(minibatch)
+            if self.step == at:
+                raise KeyboardInterrupt
+            return found
+
+    with suppress(KeyboardInterrupt):
+        run_training(Stopped(config_of(Path(directory), *overrides), "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [SHARED, OWN_CRITIC], ids=["value head", "own critic"])
+def test_every_layout_and_a_continued_run_give_the_same_steps(
+    ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    for name in ("one", "two", "parts"):
+        (tmp_path / name).mkdir()
+    (alone,) = ranks(1, trained, str(tmp_path / "one"), *settings)
+    assert [row["phase"] for row in alone] == ["ppo"] * 3
+    assert not {key for row in alone for key in row if explain(key) is None} - {"step", "phase"}
+    assert "ratio" not in alone[0], "in the warm-up the policy is not trained"
+    assert alone[1]["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert all(row["value_error"] > 1e-3 for row in alone)
+    assert alone[0]["value"] != 0.0, "the second pass over a rollout finds a critic that has learned"
+    layout = "pp=2" if settings is OWN_CRITIC else "dp_shard=2"
+    (found, _) = ranks(2, trained, str(tmp_path / "two"), *settings, "--layout", layout)
+    for row, expected in zip(found, alone, strict=True):
+        assert row.keys() == expected.keys()
+        for key, value in expected.items():
+            assert row[key] == (value if isinstance(value, str) else pytest.approx(value, rel=2e-3, abs=1e-5)), key
+    for at in (1, 2):
+        ranks(1, interrupted, str(tmp_path / "parts"), at, *settings)
+    assert ranks(1, trained, str(tmp_path / "parts"), *settings) == [alone], "to the bit"
+    if settings is OWN_CRITIC:
+        critics = sorted(path.name for path in (tmp_path / "parts" / "run" / "critic").iterdir())
+        assert critics == ["step-000002", "step-000003"], "one beside each checkpoint"
+
+
+def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
+    """One rollout with its columns, and the values and log-probs they were computed from."""
+    seen: dict[str, Any] = {}
+
+    class Watched(PPOTrainer):
+        def add_advantages(self, rows: RolloutRows) -> Any:
+            found, metrics = super().add_advantages(rows)
+            seen.update(
+                before=[dict(each.columns) for each in rows.minibatches], after=[each.columns for each in found]
+            )
+            return found, metrics
+
+    with closing(Watched(config_of(Path(directory), "--steps=1", *overrides), "cpu")) as trainer:
+        for parameter in trainer.engine.parameters.values():
+            if parameter.ndim == 1 and parameter.shape[0] == trainer.engine.config.hidden_size:
+                parameter.data.add_(0.1)  # the value head expects something
+        if trainer.config.has_reference:
+            trainer._start_grpo()
+            assert trainer.reference is not None
+            for weight in trainer.reference.weights.values():
+                weight.mul_(0.9)
+        trainer.train_minibatches(trainer.collect_rollouts())
+    return seen
+
+
+def test_advantages_are_those_of_gae_with_the_penalty_in_the_reward(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = ("--reward_kl.coefficient=0.2", "--gamma=0.9", "--gae_lambda=0.8", "--whiten_advantages=false")
+    (seen,) = ranks(1, by_hand, str(tmp_path), *overrides)
+    checked = 0
+    for before, after in zip(seen["before"], seen["after"], strict=True):
+        assert not {"reward", "group"} & after.keys()
+        for row, mask in enumerate(before["response_mask"]):
+            steps = mask.nonzero()[:, 0].tolist()
+            values = after["old_values"][row].double()
+            distance = (before["old_logprobs"][row] - before["reference_logprobs"][row]).double()
+            assert distance[steps].abs().max() > 1e-3
+            rewards = [-0.2 * float(distance[step]) for step in steps]
+            rewards[-1] += before["reward"][row]
+            later, advantage = 0.0, 0.0
+            for step, reward in zip(reversed(steps), reversed(rewards), strict=True):
+                advantage = reward + 0.9 * later - float(values[step]) + 0.9 * 0.8 * advantage
+                later = float(values[step])
+                assert float(after["advantages"][row][step]) == pytest.approx(advantage, rel=1e-5, abs=1e-6)
+                assert float(after["returns"][row][step]) == pytest.approx(advantage + later, rel=1e-5, abs=1e-6)
+                checked += 1
+    assert checked > 20
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1(ranks: Ranks, tmp_path: Path) -> None:
+    (seen,) = ranks(1, by_hand, str(tmp_path))
+    rows = [
+        advantages[mask != 0]
+        for columns in seen["after"]
+        for advantages, mask in zip(columns["advantages"], columns["response_mask"], strict=True)
+    ]
+    kept = torch.cat(rows)
+    assert float(kept.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(kept.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
+
+
+def rows_of_two(group: Any) -> tuple[list[int], list[int], list[float]]:
+    mesh = Mesh(Layout.parse("dp_shard=2"), "cpu")
+    whole = Batch([[1, 2]] * 5, {"row": [10, 11, 12, 13, 14]})
+    sharding = BatchSharding([2] * 5, [1, 0, 1, 1, 0])
+    rows = RolloutRows([_rows_of(whole, sharding, mesh.dp.rank)], mesh, None)
+    everyone = rows.gather(rows.column("row"))
+    return everyone, rows.local(everyone), rows.sum(torch.tensor([1.0, float(mesh.dp.rank)])).tolist()
+
+
+def test_rows_are_gathered_in_one_order_whoever_holds_them(ranks: Ranks) -> None:
+    whole = [10, 11, 12, 13, 14]
+    assert ranks(2, rows_of_two) == [(whole, [11, 14], [2.0, 1.0]), (whole, [10, 12, 13], [2.0, 1.0])]
+
+
+def test_the_penalty_in_the_reward_is_its_estimator() -> None:
+    policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    ahead = reference - policy
+    for estimator, wanted in (("k1", -ahead), ("k2", ahead**2 / 2), ("k3", ahead.exp() - 1 - ahead)):
+        found = RewardKL(coefficient=0.3, estimator=estimator)(policy, reference)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, 0.3 * wanted)
+    with pytest.raises(ValueError, match="coefficient is 0"):
+        RewardKL(coefficient=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("--critic.optimizer.lr=1e-4", "Set critic.model, or leave it out"),
+        ("--critic.warmup=3", "the policy would never be trained"),
+        ("--dynamic_sampling=1 --samples_per_prompt=1", "but samples_per_prompt is 1"),
+        ("--critic.model=tiny-dense --critic.coefficient=1", "Set critic.optimizer.lr instead"),
+        ("--critic.model=tiny-dense --rollout.share_gpu=true", "stays on the GPU"),
+        ("--reward_kl.coefficient=0.1 --objective.kl.coefficient=0.1", "Set one of them"),
+        ("--gamma=1.5", "at most 1"),
+        ("--critic.model=tiny-dense --critic.optimizer.schedule={shape: linear, steps: 5}", "makes 12 optimizer steps"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, override: str, sentence: str) -> None:
+    words = override.replace(" --", "\n--").split("\n")
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(tmp_path, *words)
+
+
+def test_every_field_is_documented() -> None:
+    assert not undocumented(PPOConfig)
