@@ -18,9 +18,10 @@ from postlude.data import Batch
 from postlude.generate.protocol import Completion
 from postlude.layout import Layout
 from postlude.recipes.config.load import ConfigError, load, undocumented
-from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, routing_column, run
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
+from postlude.recipes.rollout_columns import RolloutRows, routing_column
 from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
@@ -416,8 +417,10 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Ba
     trainer.queue.take = lambda count, step: next(left)
     trainer.queue.take_metrics.return_value = trainer.rollout_sampler.take_metrics.return_value = {}
     trainer.tokenizer.decode = str
-    batch = trainer.sample_rollouts()
-    return batch.minibatches, batch.metrics
+    batch, mesh = trainer.sample_rollouts(), Mock()
+    mesh.dp.rank = 0
+    minibatches, _ = trainer.add_advantages(RolloutRows(batch.minibatches, mesh, None))
+    return minibatches, batch.metrics
 
 
 def test_answers_whose_reward_failed_are_left_out() -> None:

@@ -83,7 +83,8 @@ class RolloutRows:
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Returns the sum of a tensor over the data-parallel ranks, on the CPU."""
-        return torch.stack(list(self._by_rank(numbers.cpu()).values())).sum(0)
+        parts = self._by_rank(numbers.cpu())
+        return torch.stack(list(parts.values())).sum(0)
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> list[Batch]:
         """Returns the minibatches with these columns of this rank's sequences, and without reward and group."""
