@@ -33,6 +33,14 @@ def test_a_config_is_read(file: Path) -> None:
     load(RECIPES[command_of(file)].config, file)
 
 
+@pytest.mark.parametrize(("command", "lr"), [("sft", 2e-5), ("distill", 2e-5), ("dpo", 1e-6), ("grpo", 1e-6)])
+def test_the_default_learning_rate_fits_the_recipe(command: str, lr: float) -> None:
+    """Also where other keys of the optimizer are set."""
+    needed = {"sft": ["--data.path=x"], "dpo": ["--data.path=x"], "distill": ["--teacher=x"]}.get(command, [])
+    for words in ([], ["--optimizer.weight_decay=0.1"]):
+        assert load(RECIPES[command].config, None, [*needed, *words]).optimizer.lr == lr
+
+
 def required_by_kinds() -> list[tuple[str, str, str, str]]:
     """(recipe, section, kind, key) of every key that must be given once its section is of that kind."""
     found = []

@@ -16,7 +16,17 @@ from postlude.recipes.report.formatting import format_bytes
 from postlude.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "rich", "tensorboard")
-OPTIONAL: tuple[str, ...] = ("vllm", "ray", "fla-core", "reasoning-gym", "math-verify", "openenv", "gguf", "pyarrow", "peft")
+OPTIONAL: tuple[str, ...] = (
+    "vllm",
+    "ray",
+    "fla-core",
+    "reasoning-gym",
+    "math-verify",
+    "openenv",
+    "gguf",
+    "pyarrow",
+    "peft",
+)
 OPTIONAL += ("wandb", "mlflow", "trackio")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET", OVERRIDE)  # none of them is a secret
 

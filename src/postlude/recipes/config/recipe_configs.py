@@ -12,6 +12,7 @@ from typing import Annotated, Self, TypeAlias
 from pydantic import PositiveInt, model_validator
 
 from postlude.objectives import SFT, Distill, Preference
+from postlude.optimizer import AdamW
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
@@ -20,6 +21,7 @@ from postlude.recipes.config.settings import (
     HeldOutSettings,
     ModelSource,
     ObjectiveFile,
+    OptimizerSettings,
     RunConfig,
     SamplingSettings,
     TrainingConfig,
@@ -28,6 +30,7 @@ from postlude.recipes.config.settings import (
 )
 
 MASK = "response_mask"
+SUPERVISED_LR = 2e-5  # a token's own target bears larger steps than a reward or a preference, whose default is 1e-6
 SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]
 PairObjective: TypeAlias = Annotated[Preference | ObjectiveFile, TaggedUnion(preference=Preference, file=ObjectiveFile)]
 DistillObjective: TypeAlias = Annotated[Distill | ObjectiveFile, TaggedUnion(distill=Distill, file=ObjectiveFile)]
@@ -62,6 +65,8 @@ class SFTConfig(SupervisedConfig):
 
     data: Examples
     """Rows to train on."""
+    optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)
+    """Optimizer."""
     objective: SFTObjective = SFT(over="loss_mask")
     """Objective to minimise. One of yours finds the column "loss_mask": 1 for tokens to train on."""
 
@@ -113,6 +118,8 @@ class DistillConfig(SupervisedConfig):
     """Completions to train on: those of a dataset, or the student's own."""
     top_k: PositiveInt = 64
     """Number of the teacher's most likely tokens to compare at every position."""
+    optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)
+    """Optimizer."""
     objective: DistillObjective = Distill(over=MASK)
     """Objective to minimise. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
 
