@@ -135,11 +135,11 @@ class SampleRequest:
     num_samples: int = 1
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None
-    """Log-probs of the last n tokens of the prompt only; the entries before them are NaN."""
+    """Log-probs (and top-k) of the last n tokens of the prompt only; entries before them are NaN (or empty cells)."""
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_tokens: NDArray[np.int64] | None = None
-    """[N, K] tokens whose log-prob at each prompt position is wanted."""
+    """[len(prompt) - 1, K]: row i has the tokens whose log-prob is wanted at position i + 1; -1 asks for nothing."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class SampleResult:
     """[prompt], NaN where there is none, as at position 0."""
     topk_prompt: TopK | None = None
     target_prompt_logprobs: FloatArray | None = None
-    """[N, K]"""
+    """[len(prompt) - 1, K]; NaN where the token is -1."""
     prompt_cache_hit_tokens: int = 0
 
 

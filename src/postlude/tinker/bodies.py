@@ -1,0 +1,292 @@
+"""The JSON bodies of requests. Unknown fields are ignored, since newer clients have more of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from postlude.serving.request_body import Tokens
+from postlude.tinker.backend import AdamParams, LoRAConfig, SampleParams
+
+INT32 = 2**31 - 1
+
+
+class Body(BaseModel):
+    """Strict types and finite numbers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+Sequential = Annotated[int, Field(ge=0, le=INT32)]
+
+
+class ClientConfigBody(Body):
+    """POST client/config."""
+
+    sdk_version: str = ""
+
+
+class CreateSessionBody(Body):
+    """POST create_session."""
+
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Body):
+    """POST session_heartbeat."""
+
+    session_id: str
+
+
+class FinishReason(Body):
+    """How the client ended."""
+
+    type: str = "success"
+
+
+class FinishBody(Body):
+    """POST sessions/ID/finish."""
+
+    reason: FinishReason = FinishReason()
+
+
+class LoRABody(Body):
+    """The adapters of a model."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def config(self) -> LoRAConfig:
+        """Returns the backend's form."""
+        return LoRAConfig(
+            self.rank,
+            seed=self.seed,
+            train_mlp=self.train_mlp,
+            train_attn=self.train_attn,
+            train_unembed=self.train_unembed,
+        )
+
+
+class OptimizerConfigBody(Body):
+    """The optimizer of a model."""
+
+    type: str = "adamw"
+
+
+def check_optimizer(config: OptimizerConfigBody | None) -> None:
+    """Refuses an optimizer that is not supported."""
+    if config is not None and config.type != "adamw":
+        raise ValueError(f"the optimizer {config.type!r} is not supported; there is 'adamw'.")
+
+
+class CreateModelBody(Body):
+    """POST create_model."""
+
+    session_id: str
+    model_seq_id: Sequential
+    base_model: str
+    lora_config: LoRABody | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfigBody | None = None
+
+
+class ModelBody(Body):
+    """POST get_info."""
+
+    model_id: str
+
+
+class TrainingBody(Body):
+    """What all training requests of a model have."""
+
+    model_id: str
+    seq_id: Sequential
+
+
+class AdamBody(Body):
+    """The settings of one optimizer step."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: float = 0.0
+
+    def params(self) -> AdamParams:
+        """Returns the backend's form."""
+        values = self.model_dump()
+        return AdamParams(**values | {"grad_clip_norm": max(0.0, self.grad_clip_norm)})
+
+
+class OptimStepBody(TrainingBody):
+    """POST optim_step."""
+
+    adam_params: AdamBody | None = None
+    optimizer_params: OptimizerConfigBody | None = None
+
+
+class SaveBody(TrainingBody):
+    """POST save_weights, save_weights_for_sampler and save_weights_external."""
+
+    path: str | None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: Sequential | None = None
+    age_encryption_recipients: tuple[str, ...] | None = None
+
+
+class LoadBody(Body):
+    """POST load_weights: into a model, or (with `session_id`) as a new model."""
+
+    model_id: str | None = None
+    seq_id: Sequential | None = None
+    session_id: str | None = None
+    model_seq_id: Sequential | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool = False
+    optimizer_config: OptimizerConfigBody | None = None
+
+
+class PathBody(Body):
+    """POST weights_info."""
+
+    tinker_path: str
+
+
+class TTLBody(Body):
+    """PUT …/ttl."""
+
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+
+
+class SamplingSessionBody(Body):
+    """POST create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: Sequential
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class JoinBody(Body):
+    """POST join_sampling_session."""
+
+    sampling_session_id: str
+
+
+class RequestBody(Body):
+    """POST retrieve_future and cancel_future."""
+
+    request_id: str
+
+
+class ChunkBody(Body):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: Tokens | None = None
+
+
+class PromptBody(Body):
+    """A prompt."""
+
+    chunks: tuple[ChunkBody, ...]
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Returns the tokens. Refuses parts that are not text."""
+        values: list[int] = []
+        for index, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text" or chunk.tokens is None:
+                raise ValueError(
+                    f"prompt.chunks.{index} is of type {chunk.type[:40]!r}, but only encoded_text is supported."
+                )
+            values.extend(chunk.tokens)
+        if values and not -INT32 <= min(values) <= max(values) <= INT32:
+            raise ValueError("the prompt has a token beyond 32 bits.")
+        return np.array(values, np.int32)
+
+
+class SamplingParamsBody(Body):
+    """How a request samples."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    seed: int | None = None
+    stop: Annotated[
+        str | tuple[str, ...] | tuple[int, ...] | None, Field(description="text, a list of texts, or a list of tokens")
+    ] = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: int = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def params(self) -> SampleParams:
+        """Returns the backend's form. A list of stops, an empty one too, replaces the end-of-sequence token."""
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return SampleParams(
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            temperature=self.temperature,
+            top_k=self.top_k if self.top_k > 0 else -1,
+            top_p=self.top_p,
+            stop=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_tokens=tuple(stop for stop in stops if isinstance(stop, int)),
+            ignore_eos=self.stop is not None,
+        )
+
+
+class TensorBody(Body):
+    """A tensor in JSON."""
+
+    data: tuple[int, ...]
+    shape: tuple[int, ...] | None = None
+    sparse_crow_indices: tuple[int, ...] | None = None
+    sparse_col_indices: tuple[int, ...] | None = None
+
+    def targets(self, rows: int) -> NDArray[np.int64]:
+        """Returns token ids [rows, K], with -1 where a sparse tensor has no entry."""
+        shape = self.shape or ()
+        if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= 1024:
+            raise ValueError(f"target_prompt_logprobs has the shape {list(shape)}: give [{rows}, K] with K up to 1024.")
+        values = np.array(self.data, np.int64)
+        if self.sparse_crow_indices is None:
+            if len(values) != rows * shape[1]:
+                raise ValueError(f"target_prompt_logprobs has {len(values)} values for the shape {list(shape)}.")
+            return values.reshape(shape)
+        starts, columns = np.array(self.sparse_crow_indices), np.array(self.sparse_col_indices or (), np.int64)
+        counts = np.diff(starts)
+        right = len(counts) == rows and len(columns) == len(values) == starts[-1] and bool((counts >= 0).all())
+        if not right or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
+            raise ValueError(f"target_prompt_logprobs is not a sparse matrix of shape {list(shape)}.")
+        dense = np.full(shape, -1, np.int64)
+        dense[np.repeat(np.arange(rows), counts), columns] = values
+        return dense
+
+
+class SampleBody(Body):
+    """POST asample."""
+
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0, le=2**62)]
+    prompt: PromptBody
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None

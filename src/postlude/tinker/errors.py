@@ -1,0 +1,25 @@
+"""APIError: a status and a sentence for the client."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+
+class APIError(Exception):
+    """A refused request. The client retries 408, 409, 429 and 5xx, and raises the others to its user."""
+
+    def __init__(self, status: int, sentence: str, *, retry_after: float | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.retry_after = retry_after
+
+
+def storage_sentence(error: OSError, directory: Path) -> str:
+    """Returns a sentence about a write that failed, for the client."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk of the server's state directory {directory} is full, so nothing of this was saved. Delete "
+            "checkpoints, or have space made, and save again; training goes on meanwhile."
+        )
+    return f"the server's state directory {directory} cannot be written: {error.strerror or error}; nothing was saved."

@@ -1,0 +1,104 @@
+"""FutureStore: the results that clients fetch by request id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from postlude.tinker.limits import Limits
+
+Category = Literal["user", "server", "unknown"]
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed: one sentence, and whose fault it is."""
+
+    sentence: str
+    category: Category
+
+
+@dataclass(eq=False)
+class Future:
+    """The result of one request: JSON, protobuf bytes, or a failure."""
+
+    request_id: str
+    owner: str
+    kind: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: JSON | bytes | None = None
+    failure: Failure | None = None
+    finished: float = 0.0
+    fetched: float | None = None
+    reply: JSON = field(default_factory=dict)
+    """What the client got when it submitted the request, besides the id; a retry gets the same."""
+
+    def succeed(self, result: JSON | bytes) -> None:
+        """Sets the result."""
+        if not self.done.is_set():
+            self.result, self.finished = result, time.monotonic()
+            self.done.set()
+
+    def fail(self, sentence: str, category: Category) -> None:
+        """Sets the failure."""
+        if not self.done.is_set():
+            self.failure, self.finished = Failure(sentence, category), time.monotonic()
+            self.done.set()
+
+    @property
+    def size(self) -> int:
+        """Bytes that its result holds; JSON results are small."""
+        return len(self.result) if isinstance(self.result, bytes) else 256
+
+
+class FutureStore:
+    """Futures by request id, kept until some time after they were fetched."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._futures: dict[str, Future] = {}
+        self._closing = asyncio.Event()
+
+    def add(self, request_id: str, owner: str, kind: str) -> Future:
+        """Adds a future that is not done."""
+        assert request_id not in self._futures
+        future = self._futures[request_id] = Future(request_id, owner, kind)
+        return future
+
+    def get(self, request_id: str) -> Future | None:
+        """Returns a future that is still kept."""
+        return self._futures.get(request_id)
+
+    async def wait(self, future: Future) -> bool:
+        """Waits for a result as long as a poll may take. Returns whether it is there."""
+        if future.done.is_set():
+            return True
+        tasks = [asyncio.ensure_future(event.wait()) for event in (future.done, self._closing)]
+        try:
+            await asyncio.wait(tasks, timeout=self._limits.poll_seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return future.done.is_set()
+
+    def close(self) -> None:
+        """Ends all polls, so that the server can stop."""
+        self._closing.set()
+
+    def drop_old(self) -> None:
+        """Drops results that were kept for long enough, then the oldest ones beyond the limit of bytes."""
+        now = time.monotonic()
+        for future in [future for future in self._futures.values() if future.done.is_set()]:
+            fetched = future.fetched is not None and now - future.fetched > self._limits.fetched_seconds
+            if fetched or now - future.finished > self._limits.unfetched_seconds:
+                del self._futures[future.request_id]
+        done = [future for future in self._futures.values() if future.done.is_set()]
+        excess = sum(future.size for future in done) - self._limits.result_bytes
+        for future in sorted(done, key=lambda one: (one.fetched is None, one.finished)):
+            if excess <= 0:
+                break
+            excess -= future.size
+            del self._futures[future.request_id]

@@ -1,0 +1,227 @@
+"""ModelRequests: the requests that create, train, save and load models. Each is queued and returns a future."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from postlude.tinker import bodies
+from postlude.tinker.backend import ModelSpec
+from postlude.tinker.errors import APIError
+from postlude.tinker.futures import JSON, Future
+from postlude.tinker.paths import Kind, TinkerPath, check_name
+from postlude.tinker.sampling import Sampler
+from postlude.tinker.service import ClientSession, TinkerService
+from postlude.tinker.state import Checkpoint, Run, SamplerRecord
+from postlude.tinker.training import Operation, Role, TrainedModel
+from postlude.tinker.wire import Pass, encode_pass, read_pass
+
+SAVE_KINDS: dict[Kind, str] = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+class ModelRequests:
+    """The training half of a service."""
+
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+        self._backend, self._state, self._training = service.backend, service.state, service.training
+
+    async def create_model(self, owner: str, body: bodies.CreateModelBody) -> Future:
+        """Queues the creation of a model."""
+        session = self._service.session(owner, body.session_id)
+        lora = body.lora_config.config() if body.lora_config is not None else None
+
+        def check() -> None:
+            bodies.check_optimizer(body.optimizer_config)
+            info = self._service.base(body.base_model)
+            if lora is None and not info.full_training:
+                raise ValueError(f"{info.name} is served for LoRA only: give lora_config.")
+
+        spec = ModelSpec(body.base_model, lora)
+        model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
+
+        async def create() -> JSON:
+            check()
+            await self._create(model)
+            return {"type": "create_model", "model_id": model.model_id}
+
+        return self._training.submit(model, 0, Operation("create_model", create))
+
+    async def _new_model(
+        self, session: ClientSession, number: int, spec: ModelSpec, user_metadata: dict[str, Any] | None
+    ) -> TrainedModel:
+        """Returns the model of a session with a number: the same one for a retry."""
+        model_id = f"{session.record.session_id}:train:{number}"
+        if model_id in self._training.models:
+            return self._training.models[model_id]
+        if model_id in self._state.runs:
+            raise APIError(410, self._service.why_gone(model_id))
+        if len(self._training.models) >= self._service.limits.models:
+            raise APIError(
+                400,
+                f"{len(self._training.models)} models are being trained, which is the limit of this server. End a "
+                "session, or start the server with a larger --max-models.",
+            )
+        if spec.base_model not in self._service.bases:
+            self._service.base(spec.base_model)
+        model = TrainedModel(model_id, session.record.owner, session.record.session_id, spec)
+        self._training.models[model_id] = model
+        now = time.time()
+        run = Run(model_id, model.owner, model.session_id, spec, now, now, dict(user_metadata or {}))
+        try:
+            await self._service.write(self._state.write_run, run)
+        except APIError:
+            del self._training.models[model_id]
+            raise
+        return model
+
+    async def _create(self, model: TrainedModel) -> None:
+        await self._backend.create_model(model.model_id, model.spec)
+        model.created = True
+
+    def get_info(self, owner: str, model_id: str) -> JSON:
+        """Returns a description of a model."""
+        model = self._service.model(owner, model_id)
+        info = self._service.bases[model.spec.base_model]
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_name": info.name,
+            "model_data": {"model_name": info.name, "tokenizer_id": info.tokenizer},
+            "is_lora": model.spec.lora is not None,
+            "lora_rank": model.spec.lora.rank if model.spec.lora is not None else None,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    async def forward_backward(self, owner: str, message: Any, size: int) -> Future:
+        """Queues a pass; `message` is the request as it was sent."""
+        model = self._service.model(owner, message.model_id)
+        info = self._service.bases[model.spec.base_model]
+
+        def read() -> Pass:
+            if message.loss_fn not in info.losses:
+                raise ValueError(
+                    f"the loss {message.loss_fn[:60]!r} is not supported; there are {', '.join(info.losses)}."
+                )
+            return read_pass(message, info.max_context_length, info.vocab_size)
+
+        async def run() -> bytes:
+            one = await asyncio.to_thread(read)
+            result = await self._backend.forward_backward(
+                model.model_id, one.data, one.loss_fn, one.config, forward_only=one.forward_only
+            )
+            return await asyncio.to_thread(encode_pass, result)
+
+        role: Role = "other" if message.forward_only else "pass"
+        return self._training.submit(model, message.seq_id, Operation("forward_backward", run, role, size))
+
+    async def optim_step(self, owner: str, body: bodies.OptimStepBody) -> Future:
+        """Queues an optimizer step."""
+        model = self._service.model(owner, body.model_id)
+
+        async def run() -> JSON:
+            bodies.check_optimizer(body.optimizer_params)
+            adam = (body.adam_params or bodies.AdamBody()).params()
+            return {"type": "optim_step", "metrics": dict(await self._backend.optim_step(model.model_id, adam))}
+
+        return self._training.submit(model, body.seq_id, Operation("optim_step", run, "step"))
+
+    async def save(self, owner: str, kind: Kind, body: bodies.SaveBody) -> Future:
+        """Queues a save of weights and optimizer state, or of weights for sampling or for use elsewhere."""
+        model = self._service.model(owner, body.model_id)
+
+        async def run() -> JSON:
+            if body.age_encryption_recipients:
+                raise ValueError("age_encryption_recipients is not supported: files are written as they are.")
+            if kind == "external_weights" and not body.path:
+                raise ValueError("save_weights_external needs a path: give a name.")
+            name = check_name(body.path or f"{kind.removesuffix('_weights')}-{body.seq_id}")
+            path = TinkerPath(model.model_id, kind, name)
+            if path in self._state.checkpoints and not body.overwrite:  # before the work
+                raise ValueError(f"{path} exists already: give another name, or overwrite=True to save_state.")
+            now = time.time()
+            expires = now + body.ttl_seconds if body.ttl_seconds is not None else None
+            metadata = dict(body.user_metadata or {})
+            checkpoint = Checkpoint(path, owner, model.spec, now, 0, expires=expires, user_metadata=metadata)
+            with self._state.new_directory() as aside:
+                write = self._backend.save_state if kind == "weights" else self._backend.save_for_sampler
+                await write(model.model_id, aside)
+                saved = await asyncio.to_thread(self._state.publish, aside, checkpoint, overwrite=body.overwrite)
+            record = self._state.runs[model.model_id]
+            await self._service.write(self._state.write_run, replace(record, last_request=now))
+            return {"type": SAVE_KINDS[kind], "path": str(path), "size_bytes": saved.size}
+
+        return self._training.submit(model, body.seq_id, Operation(SAVE_KINDS[kind], run))
+
+    async def snapshot(self, owner: str, body: bodies.SaveBody) -> Future:
+        """Queues a sampler of a model's weights at this point of its requests, in memory."""
+        model = self._service.model(owner, body.model_id)
+        sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}"
+        record = SamplerRecord(sampler_id, model.spec.base_model, snapshot=True)
+
+        async def run() -> JSON:
+            await self._backend.snapshot_sampler(model.model_id, sampler_id)
+            await self._service.samplers.made_snapshot(Sampler(record, owner, model.session_id))
+            await self._service.record_sampler(model.session_id, record)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
+
+        return self._training.submit(model, body.seq_id, Operation("save_weights_for_sampler", run))
+
+    async def load(self, owner: str, body: bodies.LoadBody) -> Future:
+        """Queues a load into a model, or the creation of a model from a checkpoint."""
+        if body.model_id is not None and body.seq_id is not None:
+            model = self._service.model(owner, body.model_id)
+            number, kind, create = body.seq_id, "load_weights", False
+        elif body.session_id is not None and body.model_seq_id is not None:
+            session = self._service.session(owner, body.session_id)
+            spec = self._service.checkpoint(owner, TinkerPath.parse(body.path)).spec
+            if body.base_model is not None and body.base_model != spec.base_model:
+                raise APIError(
+                    400, f"{body.path} was trained from {spec.base_model}; it cannot be loaded as {body.base_model}."
+                )
+            model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
+            number, kind, create = 0, "create_model", True
+        else:
+            raise APIError(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+
+        async def run() -> JSON:
+            bodies.check_optimizer(body.optimizer_config)
+            path = TinkerPath.parse(body.path)
+            checkpoint = self._service.checkpoint(owner, path)
+            _check_loadable(checkpoint, model.spec)
+            if create:
+                await self._create(model)
+            await self._backend.load_state(model.model_id, self._state.directory_of(path), optimizer=body.optimizer)
+            model.failed_pass = None
+            return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
+
+        return self._training.submit(model, number, Operation(kind, run))
+
+
+def _check_loadable(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Refuses a checkpoint of another base or of other adapters than the model's."""
+    path, saved = checkpoint.path, checkpoint.spec
+    if path.kind != "weights":
+        raise ValueError(f"{path} has no training state: load a path of save_state, tinker://RUN/weights/NAME.")
+
+    def adapters(one: ModelSpec) -> dict[str, Any]:
+        if one.lora is None:
+            return {"rank": None}
+        lora = one.lora
+        return {
+            "rank": lora.rank,
+            "train_mlp": lora.train_mlp,
+            "train_attn": lora.train_attn,
+            "train_unembed": lora.train_unembed,
+        }
+
+    ours, theirs = {"base_model": spec.base_model} | adapters(spec), {"base_model": saved.base_model} | adapters(saved)
+    wrong = [f"{name} {theirs.get(name)} (model: {ours.get(name)})" for name in ours if theirs.get(name) != ours[name]]
+    if wrong:
+        raise ValueError(f"{path} does not fit this model: it has {', '.join(wrong)}.")

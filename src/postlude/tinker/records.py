@@ -1,0 +1,168 @@
+"""Records: lists and descriptions of runs, checkpoints, sessions and samplers, and what may be changed of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from postlude.tinker.errors import APIError
+from postlude.tinker.futures import JSON
+from postlude.tinker.paths import CHECKPOINT_TYPES, TinkerPath
+from postlude.tinker.service import TinkerService
+from postlude.tinker.state import Checkpoint, Run, SessionRecord
+
+MAX_PAGE = 1000
+Item = TypeVar("Item")
+
+
+def time_text(seconds: float) -> str:
+    """Returns a time in ISO 8601."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def page(items: Sequence[Item], limit: int, offset: int) -> tuple[Sequence[Item], JSON]:
+    """Returns one page of a list, and its cursor."""
+    limit, offset = min(max(limit, 0), MAX_PAGE), max(offset, 0)
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
+
+
+class Records:
+    """What one server has recorded. Each key sees its own, and checkpoints that are public."""
+
+    def __init__(self, service: TinkerService) -> None:
+        self._service, self._state = service, service.state
+
+    def capabilities(self) -> JSON:
+        """Returns the base models."""
+        models = [
+            {
+                "model_name": info.name,
+                "max_context_length": info.max_context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for info in self._service.bases.values()
+        ]
+        return {"supported_models": models}
+
+    def weights_info(self, owner: str, text: str) -> JSON:
+        """Returns what a model needs to load a checkpoint."""
+        spec = self._service.checkpoint(owner, TinkerPath.parse(text)).spec
+        info = {"base_model": spec.base_model, "is_lora": spec.lora is not None, "optimizer_config": {"type": "adamw"}}
+        if spec.lora is not None:
+            info |= {
+                "lora_rank": spec.lora.rank,
+                "train_unembed": spec.lora.train_unembed,
+                "train_mlp": spec.lora.train_mlp,
+                "train_attn": spec.lora.train_attn,
+            }
+        return info
+
+    def training_runs(self, owner: str, limit: int, offset: int) -> JSON:
+        """Returns a page of a key's runs, newest first."""
+        runs = [run for run in self._state.runs.values() if run.owner == owner]
+        runs.sort(key=lambda run: run.created, reverse=True)
+        chosen, cursor = page(runs, limit, offset)
+        return {"training_runs": [self._run(run) for run in chosen], "cursor": cursor}
+
+    def training_run(self, owner: str, run_id: str) -> JSON:
+        """Returns one run."""
+        run = self._state.runs.get(run_id)
+        if run is None or run.owner != owner:
+            raise APIError(404, f"there is no training run {run_id[:80]!r}.")
+        return self._run(run)
+
+    def _run(self, run: Run) -> JSON:
+        checkpoints = self._of_run(run.run_id)
+        states = [one for one in checkpoints if one.path.kind == "weights"]
+        samplers = [one for one in checkpoints if one.path.kind == "sampler_weights"]
+        lora = run.spec.lora
+        return {
+            "training_run_id": run.run_id,
+            "base_model": run.spec.base_model,
+            "model_owner": run.owner,
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora is not None else None,
+            "corrupted": False,
+            "last_request_time": time_text(run.last_request),
+            "last_checkpoint": self._checkpoint(states[-1]) if states else None,
+            "last_sampler_checkpoint": self._checkpoint(samplers[-1]) if samplers else None,
+            "user_metadata": {name: str(value) for name, value in run.user_metadata.items()} or None,
+        }
+
+    def _of_run(self, run_id: str) -> list[Checkpoint]:
+        found = [one for one in self._state.checkpoints.values() if one.path.run_id == run_id and not one.is_expired()]
+        return sorted(found, key=lambda one: one.created)
+
+    def _checkpoint(self, checkpoint: Checkpoint) -> JSON:
+        return {
+            "checkpoint_id": checkpoint.path.checkpoint_id,
+            "checkpoint_type": CHECKPOINT_TYPES[checkpoint.path.kind],
+            "time": time_text(checkpoint.created),
+            "tinker_path": str(checkpoint.path),
+            "size_bytes": checkpoint.size,
+            "public": checkpoint.public,
+            "expires_at": time_text(checkpoint.expires) if checkpoint.expires is not None else None,
+            "user_metadata": checkpoint.user_metadata or None,
+        }
+
+    def checkpoints_of_run(self, owner: str, run_id: str) -> JSON:
+        """Returns the checkpoints of a run."""
+        self.training_run(owner, run_id)
+        return {"checkpoints": [self._checkpoint(one) for one in self._of_run(run_id)]}
+
+    def checkpoints(self, owner: str, limit: int, offset: int) -> JSON:
+        """Returns a page of a key's checkpoints, newest first."""
+        own = [one for one in self._state.checkpoints.values() if one.owner == owner and not one.is_expired()]
+        chosen, cursor = page(sorted(own, key=lambda one: one.created, reverse=True), limit, offset)
+        return {"checkpoints": [self._checkpoint(one) for one in chosen], "cursor": cursor}
+
+    def own_checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
+        """Returns a checkpoint of this key; one of another key may be read if it is public, but not changed."""
+        checkpoint = self._service.checkpoint(owner, path)
+        if checkpoint.owner != owner:
+            raise APIError(403, f"{path} is public but of another key; it cannot be changed.")
+        return checkpoint
+
+    async def delete(self, owner: str, path: TinkerPath) -> None:
+        """Deletes a checkpoint."""
+        self.own_checkpoint(owner, path)
+        await asyncio.to_thread(self._state.delete, path)
+
+    async def set_public(self, owner: str, path: TinkerPath, *, public: bool) -> None:
+        """Lets every key read a checkpoint, or not."""
+        await self._service.write(self._state.update, replace(self.own_checkpoint(owner, path), public=public))
+
+    async def set_ttl(self, owner: str, path: TinkerPath, seconds: int | None) -> None:
+        """Sets when a checkpoint expires, counted from now."""
+        expires = time.time() + seconds if seconds is not None else None
+        await self._service.write(self._state.update, replace(self.own_checkpoint(owner, path), expires=expires))
+
+    def sampler(self, owner: str, sampler_id: str) -> JSON:
+        """Returns a description of a sampler."""
+        record = self._service.sampler(owner, sampler_id).record
+        return {"sampler_id": sampler_id, "base_model": record.base_model, "model_path": record.path}
+
+    def sessions(self, owner: str, limit: int, offset: int) -> JSON:
+        """Returns a page of the ids of a key's sessions, newest first."""
+        return {"sessions": [one.session_id for one in page(self._own_sessions(owner), limit, offset)[0]]}
+
+    def _own_sessions(self, owner: str) -> list[SessionRecord]:
+        own = [session for session in self._state.sessions.values() if session.owner == owner]
+        return sorted(own, key=lambda session: session.created, reverse=True)
+
+    def session(self, owner: str, session_id: str) -> JSON:
+        """Returns one session."""
+        record = self._state.sessions.get(session_id)
+        if record is None or record.owner != owner:
+            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        return {
+            "training_run_ids": [run.run_id for run in self._state.runs.values() if run.session_id == session_id],
+            "sampler_ids": [sampler.sampler_id for sampler in record.samplers],
+            "user_metadata": record.user_metadata or None,
+            "display_name": record.display_name,
+        }

@@ -1,0 +1,165 @@
+"""Samplers: opens, closes and reopens samplers within a limit, and runs sampling requests at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from postlude.tinker.backend import Backend, ModelLost, SampleProgress, SampleRequest, SampleResult
+from postlude.tinker.errors import APIError
+from postlude.tinker.futures import Future, FutureStore
+from postlude.tinker.limits import Limits
+from postlude.tinker.paths import TinkerPath
+from postlude.tinker.state import SamplerRecord, StateDirectory
+from postlude.tinker.wire import encode_sample
+
+LOG = logging.getLogger("postlude")
+
+
+@dataclass(eq=False)
+class Sampler:
+    """A sampling session."""
+
+    record: SamplerRecord
+    owner: str
+    session_id: str
+    is_open: bool = False
+    gone: str | None = None
+    """Why it cannot be used any more."""
+    running: int = 0
+    clients: int = 0
+    """Clones of the client that joined."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Samplers:
+    """All samplers of a server."""
+
+    def __init__(self, backend: Backend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
+        self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
+        self.samplers: dict[str, Sampler] = {}  # in the order of last use
+        self.gone: dict[str, str] = {}  # samplers that were freed, and why
+        self._running: Counter[str] = Counter()  # requests by key
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, sampler: Sampler) -> None:
+        """Adds a sampler."""
+        self.samplers[sampler.record.sampler_id] = sampler
+
+    async def open(self, sampler: Sampler) -> None:
+        """Makes a sampler ready; one that was closed is opened again."""
+        identity = sampler.record.sampler_id
+        self.samplers[identity] = self.samplers.pop(identity, sampler)
+        async with sampler.lock:
+            if sampler.gone is not None:
+                raise APIError(410, sampler.gone)
+            if sampler.is_open:
+                return
+            if sampler.record.snapshot:
+                sampler.gone = (
+                    f"the weights of {identity} were in memory only, and the server has been started again since. Save "
+                    "them again, or with a name, which is kept."
+                )
+                raise APIError(410, sampler.gone)
+            directory = None
+            if sampler.record.path is not None:
+                path = TinkerPath.parse(sampler.record.path)
+                if path not in self._state.checkpoints:
+                    raise APIError(404, f"{path} does not exist any more: it was deleted, or it has expired.")
+                directory = self._state.directory_of(path)
+            await self._make_room()
+            await self._backend.open_sampler(identity, sampler.record.base_model, directory)
+            sampler.is_open = True
+
+    async def made_snapshot(self, sampler: Sampler) -> None:
+        """Registers a sampler whose weights the backend has taken from a model."""
+        sampler.is_open = True
+        self.add(sampler)
+        await self._make_room()
+
+    async def close(self, sampler: Sampler, sentence: str) -> None:
+        """Frees a sampler for good."""
+        sampler.gone = self.gone[sampler.record.sampler_id] = sentence
+        self.samplers.pop(sampler.record.sampler_id, None)
+        if sampler.is_open:
+            sampler.is_open = False
+            await self._backend.close_sampler(sampler.record.sampler_id)
+
+    def check_room(self, owner: str) -> None:
+        """Refuses a request beyond the limit with 429."""
+        if self._running[owner] >= self._limits.samples_per_key:
+            raise APIError(
+                429, f"{self._running[owner]} samples of this key are running, which is the limit.", retry_after=1.0
+            )
+
+    def submit(self, sampler: Sampler, request_id: str, request: SampleRequest) -> Future:
+        """Starts a sampling request. Returns its future."""
+        future = self._futures.add(request_id, sampler.owner, "sample")
+        self._tasks[request_id] = asyncio.create_task(self._run(sampler, future, request))
+        return future
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request that runs."""
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    async def sample(
+        self, sampler: Sampler, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+    ) -> SampleResult:
+        """Samples, and counts the request while it runs."""
+        self._running[sampler.owner] += 1
+        sampler.running += 1
+        try:
+            await self.open(sampler)
+            return await self._backend.sample(sampler.record.sampler_id, request, progress)
+        finally:
+            sampler.running -= 1
+            self._running[sampler.owner] -= 1
+
+    async def stop(self) -> None:
+        """Ends all requests."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, sampler: Sampler, future: Future, request: SampleRequest) -> None:
+        try:
+            result = await self.sample(sampler, request)
+            future.succeed(encode_sample(result))
+        except asyncio.CancelledError:
+            future.fail("the client cancelled this request.", "user")
+        except (ValueError, TypeError) as error:
+            future.fail(str(error), "user")
+        except APIError as error:
+            future.fail(str(error), "user" if error.status < 500 else "server")
+        except ModelLost as error:
+            sampler.is_open = False  # one of a saved path is opened again
+            if sampler.record.snapshot:
+                sampler.gone = str(error)
+            future.fail(str(error), "server")
+        except Exception as error:
+            LOG.exception("sampling failed")
+            future.fail(f"the server failed in this request: {error!r}. Its log has more.", "server")
+        finally:
+            self._tasks.pop(future.request_id, None)
+
+    async def _make_room(self) -> None:
+        """Closes the samplers unused for longest, beyond the limit."""
+        idle = [one for one in self.samplers.values() if one.is_open and not one.running]
+        excess = sum(one.is_open for one in self.samplers.values()) + 1 - self._limits.samplers
+        for sampler in idle[: max(0, excess)]:
+            if sampler.lock.locked():
+                continue
+            if sampler.record.snapshot:
+                await self.close(
+                    sampler,
+                    f"{sampler.record.sampler_id} was closed, since {self._limits.samplers} newer samplers were used "
+                    "after it and its weights were in memory only. Save weights with a name to keep them.",
+                )
+            else:
+                sampler.is_open = False
+                await self._backend.close_sampler(sampler.record.sampler_id)

@@ -1,0 +1,112 @@
+"""serve: runs the application of a backend on uvicorn until a signal stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from postlude.tinker.app import Keys, TinkerApp
+from postlude.tinker.backend import Backend
+from postlude.tinker.limits import Limits
+from postlude.tinker.service import TinkerService
+from postlude.tinker.state import StateDirectory
+from postlude.world.ports import is_loopback
+
+LOG = logging.getLogger("postlude")
+KEY_PREFIX = "tml-"  # the client refuses other keys
+BACKLOG = 2048
+
+
+def read_keys(path: Path) -> list[str]:
+    """Returns the keys of a file, one on each line; # begins a comment."""
+    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    keys = [line for line in lines if line]
+    if not keys:
+        raise ValueError(f"--key-file {path} has no key: write one on each line, such as {KEY_PREFIX}…")
+    for number, key in enumerate(keys, start=1):
+        if not key.startswith(KEY_PREFIX) or len(key) < 20:
+            raise ValueError(
+                f"--key-file {path}: key {number} is not {KEY_PREFIX} and at least 16 more characters; the client "
+                "refuses keys that begin otherwise."
+            )
+    return keys
+
+
+def check_key_file(host: str, key_file: Path | None) -> None:
+    """Refuses to listen to other machines without keys."""
+    if key_file is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} is reached from other machines, which could train and read models here. Give --key-file "
+            "FILE with the keys that they must send, or listen at 127.0.0.1."
+        )
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are handled by `serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    backend: Backend,
+    state: StateDirectory,
+    *,
+    host: str,
+    port: int,
+    keys: Sequence[str] | None,
+    limits: Limits,
+    ready: Callable[[str], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT. Calls `ready` with the address once the base models are loaded."""
+    state.open()
+    try:
+        await backend.start()
+        try:
+            await _serve(TinkerService(backend, state, limits), host, port, keys, ready)
+        finally:
+            await backend.stop()
+    finally:
+        state.close()
+
+
+async def _serve(
+    service: TinkerService, host: str, port: int, keys: Sequence[str] | None, ready: Callable[[str], None]
+) -> None:
+    app = TinkerApp(service, Keys(keys), compress=not is_loopback(host)).build()
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        backlog=BACKLOG,
+    )
+    server = _Server(config)
+
+    def stop() -> None:
+        service.futures.close()  # ends the polls
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    chosen = listening.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        ready(f"http://{shown}:{chosen}")
+    await task

@@ -1,0 +1,316 @@
+"""TinkerService: sessions, samplers and results, as the routes of the API use them. It knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from postlude.tinker import bodies
+from postlude.tinker.backend import Backend, BaseModelInfo, SampleRequest
+from postlude.tinker.errors import APIError, storage_sentence
+from postlude.tinker.futures import JSON, Future, FutureStore
+from postlude.tinker.limits import Limits
+from postlude.tinker.paths import TinkerPath
+from postlude.tinker.sampling import Sampler, Samplers
+from postlude.tinker.state import Checkpoint, SamplerRecord, SessionRecord, StateDirectory
+from postlude.tinker.training import TrainedModel, TrainingQueues
+from postlude.tinker.wire import check_tokens
+
+LOG = logging.getLogger("postlude")
+SWEEP_SECONDS = 5.0
+Value = TypeVar("Value")
+
+
+@dataclass(eq=False)
+class ClientSession:
+    """A session that this server has heard of since it started."""
+
+    record: SessionRecord
+    heartbeat: float = field(default_factory=time.monotonic)
+
+
+class TinkerService:
+    """One server's clients and what they made."""
+
+    def __init__(self, backend: Backend, state: StateDirectory, limits: Limits | None = None) -> None:
+        self.backend, self.state, self.limits = backend, state, limits or Limits()
+        self.bases: dict[str, BaseModelInfo] = {info.name: info for info in backend.base_models}
+        self.futures = FutureStore(self.limits)
+        self.training = TrainingQueues(backend, self.futures, state, self.limits)
+        self.samplers = Samplers(backend, self.futures, state, self.limits)
+        self.sessions: dict[str, ClientSession] = {}
+        self.started = time.time()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to run requests. The backend has been started, and the state directory is open."""
+        self.sessions = {
+            name: ClientSession(record) for name, record in self.state.sessions.items() if record.finished is None
+        }
+        self.training.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self) -> None:
+        """Ends polls and requests."""
+        self.futures.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self.samplers.stop()
+        await self.training.stop()
+
+    # Sessions
+
+    async def create_session(self, owner: str, body: bodies.CreateSessionBody) -> JSON:
+        """Makes a session."""
+        open_sessions = sum(session.record.owner == owner for session in self.sessions.values())
+        if open_sessions >= self.limits.sessions_per_key:
+            raise APIError(429, f"{open_sessions} sessions of this key are open, which is the limit.", retry_after=5.0)
+        record = SessionRecord(
+            secrets.token_hex(8),
+            owner,
+            time.time(),
+            sdk_version=body.sdk_version,
+            display_name=body.display_name,
+            project_id=body.project_id,
+            user_metadata=dict(body.user_metadata or {}),
+        )
+        LOG.info("session %s: client tinker %s", record.session_id, body.sdk_version or "of unknown version")
+        await self.write(self.state.write_session, record)
+        self.sessions[record.session_id] = ClientSession(record)
+        return {"type": "create_session", "session_id": record.session_id}
+
+    def heartbeat(self, owner: str, session_id: str) -> JSON:
+        """Keeps a session alive."""
+        self.session(owner, session_id).heartbeat = time.monotonic()
+        return {"type": "session_heartbeat"}
+
+    async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
+        """Ends a session at its client's wish. Its models are freed; its samplers stay until heartbeats stop."""
+        record = self.state.sessions.get(session_id)
+        if record is None or record.owner != owner:
+            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
+        if record.finished is None:
+            await self.write(self.state.write_session, replace(record, finished=reason[:40]))
+
+    def session(self, owner: str, session_id: str) -> ClientSession:
+        """Returns a session that is alive."""
+        session = self.sessions.get(session_id)
+        record = self.state.sessions.get(session_id)
+        if record is None or record.owner != owner:
+            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        if session is None or record.finished is not None:
+            raise APIError(410, f"the session {session_id} has ended ({record.finished}). Make a new ServiceClient.")
+        return session
+
+    # Models
+
+    def base(self, name: str) -> BaseModelInfo:
+        """Returns a base model."""
+        if name not in self.bases:
+            raise APIError(400, f"there is no base model {name[:80]!r} here; there are {', '.join(self.bases)}.")
+        return self.bases[name]
+
+    def model(self, owner: str, model_id: str) -> TrainedModel:
+        """Returns a model of a key that takes requests."""
+        model = self.training.models.get(model_id)
+        if model is not None and model.owner == owner:
+            session = self.sessions.get(model.session_id)
+            if session is not None:
+                session.heartbeat = time.monotonic()
+            return model
+        run = self.state.runs.get(model_id)
+        if run is None or run.owner != owner:
+            raise APIError(404, f"there is no model {model_id[:80]!r}.")
+        raise APIError(410, self.why_gone(model_id))
+
+    def why_gone(self, model_id: str) -> str:
+        """Returns why a model takes no requests any more, and what of it can be loaded."""
+        reason = self.training.ended.get(model_id)
+        if reason is None:
+            started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
+            reason = f"{model_id} is not in memory: the server was started again at {started}."
+        return f"{reason} {self.training.last_saved(model_id)}"
+
+    def checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
+        """Returns a checkpoint that a key may read: its own, or one that is public."""
+        checkpoint = self.state.checkpoints.get(path)
+        if checkpoint is None or checkpoint.is_expired() or not (checkpoint.owner == owner or checkpoint.public):
+            raise APIError(404, f"there is no checkpoint {path}: it was not saved, was deleted, or has expired.")
+        return checkpoint
+
+    # Samplers
+
+    async def create_sampling_session(self, owner: str, body: bodies.SamplingSessionBody) -> JSON:
+        """Makes a sampler of a saved path or of a base model."""
+        session = self.session(owner, body.session_id)
+        sampler_id = f"{session.record.session_id}:sample:{body.sampling_session_seq_id}"
+        record = self._sampler_record(owner, sampler_id, body.base_model, body.model_path)
+        if sampler_id not in self.samplers.samplers:
+            sampler = Sampler(record, owner, session.record.session_id)
+            self.samplers.add(sampler)
+            try:
+                await self.samplers.open(sampler)
+                await self.record_sampler(session.record.session_id, record)
+            except BaseException:
+                self.samplers.samplers.pop(sampler_id, None)
+                raise
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def _sampler_record(
+        self, owner: str, sampler_id: str, base_model: str | None, model_path: str | None
+    ) -> SamplerRecord:
+        if model_path is None:
+            if base_model is None:
+                raise APIError(400, "give base_model or model_path.")
+            return SamplerRecord(sampler_id, self.base(base_model).name)
+        path = TinkerPath.parse(model_path)
+        checkpoint = self.checkpoint(owner, path)
+        if path.kind != "sampler_weights":
+            raise APIError(
+                400, f"{path} is not for sampling: save it with save_weights_for_sampler, which gives sampler_weights."
+            )
+        if base_model not in (None, checkpoint.spec.base_model):
+            raise APIError(400, f"{path} was trained from {checkpoint.spec.base_model}, not from {base_model}.")
+        self.base(checkpoint.spec.base_model)
+        return SamplerRecord(sampler_id, checkpoint.spec.base_model, path=str(path))
+
+    async def record_sampler(self, session_id: str, record: SamplerRecord) -> None:
+        """Writes down a sampler of a session, so that it can be opened after a restart."""
+        session = self.state.sessions[session_id]
+        others = tuple(one for one in session.samplers if one.sampler_id != record.sampler_id)
+        await self.write(self.state.write_session, replace(session, samplers=(*others, record)))
+
+    def sampler(self, owner: str, sampler_id: str) -> Sampler:
+        """Returns a sampler of a key; one of an earlier start of the server is taken up again."""
+        sampler = self.samplers.samplers.get(sampler_id)
+        if sampler is not None and sampler.owner == owner:
+            session = self.sessions.get(sampler.session_id)
+            if session is not None:
+                session.heartbeat = time.monotonic()
+            return sampler
+        session_id = sampler_id.partition(":")[0]
+        record = self.state.sessions.get(session_id)
+        known = [one for one in record.samplers if one.sampler_id == sampler_id] if record is not None else []
+        if record is None or record.owner != owner or not known:
+            raise APIError(404, f"there is no sampling session {sampler_id[:80]!r}.")
+        if sampler_id in self.samplers.gone:
+            raise APIError(410, self.samplers.gone[sampler_id])
+        sampler = Sampler(known[0], owner, session_id)
+        self.samplers.add(sampler)
+        return sampler
+
+    def sample(self, owner: str, body: bodies.SampleBody) -> Future:
+        """Starts a sampling request; a retry finds the first one."""
+        sampler = self.sampler(owner, body.sampling_session_id)
+        request_id = f"{body.sampling_session_id}:request:{body.seq_id}"
+        future = self.futures.get(request_id)
+        if future is None:
+            request = self._sample_request(self.base(sampler.record.base_model), body)
+            self.samplers.check_room(owner)
+            future = self.samplers.submit(sampler, request_id, request)
+            future.reply["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(body.num_samples)]
+        return future
+
+    def _sample_request(self, info: BaseModelInfo, body: bodies.SampleBody) -> SampleRequest:
+        prompt = check_tokens(body.prompt.tokens(), "the prompt", info.max_context_length - 1, info.vocab_size)
+        if body.num_samples > self.limits.num_samples:
+            raise ValueError(f"num_samples is {body.num_samples}; the limit is {self.limits.num_samples}.")
+        if body.prompt_alt_tokens_k > 0:
+            raise ValueError("prompt_alt_tokens_k is not supported; use topk_prompt_logprobs.")
+        if body.record_stability_info:
+            raise ValueError("record_stability_info is not supported.")
+        last_n = body.prompt_logprobs_last_n
+        if last_n is not None and not 1 <= last_n < max(2, len(prompt)):
+            raise ValueError(f"prompt_logprobs_last_n is {last_n}: give 1 to {len(prompt) - 1} for this prompt.")
+        params, room = body.sampling_params.params(), info.max_context_length - len(prompt)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ValueError(
+                f"max_tokens is {params.max_tokens}, but after a prompt of {len(prompt)} tokens the model's context of "
+                f"{info.max_context_length} has room for {room}."
+            )
+        target = body.target_prompt_logprobs
+        return SampleRequest(
+            prompt,
+            params,
+            body.num_samples,
+            prompt_logprobs=bool(body.prompt_logprobs),
+            prompt_logprobs_last_n=last_n,
+            topk_prompt_logprobs=body.topk_prompt_logprobs,
+            topk_sample_logprobs=body.topk_sample_logprobs,
+            target_prompt_tokens=target.targets(len(prompt) - 1) if target is not None else None,
+        )
+
+    # Futures
+
+    def future(self, owner: str, request_id: str) -> Future:
+        """Returns a future of a key, or raises what became of it."""
+        future = self.futures.get(request_id)
+        if future is not None and future.owner == owner:
+            return future
+        parent = request_id.rpartition(":request:")[0]
+        if parent in self.state.runs:
+            model = self.model(owner, parent)  # raises if it is gone
+            raise APIError(410, f"{request_id} is not known any more; {model.model_id} goes on at {model.next_seq}.")
+        if parent:
+            self.sampler(owner, parent)
+            raise APIError(410, f"{request_id} is not known any more; send the request again.")
+        raise APIError(404, f"there is no request {request_id[:80]!r}.")
+
+    # Housekeeping
+
+    async def write(self, write: Callable[[Value], None], value: Value) -> None:
+        """Writes a small file. A full disk is an answer that the client repeats later."""
+        try:
+            write(value)
+        except OSError as error:
+            raise APIError(503, storage_sentence(error, self.state.directory), retry_after=5.0) from error
+
+    def _end_models(self, session_id: str, sentence: str) -> None:
+        for model in list(self.training.models.values()):
+            if model.session_id == session_id:
+                self.training.end(model, sentence)
+
+    async def _sweep(self) -> None:
+        """Drops what is old: results, sessions without a heartbeat, expired checkpoints, gaps in sequences."""
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, self.limits.session_seconds / 4, self.limits.gap_seconds / 4))
+            for step in (self._drop_old, self._expire_sessions, self._expire_checkpoints):
+                try:
+                    await step()
+                except Exception:
+                    LOG.exception("housekeeping failed")
+
+    async def _drop_old(self) -> None:
+        self.futures.drop_old()
+        self.training.fail_gaps()
+
+    async def _expire_checkpoints(self) -> None:
+        for path in await asyncio.to_thread(self.state.delete_expired):
+            LOG.info("%s has expired", path)
+
+    async def _expire_sessions(self) -> None:
+        now = time.monotonic()
+        for session_id, session in list(self.sessions.items()):
+            if now - session.heartbeat < self.limits.session_seconds:
+                continue
+            sentence = (
+                f"the session {session_id} had no heartbeat for {self.limits.session_seconds:g} s and expired, so its "
+                "models and samplers were freed."
+            )
+            LOG.info("%s", sentence)
+            del self.sessions[session_id]
+            self._end_models(session_id, sentence)
+            for sampler in [one for one in self.samplers.samplers.values() if one.session_id == session_id]:
+                await self.samplers.close(sampler, sentence)
+            record = self.state.sessions[session_id]
+            if record.finished is None:
+                with contextlib.suppress(APIError):
+                    await self.write(self.state.write_session, replace(record, finished="expired"))

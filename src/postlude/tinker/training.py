@@ -1,0 +1,286 @@
+"""TrainingQueues: runs the training requests of each model in order, and lets the models of one base take turns.
+
+Requests of a model may arrive in any order; each runs after all with a smaller `seq_id`. A request that arrives again
+is not run again. If a pass fails, the gradients of the whole step are dropped, and the passes and the optimizer step
+that the client had already sent fail too: no step is made of a part of its data. Once the client has fetched the
+failure, what it sends next begins a new step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from postlude.tinker.backend import Backend, ModelLost, ModelSpec
+from postlude.tinker.errors import APIError, storage_sentence
+from postlude.tinker.futures import JSON, Category, Future, FutureStore
+from postlude.tinker.limits import Limits
+from postlude.tinker.state import StateDirectory
+
+LOG = logging.getLogger("postlude")
+Role = Literal["pass", "step", "other"]
+
+
+@dataclass(eq=False)
+class Operation:
+    """One training request."""
+
+    kind: str
+    run: Callable[[], Awaitable[JSON | bytes]]
+    role: Role = "other"
+    """What it is in a step: a pass that adds gradients, the optimizer step, or neither."""
+    size: int = 0
+    """Bytes that it holds while it waits."""
+    future: Future = field(init=False)
+    arrived: float = field(default_factory=time.monotonic)
+    knows_failure: Future | None = None
+    """The failed pass that its client had been told of when it sent this."""
+
+
+@dataclass(eq=False)
+class TrainedModel:
+    """A model in memory, with the requests that wait for it."""
+
+    model_id: str
+    owner: str
+    session_id: str
+    spec: ModelSpec
+    next_seq: int = 0
+    waiting: dict[int, Operation] = field(default_factory=dict)
+    ended: str | None = None
+    """Why it takes no more requests."""
+    failed_pass: Future | None = None
+    """A pass of the current step that failed."""
+    created: bool = False
+
+
+class _Base:
+    """The models of one base, which take turns."""
+
+    def __init__(self) -> None:
+        self.ready: deque[TrainedModel] = deque()
+        self.wake = asyncio.Event()
+        self.running: TrainedModel | None = None
+
+
+class TrainingQueues:
+    """All models of a server."""
+
+    def __init__(self, backend: Backend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
+        self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
+        self.models: dict[str, TrainedModel] = {}
+        self.ended: dict[str, str] = {}  # models that were freed, and why
+        self._bases = {info.name: _Base() for info in backend.base_models}
+        self._queued_bytes = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to run requests."""
+        self._tasks = [asyncio.create_task(self._work(base)) for base in self._bases.values()]
+
+    async def stop(self) -> None:
+        """Ends; the request that runs is not waited for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def request_id(self, model_id: str, seq_id: int) -> str:
+        """Returns the id of a training request; a retry has the same."""
+        return f"{model_id}:request:{seq_id}"
+
+    def check_room(self, model: TrainedModel | None, seq_id: int, size: int) -> None:
+        """Refuses a request beyond the limits with 429, unless it is the one that its model waits for."""
+        if model is None or seq_id <= model.next_seq:
+            return
+        if len(model.waiting) >= self._limits.queued_per_model:
+            raise APIError(
+                429,
+                f"{len(model.waiting)} requests of {model.model_id} wait, which is the limit; send again later.",
+                retry_after=1.0,
+            )
+        if self._queued_bytes + size > self._limits.queued_bytes:
+            raise APIError(429, "the server holds too many bytes of requests; send again later.", retry_after=1.0)
+
+    def submit(self, model: TrainedModel, seq_id: int, operation: Operation) -> Future:
+        """Queues a request, or finds the one that it repeats. Returns its future."""
+        request_id = self.request_id(model.model_id, seq_id)
+        future = self._futures.get(request_id)
+        if future is not None:
+            if future.kind != operation.kind:
+                raise APIError(
+                    400,
+                    f"seq_id {seq_id} of {model.model_id} was a {future.kind}; it cannot be a {operation.kind} too.",
+                )
+            return future
+        if seq_id < model.next_seq:
+            raise APIError(410, f"request {seq_id} of {model.model_id} has run, and its result is not kept any more.")
+        if model.ended is not None:
+            raise APIError(410, model.ended)
+        self.check_room(model, seq_id, operation.size)
+        operation.future = self._futures.add(request_id, model.owner, operation.kind)
+        failed = model.failed_pass
+        if failed is not None and failed.fetched is not None:
+            operation.knows_failure = failed
+        model.waiting[seq_id] = operation
+        self._queued_bytes += operation.size
+        self._make_ready(model)
+        return operation.future
+
+    def refuse(self, model: TrainedModel, seq_id: int, kind: str, sentence: str, role: Role = "other") -> None:
+        """Lets a request that cannot be read fail in its turn, so that the ones after it do not wait for it."""
+
+        async def fail() -> JSON:
+            raise ValueError(sentence)
+
+        with contextlib.suppress(APIError):
+            self.submit(model, seq_id, Operation(kind, fail, role))
+
+    def end(self, model: TrainedModel, sentence: str) -> None:
+        """Takes no more requests for a model, fails those that wait, and frees it in its turn."""
+        if model.ended is not None:
+            return
+        model.ended = sentence
+        for operation in model.waiting.values():
+            self._queued_bytes -= operation.size
+            operation.future.fail(sentence, "server")
+        model.waiting.clear()
+        base = self._bases[model.spec.base_model]
+        if model not in base.ready:
+            base.ready.append(model)
+        base.wake.set()
+
+    def queue_state(self, model_id: str) -> tuple[str, str | None]:
+        """Returns the state that a pending request of a model reports, and its reason."""
+        model = self.models.get(model_id)
+        if model is None:
+            return "active", None
+        base = self._bases[model.spec.base_model]
+        if model in base.ready and base.running is not model:
+            return "paused_capacity", f"{len(base.ready)} models with requests take turns on {model.spec.base_model}"
+        return "active", None
+
+    def fail_gaps(self) -> None:
+        """Fails requests that have waited too long for an earlier one, and goes on after them."""
+        now = time.monotonic()
+        for model in self.models.values():
+            if not model.waiting or model.next_seq in model.waiting:
+                continue
+            oldest = min(operation.arrived for operation in model.waiting.values())
+            base = self._bases[model.spec.base_model]
+            if now - oldest < self._limits.gap_seconds or base.running is model:
+                continue
+            sentence = (
+                f"request {model.next_seq} of {model.model_id} did not arrive within {self._limits.gap_seconds:g} s, "
+                f"so the requests after it ({min(model.waiting)} to {max(model.waiting)}) are not run. Gradients since "
+                "the last step are dropped."
+            )
+            last = max(model.waiting)
+            for operation in model.waiting.values():
+                self._queued_bytes -= operation.size
+                operation.future.fail(sentence, "server")
+            model.waiting.clear()
+
+            async def drop(model_id: str = model.model_id) -> JSON:
+                await self._backend.discard_gradients(model_id)
+                return {}
+
+            operation = Operation("discard_gradients", drop)
+            operation.future = Future("", model.owner, operation.kind)
+            model.next_seq = last
+            model.waiting[last] = operation
+            self._make_ready(model)
+
+    def _make_ready(self, model: TrainedModel) -> None:
+        base = self._bases[model.spec.base_model]
+        if model.next_seq in model.waiting and model not in base.ready and base.running is not model:
+            base.ready.append(model)
+            base.wake.set()
+
+    async def _work(self, base: _Base) -> None:
+        while True:
+            while not base.ready:
+                base.wake.clear()
+                await base.wake.wait()
+            model = base.ready.popleft()
+            base.running = model
+            try:
+                if model.ended is not None:
+                    await self._free(model)
+                else:
+                    operation = model.waiting.pop(model.next_seq)
+                    await self._run(model, operation)
+                    self._queued_bytes -= operation.size
+                    model.next_seq += 1
+            finally:
+                base.running = None
+            if model.ended is None:
+                self._make_ready(model)
+            elif model.model_id in self.models and model not in base.ready:
+                base.ready.append(model)  # it ended while its request ran
+
+    async def _free(self, model: TrainedModel) -> None:
+        self.models.pop(model.model_id, None)
+        self.ended[model.model_id] = model.ended or ""
+        try:
+            await self._backend.remove_model(model.model_id)
+        except Exception:
+            LOG.exception("removing %s failed", model.model_id)
+
+    async def _run(self, model: TrainedModel, operation: Operation) -> None:
+        if model.failed_pass is not None and operation.knows_failure is model.failed_pass:
+            model.failed_pass = None
+        if model.failed_pass is not None and operation.role != "other":
+            reason = model.failed_pass.failure
+            assert reason is not None
+            operation.future.fail(
+                f"this {operation.kind} was not run, since a pass of the same step failed and a step is not made of a "
+                f"part of its data; its gradients were dropped. The failure: {reason.sentence}",
+                reason.category,
+            )
+            if operation.role == "step":
+                model.failed_pass = None
+            return
+        try:
+            operation.future.succeed(await operation.run())
+            return
+        except ModelLost as error:
+            sentence = f"{error} {self.last_saved(model.model_id)}"
+            operation.future.fail(sentence, "server")
+            self.end(model, sentence)
+            return
+        except Exception as error:
+            sentence, category = self._sentence(operation.kind, error)
+        operation.future.fail(sentence, category)
+        if not model.created:
+            self.end(model, f"{model.model_id} could not be created: {sentence}")
+        elif operation.role == "pass":
+            model.failed_pass = operation.future
+            try:
+                await self._backend.discard_gradients(model.model_id)
+            except Exception as error:
+                LOG.exception("dropping the gradients of %s failed", model.model_id)
+                self.end(model, f"{model.model_id} failed and its gradients cannot be dropped: {error}")
+
+    def _sentence(self, kind: str, error: Exception) -> tuple[str, Category]:
+        if isinstance(error, OSError) and error.errno is not None:
+            return storage_sentence(error, self._state.directory), "server"
+        if isinstance(error, (ValueError, TypeError)):
+            return str(error), "user"
+        if isinstance(error, APIError):
+            return str(error), "user" if error.status < 500 else "server"
+        LOG.exception("%s failed", kind, exc_info=error)
+        return f"the server failed in this {kind}: {error!r}. Its log has more.", "server"
+
+    def last_saved(self, run_id: str) -> str:
+        """Returns a sentence about what of a run can be loaded."""
+        saved = [one for one in self._state.checkpoints.values() if one.path.run_id == run_id]
+        states = sorted((one for one in saved if one.path.kind == "weights"), key=lambda one: one.created)
+        if not states:
+            return "Nothing of it was saved with save_state, so training begins anew."
+        return f"What was saved last is {states[-1].path}: create_training_client_from_state_with_optimizer loads it."

@@ -1,0 +1,149 @@
+"""A backend of one number per model, which records its calls: it shows what the server runs, when and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from postlude.tinker.backend import (
+    AdamParams,
+    BaseModelInfo,
+    Datum,
+    ForwardBackwardResult,
+    ModelSpec,
+    SampledSequence,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    TopK,
+)
+
+BASE, OTHER = "fake/base", "fake/other"
+VOCAB, CONTEXT = 100, 64
+
+
+class FakeBackend:
+    """A model is one weight. A pass adds the sum of its `weights` to the gradient; a step adds lr · gradient."""
+
+    def __init__(self, tokenizer: str = "fake") -> None:
+        losses = ("cross_entropy", "importance_sampling")
+        self.base_models = [BaseModelInfo(name, tokenizer, VOCAB, CONTEXT, losses) for name in (BASE, OTHER)]
+        self.calls: list[tuple[Any, ...]] = []
+        self.weights: dict[str, float] = {}
+        self.gradients: dict[str, float] = {}
+        self.samplers: dict[str, float] = {}
+        self.failure: Exception | None = None
+        """Raised by the next call that trains or saves."""
+        self.gate = asyncio.Event()
+        self.gate.set()
+        """Passes and samples wait while it is not set."""
+        self.cancelled = 0
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def _called(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    async def create_model(self, model_id: str, spec: ModelSpec) -> None:
+        self._called("create", model_id, spec)
+        self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
+
+    async def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        forward_only: bool,
+    ) -> ForwardBackwardResult:
+        total = float(sum(datum.loss_fn_inputs["weights"].sum() for datum in data))
+        self._called("forward" if forward_only else "pass", model_id, total, dict(config))
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        if not forward_only:
+            self.gradients[model_id] += total
+        outputs = [
+            {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -self.weights[model_id], np.float32)}
+            for datum in data
+        ]
+        return ForwardBackwardResult(outputs, {"loss:sum": total})
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        self._called("step", model_id, adam)
+        await asyncio.sleep(0)
+        self.weights[model_id] += adam.learning_rate * self.gradients[model_id]
+        self.gradients[model_id] = 0.0
+        return {"weight": self.weights[model_id]}
+
+    async def discard_gradients(self, model_id: str) -> None:
+        self._called("discard", model_id)
+        self.gradients[model_id] = 0.0
+
+    async def save_state(self, model_id: str, directory: Path) -> None:
+        (directory / "state.json").write_text(json.dumps(self.weights[model_id]))
+        self._called("save_state", model_id)
+
+    async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        self._called("load_state", model_id, optimizer)
+        self.weights[model_id] = json.loads((directory / "state.json").read_text())
+
+    async def save_for_sampler(self, model_id: str, directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_text(json.dumps(self.weights[model_id]))
+        self._called("save_for_sampler", model_id)
+
+    async def remove_model(self, model_id: str) -> None:
+        self._called("remove", model_id)
+        self.weights.pop(model_id, None)
+
+    async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
+        self._called("open_sampler", sampler_id, base_model)
+        file = directory / "adapter_model.safetensors" if directory is not None else None
+        self.samplers[sampler_id] = json.loads(file.read_text()) if file is not None else 0.0
+
+    async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
+        self._called("snapshot", model_id, sampler_id)
+        self.samplers[sampler_id] = self.weights[model_id]
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        self._called("close_sampler", sampler_id)
+        self.samplers.pop(sampler_id, None)
+
+    async def sample(
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+    ) -> SampleResult:
+        self._called("sample", sampler_id, request)
+        weight = self.samplers[sampler_id]
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        prompt, length = request.prompt, request.params.max_tokens or 4
+        tokens = (prompt[-1] + 1 + np.arange(length, dtype=np.int32)) % VOCAB
+        logprobs = np.full(length, -weight, np.float32)
+        for number in range(request.num_samples if progress is not None else 0):
+            for token in tokens.tolist():
+                progress(SampleProgress(number, [token], [-weight]))
+                await asyncio.sleep(0)
+        scores = np.concatenate([[np.nan], np.full(len(prompt) - 1, -weight)]).astype(np.float32)
+        if request.prompt_logprobs_last_n is not None:
+            scores[: len(prompt) - request.prompt_logprobs_last_n] = np.nan
+        k = request.topk_prompt_logprobs
+        topk = TopK(np.tile(np.arange(k, dtype=np.int32), (len(prompt), 1)), np.zeros((len(prompt), k), np.float32))
+        text = "".join(chr(97 + token % 26) for token in tokens.tolist())
+        return SampleResult(
+            [SampledSequence("length", tokens, logprobs, text=text) for _ in range(request.num_samples)],
+            prompt_logprobs=scores if request.prompt_logprobs else None,
+            topk_prompt=topk if k else None,
+        )

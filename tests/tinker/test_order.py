@@ -1,0 +1,263 @@
+"""Training requests run in order, once each, and models take turns; no step is made of a part of its data."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from postlude.tinker.backend import ModelLost
+from postlude.tinker.wire import ForwardBackwardOutput
+
+from .asgi_client import Client, pass_body, running_server
+from .fake_backend import OTHER, FakeBackend
+
+
+def test_requests_run_by_seq_id_in_whatever_order_they_arrive(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            ids = {}
+            for seq in (3, 2, 5):
+                ids[seq] = await client.run_pass(model, seq, float(seq))
+            ids[4] = await client.step(model, 4)
+            await asyncio.sleep(0.05)
+            assert [call[0] for call in backend.calls] == ["create"]  # 1 is missing
+            ids[1] = await client.run_pass(model, 1, 1.0)
+            metrics = await client.result(ids[4])
+            await client.result(ids[5])
+            assert [call[2] for call in backend.calls if call[0] == "pass"] == [1.0, 2.0, 3.0, 5.0]
+            assert [call[0] for call in backend.calls] == ["create", "pass", "pass", "pass", "step", "pass"]
+            assert metrics["metrics"]["weight"] == 1.0 + 2.0 + 3.0
+
+    asyncio.run(run())
+
+
+def test_a_retried_request_runs_once_and_gets_the_same_result(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            assert await client.create_model() == model
+            first = await client.run_pass(model, 1, 3.0)
+            assert await client.run_pass(model, 1, 3.0) == first  # while it runs
+            step = await client.step(model, 2)
+            one = await client.result(step)
+            assert await client.step(model, 2) == step  # after it has run
+            assert await client.result(step) == one
+            assert one["metrics"]["weight"] == 3.0
+            assert [call[0] for call in backend.calls] == ["create", "pass", "step"]
+            other = await client.post("optim_step", {"model_id": model, "seq_id": 1})
+            assert other.status == 400
+            assert "was a forward_backward" in other.json["error"]
+
+    asyncio.run(run())
+
+
+def test_models_of_one_base_take_turns_and_keep_their_weights_apart(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            one, two = await Client(app).open(), await Client(app).open()
+            first, second = await one.create_model(), await two.create_model()
+            other = await two.create_model(1, OTHER)
+            backend.calls.clear()
+            backend.gate.clear()
+            ids = [await one.run_pass(first, seq, 1.0) for seq in range(1, 7)]
+            ids += [await two.run_pass(second, seq, 10.0) for seq in range(1, 4)]
+            third = await two.run_pass(other, 1, 100.0)
+            backend.gate.set()
+            await two.result(third)
+            for request_id in ids:
+                await (one if request_id.startswith(first) else two).result(request_id)
+            turns = [call[1] for call in backend.calls if call[1] != other]
+            assert turns == [first, second, first, second, first, second, first, first, first]
+            assert (await one.result(await one.step(first, 7)))["metrics"]["weight"] == 6.0
+            assert (await two.result(await two.step(second, 4)))["metrics"]["weight"] == 30.0
+
+    asyncio.run(run())
+
+
+def test_forward_only_leaves_gradients_alone(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.run_pass(model, 1, 5.0, forward_only=True)
+            await client.run_pass(model, 2, 2.0)
+            assert (await client.result(await client.step(model, 3)))["metrics"]["weight"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_failed_pass_fails_its_step_and_the_next_step_is_whole(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            good = await client.run_pass(model, 1, 1.0)
+            bad = await client.run_pass(model, 2, 2.0, loss="unheard_of")
+            late = await client.run_pass(model, 3, 4.0)
+            step = await client.step(model, 4)
+            assert isinstance(await client.result(good), bytes)
+            refused = await client.result(step)
+            assert refused["category"] == "user"
+            assert "was not run" in refused["error"]
+            assert "'unheard_of' is not supported; there are cross_entropy" in refused["error"]
+            assert "was not run" in (await client.result(late))["error"]
+            assert "unheard_of" in (await client.result(bad))["error"]
+            await client.run_pass(model, 5, 8.0)
+            assert (await client.result(await client.step(model, 6)))["metrics"]["weight"] == 8.0
+            assert ("discard", model) in backend.calls
+
+    asyncio.run(run())
+
+
+def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.run_pass(model, 1, 1.0)
+            assert "error" in await client.result(await client.run_pass(model, 2, 2.0, loss="unheard_of"))
+            await client.run_pass(model, 3, 4.0)
+            assert (await client.result(await client.step(model, 4)))["metrics"]["weight"] == 4.0  # not 1 + 4
+
+    asyncio.run(run())
+
+
+def test_a_lost_model_gets_a_sentence_and_the_others_go_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            one, two = await client.create_model(0), await client.create_model(1)
+            saved = await client.call("save_weights", {"model_id": one, "path": "good", "seq_id": 1})
+            backend.failure = ModelLost("rank 1 died.")
+            lost = await client.result(await client.run_pass(one, 2, 1.0))
+            assert lost["category"] == "server"
+            assert lost["error"].startswith("rank 1 died. What was saved last is " + saved["path"])
+            await asyncio.sleep(0.02)
+            after = await client.post("optim_step", {"model_id": one, "seq_id": 3})
+            assert after.status == 410
+            assert "rank 1 died" in after.json["error"]
+            await client.run_pass(two, 1, 2.0)
+            assert (await client.result(await client.step(two, 2)))["metrics"]["weight"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_flood_gets_429_but_the_request_that_is_waited_for_does_not(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, queued_per_model=3) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            ids = [await client.run_pass(model, seq, 1.0) for seq in (2, 3, 4)]
+            flood = await client.post(
+                "forward_backward", pass_body(model, 5, 1.0), content_type="application/x-protobuf"
+            )
+            assert flood.status == 429
+            assert "retry-after" in flood.headers
+            await client.run_pass(model, 1, 1.0)
+            for request_id in ids:
+                assert isinstance(await client.result(request_id), bytes)
+            assert isinstance(await client.result(await client.run_pass(model, 5, 1.0)), bytes)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_pass_that_is_too_large_does_not_block_the_ones_after_it(tmp_path: Path, compressed: bool) -> None:
+    import zstandard
+
+    async def run() -> None:
+        async with running_server(tmp_path, body_bytes=20_000) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            body = pass_body(model, 1, *[1.0] * 1000)
+            headers = {"content_type": "application/x-protobuf"}
+            if compressed:
+                body, headers["content_encoding"] = zstandard.compress(body), "zstd"
+                assert len(body) < 20_000
+            refused = await client.post("forward_backward", body, **headers)
+            assert refused.status == 413
+            assert "20000 bytes" in refused.json["error"]
+            step = await client.result(await client.step(model, 2))
+            assert "was not run" in step["error"]
+            await client.run_pass(model, 3, 2.0)
+            assert (await client.result(await client.step(model, 4)))["metrics"]["weight"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_zstd_request_is_read(tmp_path: Path) -> None:
+    import zstandard
+
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            body = zstandard.compress(pass_body(model, 1, 3.0, 4.0))
+            kind = "application/x-protobuf"
+            reply = await client.post("forward_backward", body, content_type=kind, content_encoding="zstd")
+            output = ForwardBackwardOutput.FromString(await client.result(reply.json["request_id"]))
+            assert output.metrics["loss:sum"] == 7.0
+            wrong = await client.post("forward_backward", b"plain", content_type=kind, content_encoding="zstd")
+            assert wrong.status == 400
+
+    asyncio.run(run())
+
+
+def test_requests_after_one_that_never_arrives_fail_and_the_model_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, gap_seconds=0.2) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.result(await client.run_pass(model, 1, 1.0))
+            lone = await client.result(await client.run_pass(model, 3, 1.0))
+            assert "request 2 of" in lone["error"]
+            await client.run_pass(model, 4, 2.0)
+            assert (await client.result(await client.step(model, 5)))["metrics"]["weight"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_wrong_step_fails_in_its_turn(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": -1.0}}
+            wrong = await client.post("optim_step", body)
+            assert wrong.status == 400
+            assert "learning_rate is -1.0" in wrong.json["error"]
+            body = {"model_id": model, "seq_id": 2, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+            assert "'dimuon' is not supported" in (await client.call("optim_step", body))["error"]
+            await client.run_pass(model, 3, 2.0)
+            assert (await client.result(await client.step(model, 4)))["metrics"]["weight"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_a_pending_request_is_held_and_reports_its_queue(tmp_path: Path) -> None:
+    async def run() -> None:
+        backend = FakeBackend()
+        async with running_server(tmp_path, backend, poll_seconds=0.2) as (app, _, _service):
+            client = await Client(app).open()
+            one, two = await client.create_model(0), await client.create_model(1)
+            backend.gate.clear()
+            first, second = await client.run_pass(one, 1, 1.0), await client.run_pass(two, 1, 1.0)
+            loop = asyncio.get_running_loop()
+            start = loop.time()
+            running = await client.post("retrieve_future", {"request_id": first})
+            assert loop.time() - start >= 0.2
+            assert running.status == 408
+            assert running.json["type"] == "try_again"
+            assert running.json["queue_state"] == "active"
+            waiting = await client.post("retrieve_future", {"request_id": second})
+            assert waiting.json["queue_state"] == "paused_capacity"
+            assert "take turns" in waiting.json["queue_state_reason"]
+            backend.gate.set()
+            assert isinstance(await client.result(second), bytes)
+
+    asyncio.run(run())
