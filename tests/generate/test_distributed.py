@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from postlude import Batch, Engine, Layout
+from postlude.engine import AdamW
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.tokenizer import byte_tokenizer
+from postlude.lora import LoRA
 from postlude.objectives import SFT
 from tests.meshes import mesh
 
@@ -35,6 +37,36 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
             own = next(scores)[-len(answer.tokens) :]
             worst = max(worst, float((own - torch.tensor(answer.logprobs)).abs().max()))
     return [[answer.tokens for answer in each] for each in found], worst
+
+
+def synced_adapter(group: Any) -> tuple[bool, bool, float]:
+    """Whether a second copy left the model's weights, wherever they are, and how far log-probs are from the engine's."""
+    engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(Layout()), budget=64, lora=LoRA(rank=4), optimizer=AdamW(lr=0.1))
+    generator = SyncedGenerator(engine, byte_tokenizer())
+    generator.refresh()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in generator.model.state_dict().items()}
+    engine.forward_backward(Batch(PROMPTS[:3]), SFT())
+    engine.optimizer_step()
+    weight = generator.model.get_parameter("layers.0.mlp.up_proj.weight")
+    weight.data[0, 0] += 1.0  # what a copy of the model would undo
+    generator.refresh()
+    left = bool(weight[0, 0] == before["layers.0.mlp.up_proj.weight"][1][0, 0] + 1.0)
+    weight.data[0, 0] -= 1.0
+    in_place = all(
+        tensor.data_ptr() == before[name][0] and torch.allclose(tensor, before[name][1])
+        for name, tensor in generator.model.state_dict().items()
+    )
+    sampling = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
+    ((answer,),) = generator.generate(PROMPTS[:1], [sampling])
+    scores = engine.logprobs(Batch([PROMPTS[0] + answer.tokens])).logprob[0][-6:]
+    return left, in_place, float((scores - torch.tensor(answer.logprobs)).abs().max())
+
+
+def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
+    ((left, in_place, off),) = ranks(1, synced_adapter)
+    assert left
+    assert in_place
+    assert off < 1e-4
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 
 from postlude import ranks as started
 from postlude.engine import AdamW, Engine
-from postlude.generate.distributed import SyncedGenerator
+from postlude.engine.base_weights import adapter_matrices
+from postlude.generate.distributed import POLICY, SyncedGenerator
 from postlude.generate.probe import POSITIONS, Probe, TrainerScores, WeightProbe, WeightsDiffer, probe_tokens
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.tokenizer import byte_tokenizer
+from postlude.lora import LoRA
 from tests.engine.training import build, config, train
 
 SAMPLING = SamplingParams(max_new_tokens=2)
@@ -43,7 +46,45 @@ class ScalesOneMatrix(SyncedGenerator):
             self.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)
 
 
-KINDS = {kind.__name__: kind for kind in (SyncedGenerator, KeepsOldWeights, ScalesOneMatrix)}
+class KeepsOldAdapter(SyncedGenerator):
+    """Loads the first adapter and no other."""
+
+    def _copy(self) -> None:
+        if self.adapter is None:
+            super()._copy()
+
+
+class BindsAdapterToNothing(SyncedGenerator):
+    """From the second copy on the adapter is loaded and not applied."""
+
+    def _copy(self) -> None:
+        super()._copy()
+        if self.engine.step:
+            self.adapter = None
+
+
+class ScalesAdapter(SyncedGenerator):
+    """From the second copy on the scale of the adapter is alpha instead of alpha / rank."""
+
+    def _copy(self) -> None:
+        super()._copy()
+        if self.engine.step:
+            configs, pairs = adapter_matrices(self.engine)
+            scaled = {name: replace(each, scale=each.scale * each.rank) for name, each in configs.items()}
+            self.generator.load_adapter(POLICY, scaled, pairs)
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        SyncedGenerator,
+        KeepsOldWeights,
+        ScalesOneMatrix,
+        KeepsOldAdapter,
+        BindsAdapterToNothing,
+        ScalesAdapter,
+    )
+}
 
 
 def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
@@ -110,6 +151,44 @@ def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: st
             f"the native generator of rank {size - 1} has other weights than the trainer after it was given those of "
             "optimizer step 1: its log-probs differ by "
         )
+
+
+def probed_adapter(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
+    """As `probed`, of an engine with adapters."""
+    hf = config(model, tie_word_embeddings=False)
+    options: dict[str, Any] = {"compute_dtype": getattr(torch, dtype), "optimizer": AdamW(lr=2e-3)}
+    return sampled(kind, build(layout, hf, lora=LoRA(rank=4, alpha=16.0), **options))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"),
+    [
+        ("tiny-dense", "pp=1", "float32"),
+        ("tiny-moe", "tp=2", "float32"),
+        pytest.param("tiny-moe", "pp=2", "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_generator_with_the_trainers_adapter_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
+    for gaps, problem in ranks(int(layout[-1]), probed_adapter, "SyncedGenerator", model, layout, dtype):
+        assert problem == ""
+        assert len(gaps) == 3
+        assert max(gaps) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        ("KeepsOldAdapter", "has the weights of optimizer step 0 after it was given those of step 1: its log-probs"),
+        # A new adapter changes nothing, so a model without one is that of step 0.
+        ("BindsAdapterToNothing", "has the weights of optimizer step 0 after it was given those of step 1: its log-"),
+        ("ScalesAdapter", "has other weights than the trainer after it was given those of optimizer step 1: its log-"),
+    ],
+)
+def test_a_wrong_adapter_is_noticed_in_the_same_step(ranks: Any, kind: str, begins: str) -> None:
+    for gaps, problem in ranks(1, probed_adapter, kind, "tiny-dense", "pp=1", "float32"):
+        assert len(gaps) == 1
+        assert problem.startswith(f"the native generator of rank 0 {begins}")
+        assert re.search(r"differ by [0-9.e-]+", problem)
 
 
 def replies(*logprobs: float, token: int = 7) -> list[Completion]:

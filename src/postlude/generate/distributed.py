@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.engine import Engine
+from postlude.engine.base_weights import adapter_matrices, copy_base
 from postlude.generate.generator import Generator
 from postlude.generate.probe import Probe, ProbeResult, WeightProbe, WeightsDiffer
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, PollAdapter
@@ -19,6 +20,7 @@ from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller, gather_and_decide
 
+POLICY = "policy"  # the name of the engine's adapter in a synced generator
 Item = TypeVar("Item")
 
 
@@ -50,6 +52,8 @@ class ReplicatedGenerator(PollAdapter):
     def __init__(self, model: LanguageModel, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
+        self.adapter: str | None = None
+        """The generator's adapter that all completions are sampled with."""
         self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._share)
         super().__init__(self.generator)
 
@@ -93,7 +97,9 @@ class ReplicatedGenerator(PollAdapter):
         """Returns this rank's completions."""
         rank, size = dist.get_rank(), dist.get_world_size()
         prompts, samplings = call.prompts[rank::size], call.samplings[rank::size]
-        return self.generator.generate(prompts, samplings, call.n, first=call.first) if prompts else []
+        if not prompts:
+            return []
+        return self.generator.generate(prompts, samplings, call.n, first=call.first, adapter=self.adapter)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
 class SyncedGenerator(ReplicatedGenerator):
     """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout.
 
+    Of an engine with adapters the frozen model is copied once, and then only the adapter in use, which is not merged.
     With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
     """
 
@@ -135,9 +142,18 @@ class SyncedGenerator(ReplicatedGenerator):
     def refresh(self) -> None:
         """Copies the engine's weights, if they changed since the last copy."""
         if self.copied_step != self.engine.step:
-            self.engine.copy_weights(self.model)
+            self._copy()
             self.copied_step = self.engine.step
             self._pending_probe = None if self.probe is None else self.probe.score()
+
+    def _copy(self) -> None:
+        if not self.engine.adapters.configs:
+            self.engine.copy_weights(self.model)
+            return
+        if self.adapter is None:
+            copy_base(self.engine, self.model)
+        self.generator.load_adapter(POLICY, *adapter_matrices(self.engine))
+        self.adapter = POLICY
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the gap of the last comparison."""
@@ -159,7 +175,7 @@ class SyncedGenerator(ReplicatedGenerator):
         def compare() -> ProbeResult:
             requests = probe.requests
             prompts, samplings = [list(one.prompt) for one in requests], [one.sampling for one in requests]
-            completions = [completion for (completion,) in self.generator.generate(prompts, samplings)]
+            completions = [one for (one,) in self.generator.generate(prompts, samplings, adapter=self.adapter)]
             result = probe.compare(completions, self._probe_result)
             if not result.problem:
                 self._probe_result = result

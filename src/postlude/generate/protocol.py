@@ -150,6 +150,8 @@ class PollAdapter:
 
     def submit(self, request: Request) -> int:
         """Queues a request for the next `poll`. Returns its ticket."""
+        if request.adapter is not None:
+            raise ValueError(f"the request names the adapter {request.adapter!r}, but this engine chooses its own.")
         ticket = next(self._tickets)
         self._waiting[ticket] = request
         return ticket

@@ -1,0 +1,60 @@
+"""The frozen model and the adapter of an engine apart from each other, for samplers that apply adapters unmerged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from postlude.engine.adapters import stream_adapters
+from postlude.engine.export import Exported, Untied, export
+from postlude.engine.streaming import WeightDelta, copy_into, plan_buckets, plan_tensors, stream
+from postlude.lora import AdapterConfig
+from postlude.model import LanguageModel
+
+if TYPE_CHECKING:
+    from postlude.engine.engine import Engine
+
+BUCKET_BYTES = 1 << 30
+
+
+class WithoutAdapters:
+    """A distributed model without its adapters."""
+
+    def __init__(self, model: Exported) -> None:
+        self.config, self.families, self.block_types = model.config, model.families, model.block_types
+        self.generation, self.mesh, self.base_fingerprint = model.generation, model.mesh, model.base_fingerprint
+        self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
+
+    def weight_deltas(self) -> Mapping[str, WeightDelta]:
+        """Returns nothing: adapters add nothing."""
+        return {}
+
+
+def copy_base(engine: Engine, model: LanguageModel) -> None:
+    """Copies the frozen weights into an unsharded model on every rank. Every rank calls it."""
+    engine.failure_state.check()
+    planned, dtype = plan_tensors(engine.config, engine.family, engine.block_types), engine.compute_dtype
+    buckets = plan_buckets(planned, BUCKET_BYTES, dtype)
+    shared = engine.shared_parameters
+    copy_into(model, planned, stream(buckets, engine.tensors, engine.mesh, dtype, shared=shared))
+
+
+def export_base(engine: Engine, directory: str | os.PathLike[str], *, untied: bool = False) -> Path:
+    """Writes the frozen model as `Engine.export_hf` does, without adapters. Every rank calls it; rank 0 writes."""
+    engine.failure_state.check()
+    base = WithoutAdapters(engine)
+    model = Untied(base) if untied else base
+    return export(model, directory, None, engine.compute_dtype, card=None, overwrite=False)
+
+
+def adapter_matrices(engine: Engine) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
+    """Returns config, A and B of every adapted layer, whole, in fp32, by the layers' global names. Every rank calls it.
+
+    They are of the adapter in use, and on the engine's device.
+    """
+    tensors, configs = dict(stream_adapters(engine)), engine.adapters.configs
+    return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
