@@ -73,8 +73,9 @@ test-serving: $(READY) $(SERVING)/.ready
 	VLLM_PYTHON=$(CURDIR)/$(SERVING)/bin/python $(BIN)/python -m pytest -m serving -s
 
 # Other frameworks, beside $(VENV) and without their dependencies: verl wants an older transformers, and none of them a
-# CPU build of torch. megatron-core and skyrl are made for Python 3.12; what is used of them runs on 3.11 as well. NeMo RL
-# has no wheel: NEMO_RL is a git repository of its sources.
+# CPU build of torch. megatron-core and skyrl are made for Python 3.12; what is used of them runs on 3.11 as well. Of
+# mamba-ssm only Triton kernels are used, which need no build. NeMo RL has no wheel: NEMO_RL is a git repository of its
+# sources.
 PEERS   := .venv-peers
 NEMO_RL ?= https://github.com/NVIDIA-NeMo/RL
 
@@ -82,8 +83,9 @@ $(PEERS)/.ready: $(READY)
 	rm -rf $(PEERS)
 	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps --only-binary=:all: --python-version 3.12 \
 		megatron-core==0.19.2 skyrl==0.4.0 verl==0.9.1
-	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps 'tensordict<=0.10.0' pyvers cloudpickle orjson \
-		importlib_metadata zipp codetiming omegaconf antlr4-python3-runtime==4.9.3 hydra-core dill pylatexenc
+	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps einops
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps \
+		--no-build-isolation --no-binary mamba-ssm mamba-ssm==2.3.2.post1
 	git clone --quiet --depth 1 --no-checkout --branch v0.7.0 $(NEMO_RL) $(PEERS)/nemo-rl-sources \
 		&& git -C $(PEERS)/nemo-rl-sources archive HEAD nemo_rl | tar -x -C $(PEERS) \
 		|| echo "The sources of NeMo RL cannot be fetched from $(NEMO_RL): its tests are skipped."

@@ -1,4 +1,5 @@
-"""Runs other frameworks' own code on the CPU: where it allocates on CUDA it gets CPU tensors, the rest is unchanged."""
+"""Runs other frameworks' own code, on a GPU as it is. On the CPU it gets CPU tensors where it allocates on CUDA, and
+streams that do nothing; the rest is unchanged."""
 
 from __future__ import annotations
 
@@ -18,22 +19,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.equality import difference
+from tests.equality import TOLERANCE, difference
 
-VOCABULARY, HIDDEN, LENGTH, BATCH = 64, 32, 8, 3
+VOCABULARY, HIDDEN, LENGTH, BATCH = 128, 128, 8, 3  # verl's kernel takes multiples of 128
 NO_FUSION = dict.fromkeys(
     ("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"), False
 )
+# bfloat16 has 8 bits: Megatron rounds its logits to them (ours are not rounded), and every layer rounds its gradients.
+# Two right gradients differ by some units of the last bit.
+TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: 8 * 2**-8}
 
 
 def report(framework: str, what: str, errors: dict[str, float]) -> None:
     """Prints the version of a framework and the error of each number that was compared with it."""
-    try:
-        release = version(framework)
-    except PackageNotFoundError:  # sources without a wheel say it themselves
-        release = import_alone("nemo_rl.package_info").__shortversion__
     numbers = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    print(f"\n{framework} {release}: {what}: {numbers}", flush=True)
+    print(f"\n{framework} {release_of(framework)}: {what}: {numbers}", flush=True)
+
+
+def release_of(framework: str) -> str:
+    try:
+        return version(framework)
+    except PackageNotFoundError:  # sources without a wheel say it themselves
+        release: str = import_alone("nemo_rl.package_info").__shortversion__
+        return release
 
 
 def errors_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
@@ -54,75 +62,97 @@ class _CpuTensors(TorchFunctionMode):
         return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def _cpu_in_place_of_cuda() -> Iterator[None]:
+    """A stream that does nothing is right on a CPU: every operation has ended when its call returns."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_CpuTensors())
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
+        stack.enter_context(mock.patch("torch.Tensor.record_stream", _record_stream))
+        one = types.SimpleNamespace(multi_processor_count=1)
+        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=one))
+        for name in ("synchronize", "device", "Event", "Stream", "stream", "current_stream", "nvtx"):
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", mock.MagicMock()))
+        from megatron.core.transformer.moe import token_dispatcher
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value))
+        yield
+
+
+def _record_stream(_: Tensor, stream: Any) -> None:
+    """Nothing frees a CPU tensor's memory while it is used."""
+
+
+def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the function that it replaces returns for a tensor on CUDA."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
 def _layer_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.LayerNorm:
     """What Megatron's own norm for CPUs returns, which refuses sequence parallelism: it would not add its gradients."""
     return nn.LayerNorm(hidden_size, eps)
 
 
 @contextlib.contextmanager
-def megatron(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Megatron's process groups over gloo, and its models on the CPU. They have no dropout, so no random state."""
+def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
+    """Megatron's process groups over those of the running ranks. Its models have no dropout, so no random state."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_CpuTensors())
-        stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
-        stack.enter_context(mock.patch("torch.cuda.synchronize"))
+        if device == "cpu":
+            stack.enter_context(_cpu_in_place_of_cuda())
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
-        parallel_state.initialize_model_parallel(tp, pp)
+        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         stack.callback(parallel_state.destroy_model_parallel)
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         yield
 
 
-def gpt_model(*, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+def gpt_model(device: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """Returns this rank's part of a small GPTModel whose weights depend on nothing but the sizes."""
+    return seeded(unseeded_gpt_model(VOCABULARY, LENGTH, tied=tied, dtype=dtype, **config), device, dtype)
+
+
+def unseeded_gpt_model(vocabulary: int, length: int, *, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
+    """Returns this rank's part of a GPTModel of Megatron's own modules, without Transformer Engine."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    return seeded(
-        GPTModel(
-            transformer_config(dtype, num_layers=2, **config),
-            get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=tied,
-        ),
-        dtype,
+    return GPTModel(
+        transformer_config(dtype, **{"num_layers": 2, **config}),
+        get_gpt_layer_local_spec(num_experts=config.get("num_moe_experts")),
+        vocab_size=vocabulary,
+        max_sequence_length=length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
     )
 
 
 def transformer_config(dtype: torch.dtype, **config: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    return TransformerConfig(
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True, **NO_FUSION},
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        **config,
-    )
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    usual = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True, **NO_FUSION}
+    dtypes = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    return TransformerConfig(**{**sizes, **usual, **dtypes, **config})
 
 
-def seeded(model: Any, dtype: torch.dtype) -> Any:
+def seeded(model: Any, device: str, dtype: torch.dtype) -> Any:
     """Large weights, so that distributions are far from uniform; the same on every rank where a rank has all of one."""
     for name, parameter in model.named_parameters():
-        seed = sum(map(ord, name)) + dist.get_rank() * getattr(parameter, "tensor_model_parallel", False)
+        split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+        seed = sum(map(ord, name)) + dist.get_rank() * split
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            parameter.copy_(1 + 0.1 * values if "norm" in name and "weight" in name else 0.2 * values)
-    return model.to(dtype)
+            parameter.copy_(1 + 0.1 * values if "norm" in name and "weight" in name else values / HIDDEN**0.5)
+    return model.to(device, dtype)
 
 
 def import_alone(name: str) -> Any:
@@ -141,13 +171,15 @@ def import_alone(name: str) -> Any:
 class Inputs:
     """The same tokens on every rank: input_ids, position_ids, attention_mask (Megatron's: True is hidden), labels."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(
+        self, device: str, seed: int = 0, *, batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-        self.positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-        self.mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        self.tokens = torch.randint(vocabulary, (batch, length), generator=generator).to(device)
+        self.positions = torch.arange(length, device=device).expand(batch, length)
+        self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
         self.labels = self.tokens.roll(-1, 1)
-        self.upstream = torch.randn(2, BATCH, LENGTH, generator=generator)  # of logprob and entropy
+        self.upstream = torch.randn(2, batch, length, generator=generator).to(device)  # of logprob and entropy
 
     @property
     def model(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,11 +187,19 @@ class Inputs:
         return self.tokens, self.positions, self.mask
 
 
-def with_gradients(model: Any, inputs: Inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the results and every parameter's gradient of their weighted sum."""
-    model.zero_grad()
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {f"gradient of {name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def backward(inputs: Inputs, results: dict[str, Tensor]) -> None:
+    """The gradients of the results' weighted sum."""
     length = results["logprob"].shape[1]
     rows = [row.float() * up[:, :length] for row, up in zip(results.values(), inputs.upstream, strict=False)]
     torch.stack([row for row in rows if row.requires_grad]).sum().backward()
-    gradients = {f"gradient of {name}": each.grad.clone() for name, each in model.named_parameters()}
-    return {name: row.detach() for name, row in results.items()} | gradients
+
+
+def with_gradients(model: Any, inputs: Inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the results and every parameter's gradient of their weighted sum."""
+    model.zero_grad()
+    backward(inputs, results)
+    return {name: row.detach() for name, row in results.items()} | gradients_of(model)

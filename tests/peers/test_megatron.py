@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -15,21 +17,20 @@ from tests.equality import TOLERANCE, difference
 from tests.peers.frameworks import (
     BATCH,
     LENGTH,
-    VOCABULARY,
+    TOLERANCES,
     Inputs,
     errors_of,
     gpt_model,
+    gradients_of,
     megatron,
     report,
-    seeded,
-    transformer_config,
     with_gradients,
 )
+from tests.peers.hybrid import hybrid_model
 
 pytestmark = pytest.mark.peers
-# bfloat16 has 8 bits: Megatron rounds its logits to them (ours are not rounded), and every layer rounds its gradients.
-# Two right gradients differ by some units of the last bit.
-TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: 8 * 2**-8}
+MODELS = {"GPTModel": None, "HybridModel": "*-*-", "HybridModel with Mamba": "M*M-"}
+"""By name, the layer pattern of a HybridModel."""
 
 
 def of_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -39,14 +40,20 @@ def of_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"logprob": chosen, "entropy": -(logprobs.exp() * logprobs).sum(-1)}
 
 
-def compare_on_one_rank(_: Any, kind: str, tied: bool, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+def compare_on_one_rank(
+    _: Any, device: str, pattern: str | None, tied: bool, dtype: torch.dtype
+) -> dict[str, dict[str, float]]:
     """Returns the errors of each way to run the head: differences of log-probs, entropy and gradients from Megatron's.
 
     Those "of the head" are differences from a float32 head on Megatron's own hidden states.
     """
-    inputs, hidden, results = Inputs(), [], {}
-    with megatron(), mock.patch("megatron.core.models.hybrid.hybrid_block.TENorm", torch_norm()):
-        model = {"GPTModel": gpt_model, "HybridModel": hybrid_model}[kind](tied=tied, dtype=dtype)
+    inputs, hidden, results = Inputs(device), [], {}
+    with megatron(device):
+        model = (
+            hybrid_model(device, pattern, tied=tied, dtype=dtype)
+            if pattern
+            else gpt_model(device, tied=tied, dtype=dtype)
+        )
         loss = model(*inputs.model, labels=inputs.labels).detach()
         capture = model.output_layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach().float()))
         theirs = with_gradients(model, inputs, of_logits(model(*inputs.model), inputs.labels))
@@ -60,7 +67,7 @@ def compare_on_one_rank(_: Any, kind: str, tied: bool, dtype: torch.dtype) -> di
             logprob, entropy = model(*inputs.model).unbind(-1)
         assert model.output_layer is layer
         results["output_layer"] = with_gradients(model, inputs, {"logprob": logprob, "entropy": entropy})
-        if kind == "GPTModel":
+        if pattern is None:
             stats = model(*inputs.model, labels=inputs.labels, output_processor=processor)
             scores = {"logprob": stats.logprob, "entropy": stats.entropy}
             results["output_processor"] = with_gradients(model, inputs, scores)
@@ -72,67 +79,62 @@ def compare_on_one_rank(_: Any, kind: str, tied: bool, dtype: torch.dtype) -> di
     }
 
 
-def torch_norm() -> Any:
-    """For Transformer Engine's norm, which needs CUDA."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm
-
-
-def hybrid_model(*, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
-    """Attention and MLPs of Megatron's own modules: its Mamba layer needs kernels that run on CUDA alone."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    parts = get_gpt_layer_local_submodules()
-    attention = TransformerLayerSubmodules(
-        input_layernorm=parts.input_layernorm, self_attention=parts.self_attention, self_attn_bda=parts.self_attn_bda
-    )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
-    layers = HybridStackSubmodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
-    )
-    return seeded(
-        HybridModel(
-            transformer_config(dtype, num_layers=4, **config),
-            ModuleSpec(module=HybridStack, submodules=layers),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
-            hybrid_layer_pattern="*-*-",
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=tied,
-        ),
-        dtype,
-    )
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["GPTModel", "HybridModel"])
-def test_a_model_on_one_rank(ranks: Ranks, kind: str, tied: bool, dtype: torch.dtype) -> None:
-    for way, errors in ranks(1, compare_on_one_rank, kind, tied, dtype)[0].items():
-        report("megatron-core", f"{kind}, {dtype}, {'tied' if tied else 'untied'}, by {way}", errors)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_one_rank(workers: Ranks, device: str, name: str, tied: bool, dtype: torch.dtype) -> None:
+    if "Mamba" in name and device == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or dtype != torch.float32):
+        pytest.skip("Mamba's kernels need CUDA, or for fp32 Triton's interpreter")
+    for way, errors in workers(1, compare_on_one_rank, device, MODELS[name], tied, dtype)[0].items():
+        report("megatron-core", f"{name} on {device}, {dtype}, {'tied' if tied else 'untied'}, by {way}", errors)
         assert max(errors.values()) <= TOLERANCES[dtype]
         assert max(errors["logprob of the head"], errors["entropy of the head"]) <= TOLERANCE  # not rounded
 
 
-def pipeline_step(way: str, inputs: Inputs) -> Any:
+@dataclass(frozen=True)
+class Layout:
+    """Two ranks, and how Megatron's scheduler runs microbatches on them."""
+
+    sizes: dict[str, int]
+    config: dict[str, Any] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = tuple(TOLERANCES)
+
+    @property
+    def has_plan(self) -> bool:
+        return self.config.get("overlap_moe_expert_parallel_comm", False)
+
+
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "expert_model_parallel_size": 2,
+}
+LAYOUTS = {
+    "tp=2": Layout({"tp": 2}, {"tensor_model_parallel_size": 2}),
+    "tp=2, sequence parallel": Layout({"tp": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp=2, 1F1B": Layout({"pp": 2}, {"pipeline_model_parallel_size": 2}),
+    "ep=2": Layout({"ep": 2}, MOE),
+    "ep=2, combined 1F1B": Layout({"ep": 2}, {**MOE, "overlap_moe_expert_parallel_comm": True}, (torch.bfloat16,)),
+}
+
+
+def forward_step(way: str, inputs: Inputs) -> Any:
     """Returns a forward step for Megatron's schedules, whose loss is the weighted sum of the labels' log-probs."""
 
-    def forward_step(microbatches: Any, model: Any) -> tuple[Tensor, Any]:
+    def step(microbatches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
         batch = next(microbatches)
+        call = model.build_schedule_plan if return_schedule_plan else model
         if way == "labels":
-            output = model(*batch.model, labels=batch.labels)  # -logprob [b, s]
+            output = call(*batch.model, labels=batch.labels)  # -logprob [b, s]
         elif way == "output_processor":
             processor = LogprobsProcessor(returns="tensor")
-            output = model(*batch.model, labels=batch.labels, output_processor=processor)  # [1, b, s]
+            output = call(*batch.model, labels=batch.labels, output_processor=processor)  # [1, b, s]
         else:
             with logprobs_output_layer(model, LogprobsProcessor(), batch.labels):
-                output = model(*batch.model)  # [b, s, 1]
+                output = call(*batch.model)  # [b, s, 1]
         sign = -1 if way == "labels" else 1
 
         def loss_of(results: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,19 +143,21 @@ def pipeline_step(way: str, inputs: Inputs) -> Any:
 
         return output, loss_of
 
-    return forward_step
+    return step
 
 
-def compare_in_a_pipeline(_: Any, dtype: torch.dtype) -> dict[str, dict[str, float]]:
-    microbatches, results = [Inputs(seed) for seed in range(4)], {}
-    with megatron(pp=2):
+def compare_in_a_schedule(_: Any, device: str, layout: Layout, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """Returns the errors of each way: differences from Megatron's own loss of these microbatches, scheduled plainly."""
+    microbatches = [Inputs(device, seed) for seed in range(4)]
+    with megatron(device, **layout.sizes):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        model = gpt_model(dtype=dtype, pipeline_model_parallel_size=2)
-        for way in ("labels", "output_processor", "output_layer"):
+        model = gpt_model(device, dtype=dtype, **layout.config)
+
+        def run(way: str) -> dict[str, Tensor]:
             model.zero_grad()
             losses = get_forward_backward_func()(
-                forward_step_func=pipeline_step(way, microbatches[0]),
+                forward_step_func=forward_step(way, microbatches[0]),
                 data_iterator=iter(microbatches),
                 model=[model],
                 num_microbatches=len(microbatches),
@@ -162,15 +166,23 @@ def compare_in_a_pipeline(_: Any, dtype: torch.dtype) -> dict[str, dict[str, flo
                 forward_only=False,
             )
             assert len(losses) == len(microbatches) * model.post_process
-            gradients = {f"gradient of {name}": each.grad.clone() for name, each in model.named_parameters()}
-            results[way] = gradients | {f"loss {index}": each["loss"] for index, each in enumerate(losses)}
-    theirs = results.pop("labels")
+            return gradients_of(model) | {f"loss {index}": loss["loss"] for index, loss in enumerate(losses)}
+
+        with mock.patch.object(model.config, "overlap_moe_expert_parallel_comm", new=False):
+            theirs = run("labels")
+        # A schedule plan runs the output layer after the forward step has returned, so no block can replace it.
+        ways = ("labels", "output_processor") if layout.has_plan else ("output_processor", "output_layer")
+        results = {way: run(way) for way in ways}
     return {way: errors_of(ours, theirs) for way, ours in results.items()}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_pipeline_in_megatrons_1f1b_schedule(ranks: Ranks, dtype: torch.dtype) -> None:
-    for stage, ways in enumerate(ranks(2, compare_in_a_pipeline, dtype)):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name, layout in LAYOUTS.items() for dtype in layout.dtypes],
+    ids=str,
+)
+def test_two_ranks_in_megatrons_schedules(workers: Ranks, device: str, name: str, dtype: torch.dtype) -> None:
+    for rank, ways in enumerate(workers(2, compare_in_a_schedule, device, LAYOUTS[name], dtype)):
         for way, errors in ways.items():
-            report("megatron-core", f"GPTModel, pp=2, 1F1B, stage {stage}, {dtype}, by {way}", errors)
+            report("megatron-core", f"GPTModel on {device}, {name}, rank {rank}, {dtype}, by {way}", errors)
             assert max(errors.values()) <= TOLERANCES[dtype]
