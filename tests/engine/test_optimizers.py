@@ -58,7 +58,7 @@ def learned(optimizer: AdamW, stored: str, steps: int = 150) -> list[float]:
         inputs = torch.randn(64, 16, generator=generator)
         loss = (answer(inputs, list(parameters.values())) - answer(inputs, teacher)).square().mean()
         loss.backward()
-        mover.clipped_step(optimizer.lr, torch.tensor(1.0, dtype=torch.float64))
+        mover.clipped_step(optimizer, optimizer.lr, torch.tensor(1.0, dtype=torch.float64))
         mover.zero_grad()
         losses.append(float(loss.detach()))
     return losses
@@ -86,7 +86,7 @@ def test_split_weights_are_moved_as_weights_in_fp32() -> None:
         gradient = torch.randn(8, 70, generator=torch.Generator().manual_seed(seed))
         for mover, parameter in zip(movers, (wide, narrow), strict=True):
             parameter.grad = gradient.clone()
-            mover.clipped_step(1e-2, gradient.double().norm())
+            mover.clipped_step(ADAMW, 1e-2, gradient.double().norm())
     assert (wide.detach().bfloat16() - narrow.detach()).abs().max() <= 2.0**-8 * wide.detach().abs().max()
     low = movers[1].state[narrow]["low"]
     assert low.count_nonzero() > 500

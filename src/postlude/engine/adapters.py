@@ -10,11 +10,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from postlude.engine.failure_state import FailureState
-from postlude.engine.stages import Stages
-from postlude.engine.streaming import StreamedTensor, WeightDelta, is_owner, plan_buckets, stream
+from postlude.engine.stages import StageBuilder, Stages
+from postlude.engine.streaming import DistributedModel, StreamedTensor, WeightDelta, is_owner, plan_buckets, stream
+from postlude.engine.training import Training
 from postlude.hf.family import Family, TensorMapping
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import read_adapter, to_peft, write_adapter
@@ -25,52 +26,108 @@ from postlude.model.adapters import is_adapter
 from postlude.model.blocks import Block
 from postlude.model.config import RATE
 from postlude.model.parallel import Adapter, is_dtensor, local_shard, region
+from postlude.optimizer import OptimizerConfig
 from postlude.options import WeightStorage
 from postlude.world.agreement import on_rank0
 from postlude.world.mesh import Mesh
 
+DEFAULT = "default"
+"""The name of the adapter of `Engine(lora=LoRA(...))`."""
 FINGERPRINT_BITS = 63
 BUCKET_BYTES = 1 << 30
 
 
-class AdaptedModel(Protocol):
+class AdaptedModel(DistributedModel, Protocol):
     """A distributed model with adapters: an engine."""
 
-    mesh: Mesh
     config: ModelConfig
     block_types: Mapping[str, type[Block]]
     family: Family | None
+    builder: StageBuilder
+    default_optimizer: OptimizerConfig
     adapters: Adapters
+    trainings: dict[str | None, Training]
     failure_state: FailureState
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's trained parameters by their global names."""
+    def use(self, adapter: str | None) -> None:
+        """Selects the adapter that other calls are about."""
         ...
 
 
 class Adapters:
-    """The adapters of a whole model, by the global names of their layers. Without LoRA there are none."""
+    """The names and layers of an engine's adapters, and which one is in use. Without LoRA there are none."""
 
     def __init__(
         self,
-        lora: LoRA | None,
+        lora: LoRA | Mapping[str, LoRA] | None,
         config: ModelConfig,
         family: Family | None,
         blocks: Mapping[str, type[Block]],
         weights: WeightStorage,
     ) -> None:
-        self.configs: Mapping[str, AdapterConfig] = NO_ADAPTERS
+        self.enabled = lora is not None
+        """Whether the model is frozen and adapters are trained."""
+        self.by_name: dict[str, Mapping[str, AdapterConfig]] = {}
+        """The adapter of each layer of the whole model, by the adapter's name and the layer's global name."""
         self._fingerprint: str | None = None
         if lora is not None:
             _check_options(config, weights)
-            self.configs = adapter_configs(lora, config, family, blocks)
+            for name, settings in ({DEFAULT: lora} if isinstance(lora, LoRA) else lora).items():
+                self.check_new(name)
+                self.by_name[name] = adapter_configs(settings, config, family, blocks)
+        self.in_use: str | None = next(iter(self.by_name), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters, in the order in which they were added."""
+        return tuple(self.by_name)
+
+    @property
+    def configs(self) -> Mapping[str, AdapterConfig]:
+        """The adapter in use of each layer, by the layer's global name; empty if there is none."""
+        return NO_ADAPTERS if self.in_use is None else self.by_name[self.in_use]
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ValueError unless there is such an adapter. None, the model alone, there always is."""
+        if name is not None and name not in self.by_name:
+            if not self.enabled:
+                raise ValueError(f'this engine has no adapter "{name}": make it with Engine(..., lora=LoRA()).')
+            raise ValueError(f'this engine has no adapter "{name}". {self._existing}')
+
+    def check_new(self, name: str) -> None:
+        """Raises ValueError unless an adapter of this name can be added."""
+        if not self.enabled:
+            raise ValueError(
+                f'this engine trains all weights, so it takes no adapter "{name}": make it with Engine(..., lora={{}}).'
+            )
+        if not name or "/" in name:
+            raise ValueError(f'the name of an adapter is text without "/", but this one is {name!r}.')
+        if name in self.by_name:
+            raise ValueError(f'this engine has an adapter "{name}" already: choose another name, or remove it.')
+
+    def check_trained(self) -> None:
+        """Raises ValueError if the model alone is in use, which is frozen."""
+        if self.enabled and self.in_use is None:
+            raise ValueError(f"the model alone is in use, which is frozen: call engine.use(name). {self._existing}")
+
+    def resolve(self, name: str | None) -> str:
+        """Returns the name, or for None that of the adapter in use. Raises ValueError if there is none."""
+        name = self.in_use if name is None else name
+        self.check_name(name)
+        if name is None:
+            fix = "call engine.use(name)" if self.enabled else "make it with Engine(..., lora=LoRA())"
+            raise ValueError(f"this engine has no adapters in use: {fix}. {self._existing}")
+        return name
+
+    @property
+    def _existing(self) -> str:
+        return f"There are {', '.join(self.names)}." if self.by_name else "There are none; add_adapter makes one."
 
     def base_fingerprint(
         self, tensors: Mapping[str, Tensor], mesh: Mesh, shared_parameters: Collection[str]
     ) -> str | None:
-        """Returns `base_fingerprint` of the frozen model, computed once; None without adapters."""
-        if self.configs and self._fingerprint is None:
+        """Returns `base_fingerprint` of the frozen model, computed once; None without LoRA."""
+        if self.enabled and self._fingerprint is None:
             self._fingerprint = base_fingerprint(tensors, mesh, shared_parameters)
         return self._fingerprint
 
@@ -121,24 +178,76 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if is_dtensor(parameter) else parameter.detach()
 
 
-def stream_adapters(engine: AdaptedModel, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors of an engine's adapters, or their gradients, whole, in fp32, by our names, on every rank."""
-    engine.failure_state.check(gradients=gradients)
-    tensors = {name: each.grad if gradients else each for name, each in engine.parameters.items() if is_adapter(name)}
-    local = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    planned = plan_adapter_tensors(engine.config, engine.block_types, engine.adapters.configs)
+def add_adapter(
+    engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0, optimizer: OptimizerConfig | None = None
+) -> None:
+    """Adds an adapter that changes nothing yet. Every rank calls it. `use` selects it.
+
+    Its A starts from `seed`, the same in every layout. `optimizer` is by default the engine's. On a failure the engine
+    is as before.
+    """
+    engine.failure_state.check()
+    engine.adapters.check_new(name)
+    configs = adapter_configs(lora, engine.config, engine.family, engine.block_types)
+    add_adapter_configs(engine, name, configs, seed=seed, optimizer=optimizer)
+
+
+def add_adapter_configs(
+    engine: AdaptedModel,
+    name: str,
+    configs: Mapping[str, AdapterConfig],
+    *,
+    seed: int = 0,
+    optimizer: OptimizerConfig | None = None,
+) -> None:
+    """Adds an adapter of these layers, whose stages share the frozen model."""
+    builder = engine.builder.with_adapters(configs)
+    stages = builder.build_on(engine.trainings[None].stages, seed)
+    engine.trainings[name] = Training(builder, stages, optimizer or engine.default_optimizer)
+    engine.adapters.by_name[name] = configs
+
+
+def remove_adapter(engine: AdaptedModel, name: str) -> None:
+    """Removes an adapter and frees its memory. Every rank calls it. If it is in use, the model alone is afterwards."""
+    engine.failure_state.check()
+    engine.adapters.check_name(name)
+    discard_adapter(engine, name)
+
+
+def discard_adapter(engine: AdaptedModel, name: str) -> None:
+    """Removes an adapter that exists."""
+    if engine.adapters.in_use == name:
+        engine.use(None)
+    del engine.adapters.by_name[name]
+    engine.failure_state.lost_gradients.pop(name, None)
+    engine.trainings.pop(name).free()
+
+
+def stream_adapters(
+    engine: AdaptedModel, *, name: str | None = None, gradients: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields all tensors of an adapter, or their gradients, whole, in fp32, by our names, on every rank.
+
+    `name` is by default that of the adapter in use. One pass of the iterator is collective: every rank exhausts it.
+    """
+    name = engine.adapters.resolve(name)
+    engine.failure_state.check(gradients=gradients, adapter=name)
+    parameters = engine.trainings[name].parameters
+    tensors = {key: each.grad if gradients else each for key, each in parameters.items() if is_adapter(key)}
+    local = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    planned = plan_adapter_tensors(engine.config, engine.block_types, engine.adapters.by_name[name])
     buckets = plan_buckets(planned, BUCKET_BYTES, torch.float32)
     return stream(buckets, local, engine.mesh, torch.float32, shared=())
 
 
-def export_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> Path:
-    """Writes the adapters as peft and vLLM read them. Every rank calls it; rank 0 writes."""
-    _check_has_adapters(engine)
-    tensors = {name: tensor.cpu() for name, tensor in stream_adapters(engine)}
-    pairs = {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in engine.adapters.configs}
+def export_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None) -> Path:
+    """Writes an adapter, by default that in use, as peft and vLLM read it. Every rank calls it; rank 0 writes."""
+    configs = engine.adapters.by_name[engine.adapters.resolve(name)]
+    tensors = {key: tensor.cpu() for key, tensor in stream_adapters(engine, name=name)}
+    pairs = {layer: (tensors[f"{layer}.adapter.a"], tensors[f"{layer}.adapter.b"]) for layer in configs}
 
     def write() -> None:
-        files = to_peft(pairs, engine.adapters.configs, engine.config, engine.family, blocks=engine.block_types)
+        files = to_peft(pairs, configs, engine.config, engine.family, blocks=engine.block_types)
         write_adapter(directory, *files)
 
     on_rank0(write)
@@ -146,31 +255,36 @@ def export_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> P
 
 
 @torch.no_grad()
-def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str]) -> None:
-    """Copies adapters that `export_adapter` or peft wrote into an engine whose adapters have the same shapes."""
+def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None) -> None:
+    """Reads what `export_adapter` or peft wrote into an adapter, by default that in use. Every rank calls it.
+
+    If there is none of this name, it is made as the file has it; else ranks, scales and layers must be the same.
+    Gradients and the optimizer's state stay as they are.
+    """
     engine.failure_state.check()
-    _check_has_adapters(engine)
+    if name is None or name in engine.adapters.by_name:
+        name = engine.adapters.resolve(name)
+    else:
+        engine.adapters.check_new(name)
     configs, pairs = on_rank0(
         lambda: from_peft(*read_adapter(directory), engine.config, engine.family, engine.block_types)
     )
-    for name in sorted(configs.keys() | engine.adapters.configs.keys()):
-        there, here = configs.get(name), engine.adapters.configs.get(name)
+    if name not in engine.adapters.by_name:
+        add_adapter_configs(engine, name, configs)
+    present = engine.adapters.by_name[name]
+    for layer in sorted(configs.keys() | present.keys()):
+        there, here = configs.get(layer), present.get(layer)
         if there != here:
             raise ValueError(
-                f"{directory} has another adapter of {name}: {there or 'none'} there, {here or 'none'} here. Give the "
+                f"{directory} has another adapter of {layer}: {there or 'none'} there, {here or 'none'} here. Give the "
                 "engine the lora that it was made with."
             )
     with engine.failure_state.guard_write("load_adapter"):
-        for name, parameter in engine.parameters.items():
-            if is_adapter(name):
-                layer, leaf = name.rsplit(".adapter.", 1)
+        for key, parameter in engine.trainings[name].parameters.items():
+            if is_adapter(key):
+                layer, leaf = key.rsplit(".adapter.", 1)
                 whole = pairs[layer]["ab".index(leaf)]
                 local_shard(parameter).copy_(whole[region(parameter)])
-
-
-def _check_has_adapters(engine: AdaptedModel) -> None:
-    if not engine.adapters.configs:
-        raise ValueError("this engine has no adapters: make it with Engine(..., lora=LoRA()).")
 
 
 @torch.no_grad()

@@ -12,23 +12,25 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from postlude.engine.failure_state import FailureState
-from postlude.engine.optimizers import optimizer_kind, state_shard
-from postlude.engine.streaming import DistributedModel, is_owner
+from postlude.engine.adapters import DEFAULT, AdaptedModel, add_adapter_configs, discard_adapter
+from postlude.engine.checkpoint_checks import check_adapter, check_base, check_files, check_tensors, refuse_damaged
+from postlude.engine.optimizers import state_shard
+from postlude.engine.streaming import is_owner
+from postlude.engine.training import Training
 from postlude.hf.tensor_sources import MODEL
+from postlude.lora import AdapterConfig
 from postlude.model.parallel import local_shard, region
 from postlude.model.recast import RecastPlan
-from postlude.optimizer import OptimizerConfig
-from postlude.options import WeightStorage
 from postlude.sharded_tensors import (
     FORMAT,
     STATE,
@@ -44,48 +46,27 @@ from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
 
 ENTRIES = ("step", "skipped", "optimizer_start", "optimizer", "layout", "extra", "files", "tensors")
 OPTIMIZER = "optimizer/"  # prefix of optimizer states, as MODEL is of tensors
-CRITIC = f"{MODEL}value_head.weight"
+ADAPTERS = "adapters/"  # prefix of all that belongs to an adapter; its name follows
 RANDOM = "rng/"  # prefix of a kind of generator; a rank's number follows, except rank 0's
 UNWRITTEN = "What was written is not a checkpoint; fix the cause and save again."
 
 
-class TrainingState(DistributedModel, Protocol):
-    """What a checkpoint saves: a model, its optimizer, and its step counts."""
-
-    step: int
-    skipped: int
-    optimizer_start_step: int
-    """The step at which the optimizer was built."""
-    steps_without_gradients: int
-    """Steps of the optimizer in which no parameter had a gradient: they count in `step`, but changed nothing."""
-    late_start_steps: dict[str, int]
-    """By parameter whose moments started later than the optimizer: the step then, less `steps_without_gradients`."""
-    optimizer_config: OptimizerConfig
-    weights: WeightStorage
-    failure_state: FailureState
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Its state is saved."""
-        ...
-
-    @property
-    def trained_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's tensors that training may change, by their global names: all others are not saved."""
-        ...
+class TrainingState(AdaptedModel, Protocol):
+    """What a checkpoint saves: an engine."""
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of the tensors that are not saved; None if all are. Every rank calls it."""
         ...
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's trained parameters by their global names."""
-        ...
 
-    def zero_grad(self) -> None:
-        """Frees the gradients."""
-        ...
+def saved_trainings(trained: TrainingState) -> dict[str, Training]:
+    """Returns what a checkpoint has, by the name there: all adapters; "" is the default one, or all weights."""
+    named = {name: trained.trainings[name] for name in trained.adapters.names if name != DEFAULT}
+    return {"": trained.trainings.get(DEFAULT) or trained.trainings[None], **named}
+
+
+def _prefix(name: str) -> str:
+    return f"{ADAPTERS}{name}/" if name else ""
 
 
 class CheckpointWriter:
@@ -102,13 +83,23 @@ class CheckpointWriter:
         trained: TrainingState,
         directory: str | os.PathLike[str],
         extra: Mapping[str, Any] | None,
-        write_model_files: Callable[[Path], None],
+        write_model_files: Callable[[Path], None] = lambda directory: None,
+        *,
+        adapter: Training | None = None,
     ) -> None:
-        """Copies the state to host memory, and starts to write it. `write_model_files` writes the model's config."""
+        """Copies the state to host memory, and starts to write it. `write_model_files` writes the model's config.
+
+        With an `adapter`, its state alone is saved, without the states of random generators.
+        """
         self.finish()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        write = _prepare_save(trained, directory, extra, self._group, self._staging, write_model_files)
+        parts = saved_trainings(trained) if adapter is None else {"": adapter}
+        shards = shards_to_save(trained, parts)
+        if adapter is None:
+            shards |= _random_shards(trained)
+        state = _describe(trained, parts, extra)
+        write = _prepare_save(shards, state, directory, self._group, self._staging, write_model_files)
 
         def run() -> None:
             try:
@@ -118,6 +109,12 @@ class CheckpointWriter:
 
         self._thread = threading.Thread(target=run, name="postlude-checkpoint")
         self._thread.start()
+
+    def close(self) -> None:
+        """Destroys its group. Every rank calls it, after `finish`."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def finish(self) -> None:
         """Waits until the checkpoint is written. Raises what went wrong."""
@@ -130,9 +127,9 @@ class CheckpointWriter:
 
 
 def _prepare_save(
-    trained: TrainingState,
+    shards: Mapping[str, TensorShard],
+    state: Mapping[str, Any],
     directory: str | os.PathLike[str],
-    extra: Mapping[str, Any] | None,
     group: dist.ProcessGroup,
     staging: StagingBuffers,
     write_model_files: Callable[[Path], None],
@@ -140,12 +137,6 @@ def _prepare_save(
     """Copies the state into `staging`. Returns the function that writes it."""
     target = Path(directory).expanduser().resolve()
     partial = target.parent / f".{target.name}.partial"
-    try:
-        extra = json.loads(json.dumps(dict(extra or {})))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`extra` is kept as JSON, which cannot hold it ({error}); give numbers, strings, lists and dicts."
-        ) from error
 
     def prepare() -> bool:
         if target.exists():
@@ -158,22 +149,10 @@ def _prepare_save(
     with _as_os_error(f"{target} could not be written", UNWRITTEN):
         if not gather_and_decide(lambda: None, lambda _: prepare(), group):
             raise FileExistsError(f"{target} exists already; a checkpoint is written to a new directory.")
-    staged = staging.take(shards_to_save(trained))
-    state = {
-        "format": FORMAT,
-        "base": trained.base_fingerprint(),
-        "step": trained.step,
-        "skipped": trained.skipped,
-        "optimizer_start": trained.optimizer_start_step,
-        "optimizer": optimizer_kind(trained.optimizer_config, trained.weights),
-        "idle": trained.steps_without_gradients,
-        "began_later": trained.late_start_steps,
-        "layout": str(trained.mesh.layout),
-        "extra": extra,
-    }
+    staged = staging.take(shards)
 
     def finish(indexes: list[CheckpointIndex]) -> None:
-        entries = (state | merge_indexes(indexes)).items()
+        entries = {**state, **merge_indexes(indexes)}.items()
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
         (partial / STATE).write_text(f"{{\n{lines}\n}}\n")
         partial.rename(target)
@@ -186,82 +165,162 @@ def _prepare_save(
     return write
 
 
-def load(trained: TrainingState, directory: str | os.PathLike[str], recast: RecastPlan | None = None) -> dict[str, Any]:
+def _describe(trained: TrainingState, parts: Mapping[str, Training], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what state.json has beside the index."""
+    try:
+        extra = json.loads(json.dumps(dict(extra or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`extra` is kept as JSON, which cannot hold it ({error}); give numbers, strings, lists and dicts."
+        ) from error
+    entries = {
+        name: {
+            "step": training.step,
+            "skipped": training.skipped,
+            "optimizer_start": training.optimizer_start_step,
+            "optimizer": training.optimizer_kind,
+            "idle": training.steps_without_gradients,
+            "began_later": training.late_start_steps,
+            "adapter": {layer: astuple(config) for layer, config in training.adapters.items()},
+        }
+        for name, training in parts.items()
+    }
+    state = {"format": FORMAT, "base": trained.base_fingerprint(), **entries.pop("")}
+    return {**state, "layout": str(trained.mesh.layout), "extra": extra, "adapters": entries}
+
+
+def load(
+    trained: TrainingState,
+    directory: str | os.PathLike[str],
+    recast: RecastPlan | None = None,
+    *,
+    adapter: str | None = None,
+) -> dict[str, Any]:
     """Restores everything from a checkpoint of any layout. Returns the caller's `extra`.
 
     What can be refused is refused on every rank before anything changes. Rank 0 reads the index and broadcasts it; each
     rank opens only the files that have shards it needs. `recast` maps the tensors of a checkpoint of another pattern:
-    tensors that it lacks keep their values, and their moments start from zero.
+    tensors that it lacks keep their values, and their moments start from zero. Adapters that the engine lacks are made.
+    With an `adapter`, the state of one is read into it, and random generators are left alone.
     """
     source = Path(directory).expanduser().resolve()
     state = on_rank0(lambda: read_state(source, ENTRIES))
-    _check_files(source, state["files"])
-    if state["optimizer"] != (present := optimizer_kind(trained.optimizer_config, trained.weights)):
-        raise ValueError(
-            f"{source} was saved with {state['optimizer']}, but this engine has {present}. Give the engine the same "
-            "optimizer, and the same weights."
-        )
-    _check_base(source, state.get("base"), trained.base_fingerprint())
-    saved = _SavedTensors(state, recast)
-    random_states = _random_states(trained)
-    with _optimizer_state(trained, saved=saved.has_optimizer_state):
-        shards = _all_shards(trained)
-        wanted = {saved.name(name): shard for name, (shard, _) in shards.items() if saved.has(name)}
+    check_files(source, state["files"])
+    check_base(source, state.get("base"), trained.base_fingerprint())
+    random_states = {} if adapter is not None else _random_states(trained)
+    with _adapters_of(trained, source, state, adapter, same_layers=recast is None) as trainings, ExitStack() as stack:
+        parts = [_SavedTraining(state, name, training, recast) for name, training in trainings.items()]
+        wanted, optional = dict[str, TensorShard](), frozenset[str]()
+        for part in parts:
+            part.check_optimizer(source)
+            stack.enter_context(_optimizer_state(part.training, saved=part.has_optimizer_state))
+            part.shards = _all_shards(trained, part.training)
+            wanted |= {part.name(name): shard for name, (shard, _) in part.shards.items() if part.has(name)}
+            optional |= part.optional
         for kind, values in random_states.items():
-            if name := saved.random_state(kind):
+            if name := _random_state_name(state, kind):
                 wanted[name] = _shard(values)
-        _check_tensors(source, wanted, state["tensors"], saved.optional)
+        optional |= frozenset(name for name in state["tensors"] if name.startswith(RANDOM))
+        check_tensors(source, wanted, state["tensors"], optional)
     reader = ShardReader(source, state)
     with (
         trained.failure_state.guard_write("load"),
         _as_os_error(f"{source} could not be read", "The engine may hold parts of it; load again."),
     ):
         gather_and_decide(lambda: reader.read_into(wanted), lambda _: None)
-    for name, (shard, _) in shards.items():
-        if name.startswith(OPTIMIZER) and not saved.has(name):
-            shard.values.zero_()
-    trained.failure_state.recovered(weights=True)
-    trained.zero_grad()
-    trained.step, trained.skipped = state["step"], state["skipped"]
-    trained.optimizer_start_step, trained.late_start_steps = state["optimizer_start"], saved.late_start_steps()
-    trained.steps_without_gradients = saved.steps_without_gradients
-    torch.set_rng_state(random_states["cpu"])
+    for part in parts:
+        part.restore_counts()
+    trained.failure_state.recovered(weights=adapter is None, adapter=adapter)
+    if random_states:
+        torch.set_rng_state(random_states["cpu"])
     if "cuda" in random_states:
         torch.cuda.set_rng_state(random_states["cuda"])
-    for name, parameter in trained.parameters.items():
-        if "step" in trained.optimizer.state.get(parameter, {}):
-            began = trained.late_start_steps.get(name, trained.optimizer_start_step)
-            trained.optimizer.state[parameter]["step"].fill_(trained.step - trained.steps_without_gradients - began)
     extra: dict[str, Any] = state["extra"]
     return extra
 
 
-def _check_base(source: Path, saved: str | None, present: str | None) -> None:
-    """Raises ValueError unless a checkpoint has what this engine trains: adapters of the same model, or a model."""
-    if saved is not None and present is None:
-        raise ValueError(
-            f"{source} holds LoRA adapters only, but this engine trains all weights. Give it the same lora."
-        )
-    if saved is None and present is not None:
-        raise ValueError(
-            f"{source} holds a whole model, but this engine trains LoRA adapters. Export it and start from the export."
-        )
-    if saved != present:
-        raise ValueError(
-            f"{source} holds adapters of another base model: its weights have the fingerprint {saved}, and this "
-            f"model's {present}. Start from the model that the adapters were trained on."
-        )
+@contextmanager
+def _adapters_of(
+    trained: TrainingState, source: Path, state: Mapping[str, Any], adapter: str | None, *, same_layers: bool
+) -> Iterator[dict[str, Training]]:
+    """Yields what a checkpoint is loaded into, by the name there. Missing ones are made, and kept if all is well."""
+    entries = {"": state, **state.get("adapters", {})}
+    if adapter is not None and len(entries) > 1:
+        raise ValueError(f"{source} has the adapters {', '.join(filter(None, entries))} too: load it with engine.load.")
+    names: dict[str, str | None] = {"": adapter or DEFAULT} | {name: name for name in entries if name}
+    if not trained.adapters.enabled:
+        names = {"": None}
+    elif not state.get("adapter", True):
+        names[""] = None  # saved without a default adapter
+    for name in trained.adapters.names:
+        if adapter is None and name not in names.values():
+            raise ValueError(f'{source} has no adapter "{name}", which this engine has: remove it with remove_adapter.')
+    made = list[str]()
+    try:
+        for there, here in names.items():
+            configs = {layer: AdapterConfig(*values) for layer, values in entries[there].get("adapter", {}).items()}
+            if here is not None and here not in trained.trainings:
+                if not configs:
+                    raise ValueError(
+                        f'{source} does not say how its adapter was made: give the engine lora for "{here}".'
+                    )
+                add_adapter_configs(trained, here, configs)
+                made.append(here)
+            elif here is not None and same_layers and "adapter" in entries[there]:
+                check_adapter(source, here, configs, trained.trainings[here].adapters)
+        yield {there: trained.trainings[here] for there, here in names.items()}
+    except BaseException:
+        for name in made:
+            discard_adapter(trained, name)
+        raise
 
 
-class _SavedTensors:
-    """The tensors of a checkpoint, by the names of an engine whose pattern may be another."""
+class _SavedTraining:
+    """What a checkpoint has of one adapter, or of all weights. The engine's pattern may be another."""
 
-    def __init__(self, state: Mapping[str, Any], recast: RecastPlan | None) -> None:
-        self.state, self.recast = state, recast
+    def __init__(self, state: Mapping[str, Any], name: str, training: Training, recast: RecastPlan | None) -> None:
+        self.training, self.recast, self.prefix = training, recast, _prefix(name)
+        self.state = state["adapters"][name] if name else state
+        self.tensors = frozenset(
+            saved.removeprefix(self.prefix)
+            for saved in state["tensors"]
+            if saved.startswith(self.prefix or (MODEL, OPTIMIZER))
+        )
         self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
+        self.shards: dict[str, tuple[TensorShard, Tensor]] = {}
+
+    def check_optimizer(self, source: Path) -> None:
+        """Raises ValueError if the state is of another optimizer."""
+        if self.state["optimizer"] != (present := self.training.optimizer_kind):
+            raise ValueError(
+                f"{source} was saved with {self.state['optimizer']}, but this engine has {present}. Give the engine "
+                "the same optimizer, and the same weights."
+            )
+
+    def restore_counts(self) -> None:
+        """Sets the step counts, and zeroes moments that were not saved."""
+        training = self.training
+        for name, (shard, _) in self.shards.items():
+            if name.startswith(OPTIMIZER) and not self.has(name):
+                shard.values.zero_()
+        training.zero_grad()
+        training.step, training.skipped = self.state["step"], self.state["skipped"]
+        training.optimizer_start_step, training.late_start_steps = (
+            self.state["optimizer_start"],
+            self.late_start_steps(),
+        )
+        training.steps_without_gradients = self.steps_without_gradients
+        for name, parameter in training.parameters.items():
+            if "step" in training.optimizer.state.get(parameter, {}):
+                began = training.late_start_steps.get(name, training.optimizer_start_step)
+                count = training.step - training.steps_without_gradients - began
+                training.optimizer.state[parameter]["step"].fill_(count)
 
     def name(self, ours: str) -> str:
         """Returns a tensor's name in the checkpoint."""
+        return self.prefix + self._relative_name(ours)
+
+    def _relative_name(self, ours: str) -> str:
         prefix, _, tensor = ours.rpartition("/")
         return ours if self.recast is None else f"{prefix}/{self.recast.kept.get(tensor, tensor)}"
 
@@ -271,17 +330,12 @@ class _SavedTensors:
             return True
         if ours.rpartition("/")[2] in self.new_tensors:
             return False
-        return not ours.startswith(OPTIMIZER) or self.name(ours) in self.state["tensors"]
-
-    def random_state(self, kind: str) -> str:
-        """Returns the name of a generator's state: this rank's, else rank 0's; "" if there is none."""
-        names = (f"{RANDOM}{kind}/{dist.get_rank()}", f"{RANDOM}{kind}")
-        return next((name for name in names if name in self.state["tensors"]), "")
+        return not ours.startswith(OPTIMIZER) or self._relative_name(ours) in self.tensors
 
     @property
     def has_optimizer_state(self) -> bool:
         """Whether the optimizer had made its state: it does so when it first meets gradients."""
-        return any(name.startswith(OPTIMIZER) for name in self.state["tensors"])
+        return any(name.startswith(OPTIMIZER) for name in self.tensors)
 
     @property
     def steps_without_gradients(self) -> int:
@@ -290,20 +344,19 @@ class _SavedTensors:
 
     @property
     def optional(self) -> frozenset[str]:
-        """Tensors that may stay unread: random states, dropped tensors, and moments of what is not trained."""
-        names = self.state["tensors"]
-        random = frozenset(name for name in names if name.startswith(RANDOM))
+        """Tensors that may stay unread: dropped ones, and moments of what is not trained."""
         if self.recast is None:
-            return random
+            return frozenset()
         dropped = {f"{MODEL}{name}" for name in self.recast.dropped}
-        return random | frozenset(name for name in names if name.startswith(OPTIMIZER) or name in dropped)
+        names = (name for name in self.tensors if name.startswith(OPTIMIZER) or name in dropped)
+        return frozenset(self.prefix + name for name in names)
 
     def late_start_steps(self) -> dict[str, int]:
         """Returns the parameters whose moments began later than the others': the saved ones, and now those without."""
         earlier: Mapping[str, int] = self.state.get("began_later", {})
         if self.recast is None:
             return dict(earlier)
-        moments = {name.rpartition("/")[2] for name in self.state["tensors"] if name.startswith(OPTIMIZER)}
+        moments = {name.rpartition("/")[2] for name in self.tensors if name.startswith(OPTIMIZER)}
         if not moments:  # nothing has begun
             return {}
         kept = self.recast.kept
@@ -321,21 +374,31 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
     """
     source = Path(directory).expanduser().resolve()
     state = read_state(source, ENTRIES)
-    _refuse_damaged(source, damaged_files(source, state["files"]))
+    refuse_damaged(source, damaged_files(source, state["files"]))
     for name, entry in state["tensors"].items():
         if sum(math.prod(size) for _, _, size in entry["parts"]) != math.prod(entry["shape"]):
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
-def shards_to_save(trained: TrainingState) -> dict[str, TensorShard]:
+def shards_to_save(trained: TrainingState, parts: Mapping[str, Training]) -> dict[str, TensorShard]:
     """Returns what this rank, of all that hold the same, writes."""
-    shards = {
-        name: shard
-        for name, (shard, like) in _all_shards(trained).items()
+    return {
+        _prefix(part) + name: shard
+        for part, training in parts.items()
+        for name, (shard, like) in _all_shards(trained, training).items()
         if shard.values.numel() and is_owner(name.rsplit("/", 1)[1], like, trained.mesh, trained.shared_parameters)
     }
+
+
+def _random_shards(trained: TrainingState) -> dict[str, TensorShard]:
     suffix = f"/{rank}" if (rank := dist.get_rank()) else ""
-    return shards | {f"{RANDOM}{kind}{suffix}": _shard(values) for kind, values in _random_states(trained).items()}
+    return {f"{RANDOM}{kind}{suffix}": _shard(values) for kind, values in _random_states(trained).items()}
+
+
+def _random_state_name(state: Mapping[str, Any], kind: str) -> str:
+    """Returns the name of a generator's state: this rank's, else rank 0's; "" if there is none."""
+    names = (f"{RANDOM}{kind}/{dist.get_rank()}", f"{RANDOM}{kind}")
+    return next((name for name in names if name in state["tensors"]), "")
 
 
 def _random_states(trained: TrainingState) -> dict[str, Tensor]:
@@ -346,16 +409,16 @@ def _random_states(trained: TrainingState) -> dict[str, Tensor]:
     return states
 
 
-def _all_shards(trained: TrainingState) -> dict[str, tuple[TensorShard, Tensor]]:
-    """Returns this rank's weights and optimizer state, by names that are the same in every layout.
+def _all_shards(trained: TrainingState, training: Training) -> dict[str, tuple[TensorShard, Tensor]]:
+    """Returns this rank's trained tensors and optimizer state, by names that are the same in every layout.
 
     Each comes with the tensor that it is sharded like. Waits for copies of state in host memory.
     """
     if trained.mesh.device_type == "cuda":
         torch.cuda.synchronize()
-    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in trained.trained_tensors.items()}
-    for name, parameter in trained.parameters.items():
-        for key, value in trained.optimizer.state.get(parameter, {}).items():
+    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in training.tensors.items()}
+    for name, parameter in training.parameters.items():
+        for key, value in training.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
                 shards[f"{OPTIMIZER}{key}/{name}"] = state_shard(value, parameter), parameter
     return shards
@@ -366,33 +429,33 @@ def _shard(tensor: Tensor) -> TensorShard:
 
 
 @contextmanager
-def _optimizer_state(trained: TrainingState, *, saved: bool) -> Iterator[None]:
+def _optimizer_state(training: Training, *, saved: bool) -> Iterator[None]:
     """Gives the optimizer a state to overwrite, if one was saved; restores the old one if the block raises."""
-    before = dict(trained.optimizer.state)
+    before = dict(training.optimizer.state)
     if not saved:
-        trained.optimizer.state.clear()
+        training.optimizer.state.clear()
     elif not before:
-        _make_optimizer_state(trained)
+        _make_optimizer_state(training)
     try:
         yield
     except BaseException:
-        trained.optimizer.state.clear()
-        trained.optimizer.state.update(before)
+        training.optimizer.state.clear()
+        training.optimizer.state.update(before)
         raise
 
 
-def _make_optimizer_state(trained: TrainingState) -> None:
+def _make_optimizer_state(training: Training) -> None:
     """Makes the optimizer create its state, by a step that changes nothing. Present gradients are kept."""
-    rates = [group["lr"] for group in trained.optimizer.param_groups]
-    gradients = {name: parameter.grad for name, parameter in trained.parameters.items()}
-    for group in trained.optimizer.param_groups:
+    rates = [group["lr"] for group in training.optimizer.param_groups]
+    gradients = {name: parameter.grad for name, parameter in training.parameters.items()}
+    for group in training.optimizer.param_groups:
         group["lr"] = 0.0
-    for parameter in trained.parameters.values():
+    for parameter in training.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    trained.optimizer.step()
-    for name, parameter in trained.parameters.items():
+    training.optimizer.step()
+    for name, parameter in training.parameters.items():
         parameter.grad = gradients[name]
-    for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(training.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
@@ -404,75 +467,3 @@ def _as_os_error(problem: str, fix: str) -> Iterator[None]:
     except RankFailure as failure:
         cause = failure.cause
         raise OSError(f"{problem}: rank {failure.rank} met {type(cause).__name__}: {cause}. {fix}") from cause
-
-
-def _check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
-    """Every rank checks its share of the files, and all raise if one is damaged."""
-
-    def damaged() -> list[str]:
-        names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-        return damaged_files(source, {name: files[name] for name in names})
-
-    def refuse(names_by_rank: list[list[str]]) -> None:
-        _refuse_damaged(source, [name for names in names_by_rank for name in names])
-
-    gather_and_decide(damaged, refuse, raise_cause=True)
-
-
-def _refuse_damaged(source: Path, names: list[str]) -> None:
-    if names:
-        raise ValueError(
-            f"{source} is damaged: {', '.join(names)} is not what was saved there. Load another checkpoint."
-        )
-
-
-def _check_tensors(
-    source: Path, wanted: Mapping[str, TensorShard], saved: Mapping[str, Any], optional: Container[str]
-) -> None:
-    """Checks that all ranks together want exactly what was saved, except for `optional` tensors.
-
-    Each rank sends a short comparison.
-    """
-    numbers = {name: number for number, name in enumerate(saved)}
-
-    def compare() -> tuple[int, list[str], list[str]]:
-        used = sum(1 << numbers[name] for name in wanted if name in numbers)
-        missing = [name for name in wanted if name not in numbers]
-        shapes = [
-            f"{name} is {tuple(saved[name]['shape'])} there, but {shard.shape} here"
-            for name, shard in wanted.items()
-            if name in saved and tuple(saved[name]["shape"]) != shard.shape
-        ]
-        return used, missing, shapes[:1]
-
-    def decide(comparisons: list[tuple[int, list[str], list[str]]]) -> None:
-        used_by_any = 0
-        for used, _, _ in comparisons:
-            used_by_any |= used
-        missing = list(dict.fromkeys(name for _, names, _ in comparisons for name in names))
-        unused = [name for name, number in numbers.items() if not used_by_any >> number & 1 and name not in optional]
-        _refuse_other_model(source, missing, unused, [shape for _, _, shapes in comparisons for shape in shapes])
-
-    gather_and_decide(compare, decide, raise_cause=True)
-
-
-def _refuse_other_model(source: Path, missing: list[str], unused: list[str], shapes: list[str]) -> None:
-    if CRITIC in missing:
-        raise ValueError(
-            f"{source} was saved without a critic, but this engine has one. Load it with critic=False, or export that "
-            "engine and start this one from the export."
-        )
-    if CRITIC in unused:
-        raise ValueError(f"{source} was saved with a critic, but this engine has none. Give the engine critic=True.")
-    if missing:
-        raise ValueError(
-            f"{source} is of another model: it lacks {len(missing)} tensor(s) of this model and optimizer, such as "
-            f"{missing[0]}."
-        )
-    if unused:
-        raise ValueError(
-            f"{source} is of another model: it holds {len(unused)} tensor(s) this model and optimizer have no place "
-            f"for, such as {min(unused)}."
-        )
-    if shapes:
-        raise ValueError(f"{source} is of another model: {shapes[0]}.")

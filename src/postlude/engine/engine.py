@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data import Batch
-from postlude.engine import checkpoint, export, gradients, optimizers, streaming
-from postlude.engine.adapters import Adapters, weight_deltas
+from postlude.engine import checkpoint, export, gradients, streaming
+from postlude.engine.adapters import Adapters, add_adapter_configs, weight_deltas
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
@@ -26,6 +26,7 @@ from postlude.engine.result import Outputs, Result, StepResult
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
+from postlude.engine.training import Training, UsesTraining
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
@@ -33,23 +34,21 @@ from postlude.hf.family import Family
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_generation, read_model, read_model_with_mtp, read_recast_plan, with_mtp
+from postlude.hf.read_model import read_generation, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout
-from postlude.lora import LoRA
+from postlude.lora import NO_ADAPTERS, LoRA
 from postlude.model import LanguageModel
 from postlude.model.blocks import BLOCKS, Block
 from postlude.model.output import NO_VALUE_HEAD
-from postlude.model.recast import plan_recast
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage, check_overlap
 from postlude.trace.recorder import NO_RECORDER, Recorder
-from postlude.world.agreement import on_rank0
 from postlude.world.devices import check_initialized, group_device
 from postlude.world.mesh import Mesh
 
 
-class Engine:
+class Engine(UsesTraining):
     """A model distributed over the ranks of a layout, with its optimizer.
 
     Every rank passes the same global batch, or its own part (`Batch.sharded`). The engine packs it into microbatches
@@ -70,13 +69,12 @@ class Engine:
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
     weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
         rank shares them.
-    lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. Streamed and exported
-        weights have the adapters merged in; a checkpoint holds the adapters only.
+    lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
+        adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `use` selects one of them.
+        Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
     selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
         independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
     blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
-
-    `step` counts optimizer steps that changed the weights, `skipped` those whose gradient norm was not finite.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Engine:
         overlap: Overlap = False,
         gather_once: bool = False,
         weights: WeightStorage = "fp32",
-        lora: LoRA | None = None,
+        lora: LoRA | Mapping[str, LoRA] | None = None,
         selection_bias_rate: float | None = None,
         seed: int = 0,
         mesh: Mesh | None = None,
@@ -131,19 +129,18 @@ class Engine:
             gather_once=gather_once,
             weights=weights,
             blocks=blocks,
-            adapters=self.adapters.configs,
+            frozen=self.adapters.enabled,
+            adapters=NO_ADAPTERS,
         )
-        self.local_stages = self.builder.build(
-            lambda stage: init_or_load_weights(stage, source, self.family, seed, families)
-        )
-        self.failure_state = FailureState()
+        self.default_optimizer, self.failure_state = optimizer or AdamW(), FailureState()
+        stages = self.builder.build(lambda stage: init_or_load_weights(stage, source, self.family, seed, families))
+        self.training = Training(self.builder, stages, self.default_optimizer)
+        self.trainings: dict[str | None, Training] = {None: self.training}
+        for name, configs in self.adapters.by_name.items():
+            add_adapter_configs(self, name, configs, seed=seed)
+        self.use(self.adapters.in_use)
         self._state_offload = StateOffload(self.device, self.failure_state)
         self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
-        self.step = self.skipped = 0
-        # From these `load` restores the optimizer's own step counts; `TrainingState` explains them.
-        self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = 0, 0, dict[str, int]()
-        self.optimizer_config = optimizer or AdamW()
-        self.optimizer = self._build_optimizer(self.optimizer_config)
         self._checkpoint_writer = checkpoint.CheckpointWriter()
 
     @property
@@ -151,15 +148,19 @@ class Engine:
         """The degrees of parallelism."""
         return self.mesh.layout
 
+    def use(self, adapter: str | None) -> None:
+        """Selects the adapter that all other calls are about; None is the model alone, which is not trained.
+
+        Each adapter has its own gradients, optimizer and steps, which stay as they are while another one is in use.
+        """
+        self.failure_state.check()
+        self.adapters.check_name(adapter)
+        self.training, self.adapters.in_use, self.failure_state.adapter = self.trainings[adapter], adapter, adapter
+
     @property
     def stages(self) -> dict[int, LanguageModel]:
         """This rank's stages by their global numbers."""
         return self.local_stages.models
-
-    @cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trained parameters by their global names."""
-        return self.local_stages.parameters
 
     @property
     def shared_parameters(self) -> frozenset[str]:
@@ -173,15 +174,10 @@ class Engine:
         return self.local_stages.tensors
 
     @property
-    def trained_tensors(self) -> dict[str, Tensor]:
-        """Those of `tensors` that training may change: with LoRA the adapters and a value head, else all."""
-        return {name: self.tensors[name] for name in self.parameters} if self.adapters.configs else self.tensors
-
-    @property
     def low_bits(self) -> dict[str, Tensor]:
         """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
         self.failure_state.check_on_device()
-        return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
+        return self.training.low_bits
 
     def forward_backward(
         self,
@@ -199,14 +195,13 @@ class Engine:
 
         `FailureState` lists the errors, and what is lost then.
         """
+        self.adapters.check_trained()
         counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
         microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
-            for name in self.shared_parameters & self.parameters.keys():
-                if self._is_second_copy(name):
-                    self.parameters[name].grad = None  # earlier passes are already summed in the first stage's copy
+            self.training.drop_second_gradients()
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
@@ -253,23 +248,26 @@ class Engine:
         loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
         return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors, outputs)
 
-    def optimizer_step(self) -> StepResult:
-        """Clips the gradients by their global norm, updates the weights, and frees the gradients."""
-        config, norm_on_device = self.optimizer_config, self._gradient_norm()
-        lr = config.lr * config.schedule.factor(self.step - self.optimizer_start_step)
-        no_gradients = bool(self.parameters) and all(parameter.grad is None for parameter in self.parameters.values())
+    def optimizer_step(self, config: OptimizerConfig | None = None) -> StepResult:
+        """Clips the gradients by their global norm, updates the weights, and frees the gradients.
+
+        `config` has the rate, betas, eps, decay and clipping of this step, instead of the optimizer's own.
+        """
+        self.adapters.check_trained()
+        self.failure_state.check(gradients=True)
+        training, config = self.training, self.training.step_config(config)
+        norm_on_device = training.gradient_norm()
         with self.failure_state.guard_write("optimizer_step"):
-            self.optimizer.clipped_step(lr, norm_on_device)
+            lr = training.clipped_step(config, norm_on_device)
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
                 gradients.all_reduce_counters(self.local_stages.counters, self.mesh)
                 for block in self.local_stages.blocks:
                     block.after_optimizer_step()
-        self.step, self.skipped = self.step + finite, self.skipped + (not finite)
-        self.steps_without_gradients += no_gradients
+        training.count_step(finite)
         self.zero_grad()
-        return StepResult(self.step, norm, lr, skipped=not finite)
+        return StepResult(training.step, norm, lr, skipped=not finite)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer and resets the moments and the schedule. Split weights keep their low bits.
@@ -277,43 +275,23 @@ class Engine:
         If the new optimizer cannot be built, this raises and the old one stays.
         """
         self.failure_state.check()
-        new = self._build_optimizer(optimizer)
-        if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
-            new.move_low_bits_from(self.optimizer)
-        self.optimizer, self.optimizer_config = new, optimizer
-        self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
-
-    def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        return optimizers.build(config, self.parameters, self.local_stages.matrices, self.weights)
+        self.training.set_optimizer(optimizer)
 
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
         self.failure_state.check()
         self.failure_state.recovered()
-        self.optimizer.zero_grad(set_to_none=True)
-        for counter in self.local_stages.counters:
-            counter.zero_()
+        self.training.zero_grad()
 
     def grad_norm(self) -> float:
         """Returns the global gradient norm, over every rank."""
-        return float(self._gradient_norm())
+        self.failure_state.check(gradients=True)
+        return float(self.training.gradient_norm())
 
     def weight_norm(self) -> float:
         """Returns the norm of all weights, over every rank. It is not finite if a weight is not."""
         self.failure_state.check()
-        weights = ((parameter, gradients.replica_count(parameter)) for parameter in self._parameters_of_norms)
-        return float(gradients.total_norm(weights, self.device))
-
-    def _gradient_norm(self) -> Tensor:
-        self.failure_state.check(gradients=True)
-        trained = ((parameter, parameter.grad) for parameter in self._parameters_of_norms)
-        local = ((grad, gradients.replica_count(parameter)) for parameter, grad in trained if grad is not None)
-        return gradients.total_norm(local, self.device)
-
-    @property
-    def _parameters_of_norms(self) -> list[nn.Parameter]:
-        """This rank's parameters that enter a norm: those that two stages hold enter on the first stage only."""
-        return [parameter for name, parameter in self.parameters.items() if not self._is_second_copy(name)]
+        return float(self.training.weight_norm())
 
     def evaluate_tokens(
         self, batch: Batch, processor: TokenProcessor, *, shifted: bool = True
@@ -366,14 +344,8 @@ class Engine:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields the tensors of `stream_weights` bucket by bucket. All ranks may stop together after any of them."""
         self.failure_state.check()
-        low_bits = None if dtype is None else self.low_bits  # a forward uses the upper bits only
-        dtype = dtype or self.compute_dtype
-        options: dict[str, Any] = {"low_bits": low_bits, "deltas": self.weight_deltas()}
-        buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype)
-        return (
-            list(streaming.stream([bucket], self.tensors, self.mesh, dtype, shared=self.shared_parameters, **options))
-            for bucket in buckets
-        )
+        buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype or self.compute_dtype)
+        return streaming.stream_buckets(buckets, self, dtype or self.compute_dtype, all_bits=dtype is not None)
 
     def weight_deltas(self) -> Mapping[str, streaming.WeightDelta]:
         """Returns what adapters add to this rank's weights, by the weights' names. Every rank calls it."""
@@ -454,7 +426,8 @@ class Engine:
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of the frozen model, the same in every layout; None without LoRA. Every rank calls it."""
-        return self.adapters.base_fingerprint(self.tensors, self.mesh, self.shared_parameters)
+        base = self.trainings[None].stages
+        return self.adapters.base_fingerprint(base.tensors, self.mesh, self.shared_parameters)
 
     def load(self, directory: str | os.PathLike[str], *, recast: bool = False) -> dict[str, Any]:
         """Restores the training state that an engine in any layout saved. Returns its `extra`.
@@ -464,24 +437,21 @@ class Engine:
         tensors keep this engine's weights and start without moments, as at a first step; `new_tensors` names them.
         """
         self.failure_state.check(load=True)
-        if not recast:
-            return checkpoint.load(self, directory)
-        saved_config = on_rank0(lambda: read_model_with_mtp(Path(directory), self.families, self.block_types)[1])
-        plan = plan_recast(saved_config, self.config, self.block_types)
+        plan = export.recast_plan(self, directory) if recast else None
         extra = checkpoint.load(self, directory, plan)
-        self.new_tensors = plan.new_tensors
+        self.new_tensors = self.new_tensors if plan is None else plan.new_tensors
         return extra
 
     def offload(self) -> None:
         """Moves this rank's weights, gradients and optimizer state to host memory. Other calls raise until `onload`."""
-        self._state_offload.offload(self.local_stages, self.optimizer)
+        self._state_offload.offload(self.trainings.values())
 
     def onload(self) -> None:
         """Moves everything back to the device, to the bit. If there is no memory, it raises and can be called again."""
         self._state_offload.onload()
 
     def _rebuild(self) -> None:
-        self.local_stages = self.builder.rebuild(self.local_stages)
+        self.training.rebuild()
 
     def _shard(self, batch: Batch, step_counts: Mapping[str, float] | None = None) -> LocalBatch:
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
@@ -494,7 +464,3 @@ class Engine:
     def _reports_results(self) -> bool:
         """Whether this rank reports metrics: it runs the last stage, and its TP rank is 0 (all have the same)."""
         return self.layout.stages - 1 in self.stages and self.mesh.tp.rank == 0
-
-    def _is_second_copy(self, name: str) -> bool:
-        """Whether this is the last stage's copy of a shared parameter."""
-        return self.layout.pp > 1 and 0 not in self.stages and name in self.shared_parameters

@@ -17,10 +17,12 @@ from postlude.engine.streaming import DistributedModel, InterruptibleStream, pla
 from postlude.hf.export import ModelFiles, export_config, untied, write_model_directory
 from postlude.hf.family import Family
 from postlude.hf.model_card import ModelCard
+from postlude.hf.read_model import read_model_with_mtp
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
+from postlude.model.recast import RecastPlan, plan_recast
 from postlude.safetensors_file import TensorInfo
-from postlude.world.agreement import gather_and_decide
+from postlude.world.agreement import gather_and_decide, on_rank0
 
 BUCKET_BYTES = 1 << 30
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -54,6 +56,12 @@ class Untied:
                 self.tensors = {**model.tensors, HEAD: model.tensors[EMBEDDING]}
             if EMBEDDING in model.low_bits:
                 self.low_bits = {**model.low_bits, HEAD: model.low_bits[EMBEDDING]}
+
+
+def recast_plan(model: Exported, directory: str | os.PathLike[str]) -> RecastPlan:
+    """Returns how tensors of a checkpoint of another pattern become the model's."""
+    saved = on_rank0(lambda: read_model_with_mtp(Path(directory), model.families, model.block_types)[1])
+    return plan_recast(saved, model.config, model.block_types)
 
 
 def model_files(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> ModelFiles:

@@ -26,26 +26,34 @@ class FailureState:
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.load_recovers = False
-        self.lost_gradients: str | None = None
+        self.adapter: str | None = None
+        """The adapter in use."""
+        self.lost_gradients: dict[str | None, str] = {}
+        """Why gradients were lost, by adapter."""
         self.offloaded = False
 
-    def check(self, *, gradients: bool = False, load: bool = False) -> None:
-        """Raises RuntimeError if the engine is unusable or offloaded, or its `gradients` are lost."""
+    def check(self, *, gradients: bool = False, load: bool = False, adapter: str | None = None) -> None:
+        """Raises RuntimeError if the engine is unusable or offloaded, or `gradients` are lost.
+
+        They are those of the adapter in use, or of another `adapter`.
+        """
         self.check_on_device()
         if self.refusal is not None and not (load and self.load_recovers):
             raise RuntimeError(self.refusal)
-        if gradients and self.lost_gradients is not None:
-            raise RuntimeError(self.lost_gradients)
+        reason = self.lost_gradients.get(self.adapter if adapter is None else adapter)
+        if gradients and reason is not None:
+            raise RuntimeError(reason)
 
     def check_on_device(self) -> None:
         """Raises RuntimeError if the engine is offloaded."""
         if self.offloaded:
             raise RuntimeError(OFFLOADED)
 
-    def recovered(self, *, weights: bool = False) -> None:
-        """Gradients were freed, or all `weights` were written."""
-        self.lost_gradients = None
+    def recovered(self, *, weights: bool = False, adapter: str | None = None) -> None:
+        """Gradients of an adapter (by default that in use) were freed, or all `weights` written and all freed."""
+        self.lost_gradients.pop(self.adapter if adapter is None else adapter, None)
         if weights:
+            self.lost_gradients.clear()
             self.refusal = None
 
     @contextmanager
@@ -82,7 +90,7 @@ class FailureState:
         raise error
 
     def _lose_gradients(self, call: str, error: BaseException) -> None:
-        self.lost_gradients = (
+        self.lost_gradients[self.adapter] = (
             f"the gradients of this step were lost when {call} failed ({_describe(error)}): "
             "call zero_grad, and run all batches of the step again."
         )

@@ -77,26 +77,25 @@ class ShardedAdamW(torch.optim.Optimizer):
     ) -> None:
         self.config, self.weights = config, weights
         self.names = {parameter: name for name, parameter in parameters.items()}
-        self.matrices = {parameter for name, parameter in parameters.items() if name in matrices}
+        self.matrices = dict.fromkeys(parameter for name, parameter in parameters.items() if name in matrices)
         self.scale: Tensor | None = None  # during `clipped_step`: [clip factor, 1 if the norm is finite else 0]
-        groups = [
-            {"params": members, "weight_decay": decay}
-            for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
-            if (members := [each for each in parameters.values() if (each in self.matrices) == is_matrix])
-        ]
-        super().__init__(groups, {"lr": config.lr})
+        vectors = [parameter for parameter in parameters.values() if parameter not in self.matrices]
+        # A rank may train nothing: of an adapter that has no layer on its pipeline stage.
+        groups = [{"params": list(self.matrices), "decays": True}, {"params": vectors, "decays": False}]
+        super().__init__(groups, {})
+        _set_groups(self, config.lr, config.weight_decay, betas=config.betas, eps=config.eps)
         if config.moments == "8bit":
             for parameter in parameters.values():
                 if parameter in self.matrices:
                     self._check_blocks(parameter)
 
-    def clipped_step(self, lr: float, norm: Tensor) -> None:
-        """Steps with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
-        limit = self.config.max_grad_norm
+    def clipped_step(self, config: OptimizerConfig, lr: float, norm: Tensor) -> None:
+        """Steps by `config`, with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
+        assert isinstance(config, AdamW)
+        limit = config.max_grad_norm
         factor = torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
         self.scale = torch.stack([factor, norm.isfinite()]).float()
-        for group in self.param_groups:
-            group["lr"] = lr
+        _set_groups(self, lr, config.weight_decay, betas=config.betas, eps=config.eps)
         try:
             self.step()
         finally:
@@ -105,9 +104,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient, with gradients times the clip factor in a `clipped_step`."""
-        config, offloaded = self.config, list[OffloadedWork]()
+        offloaded = list[OffloadedWork]()
         for group in self.param_groups:
-            hyperparameters = AdamWHyperparameters(group["lr"], config.betas, config.eps, group["weight_decay"])
+            hyperparameters = AdamWHyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 if not self.state[parameter]:
@@ -121,7 +120,8 @@ class ShardedAdamW(torch.optim.Optimizer):
                     work(pieces)
                 else:
                     offloaded.append((pieces, work))
-        run_offloaded(offloaded, self._device)
+        if offloaded:
+            run_offloaded(offloaded, self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -274,22 +274,28 @@ class ShardedSGD(torch.optim.SGD):
         for name, parameter in parameters.items():
             # A foreach step needs one mesh per group.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            decay = config.weight_decay if name in matrices else 0.0
-            groups.setdefault((mesh, decay), {"params": [], "weight_decay": decay})["params"].append(parameter)
-        # Not fused: torch has no fused SGD for DTensors.
-        super().__init__(list(groups.values()), lr=config.lr, momentum=config.momentum, foreach=True)
+            decays = name in matrices
+            groups.setdefault((mesh, decays), {"params": [], "decays": decays})["params"].append(parameter)
+        # Not fused: torch has no fused SGD for DTensors. A rank may train nothing.
+        super().__init__(list(groups.values()) or [{"params": [], "decays": False}], lr=config.lr, foreach=True)
+        _set_groups(self, config.lr, config.weight_decay, momentum=config.momentum)
 
-    def clipped_step(self, lr: float, norm: Tensor) -> None:
-        """Steps with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
-        host_norm, limit = float(norm), self.config.max_grad_norm
+    def clipped_step(self, config: OptimizerConfig, lr: float, norm: Tensor) -> None:
+        """Steps by `config`, with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
+        assert isinstance(config, SGD)
+        host_norm, limit = float(norm), config.max_grad_norm
         if not math.isfinite(host_norm):
             return
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if limit is not None and host_norm > limit:
             clip(parameters, limit, host_norm)
-        for group in self.param_groups:
-            group["lr"] = lr
+        _set_groups(self, lr, config.weight_decay, momentum=config.momentum)
         self.step()
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, **settings: Any) -> None:
+    for group in optimizer.param_groups:
+        group |= {"lr": lr, "weight_decay": weight_decay if group["decays"] else 0.0, **settings}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
+from postlude.engine.failure_state import FailureState
 from postlude.engine.token_scores import TokenScores
+from postlude.engine.training import Training
 from postlude.model.parallel import local_shard
 
 
 class Scorer(Protocol):
     """A distributed model that scores tokens: an engine."""
+
+    failure_state: FailureState
 
     @property
     def device(self) -> torch.device:
@@ -23,8 +27,8 @@ class Scorer(Protocol):
         ...
 
     @property
-    def trained_tensors(self) -> Mapping[str, Tensor]:
-        """This rank's tensors that training may change, by their global names."""
+    def training(self) -> Training:
+        """What is trained of it."""
         ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -47,7 +51,7 @@ class Reference:
         self.engine = engine
         device = torch.device("cpu") if offload else engine.device
         self.weights = {
-            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.trained_tensors.items()
+            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.training.tensors.items()
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -72,7 +76,8 @@ class Reference:
     def _swap(self) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
-            for name, tensor in self.engine.trained_tensors.items():
+            self.engine.failure_state.check_on_device()
+            for name, tensor in self.engine.training.tensors.items():
                 pair = local_shard(tensor), self.weights[name]
                 _swap_values(*pair)
                 swapped.append(pair)

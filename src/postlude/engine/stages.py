@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,7 +106,13 @@ class StageBuilder:
     gather_once: bool
     weights: WeightStorage
     blocks: Mapping[str, type[Block]]
+    frozen: bool
+    """With LoRA: the model is stored in the compute dtype and not trained."""
     adapters: Mapping[str, AdapterConfig]
+
+    def with_adapters(self, adapters: Mapping[str, AdapterConfig]) -> StageBuilder:
+        """Returns the builder of stages with these adapters."""
+        return replace(self, adapters=adapters)
 
     def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
         """Returns this rank's stages. Each is sharded before it has memory, and then `fill` sets its weights."""
@@ -128,6 +135,20 @@ class StageBuilder:
             _move_tensors(old_model, models[index])
         return self._stages(models, sharding)
 
+    def build_on(self, base: Stages, seed: int) -> Stages:
+        """Returns stages that share the frozen tensors of `base`; what they train is new, and initialised by `seed`."""
+        models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
+        for index, base_model in base.models.items():
+            models[index], sharding[index] = self._without_tensors(index)
+            new = {
+                name: nn.Parameter(torch.empty_like(parameter, device=self.device))
+                for name, parameter in models[index].named_parameters()
+                if parameter.requires_grad
+            }
+            _move_tensors(base_model, models[index], new)
+            models[index].reset(seed, only=new)
+        return self._stages(models, sharding)
+
     def _stages(self, models: dict[int, LanguageModel], sharding: dict[int, ParameterSharding]) -> Stages:
         return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
 
@@ -142,12 +163,12 @@ class StageBuilder:
                 scans=self.scans,
                 head=self.head,
                 value_head=self.critic,
-                dtype=self.compute_dtype if self.adapters else None if self.weights == "fp32" else torch.bfloat16,
+                dtype=self.compute_dtype if self.frozen else None if self.weights == "fp32" else torch.bfloat16,
                 blocks=self.blocks,
                 adapters=self.adapters,
             )
-        if self.adapters:
-            freeze_base(stage)
+        if self.frozen:
+            freeze_base(stage, value_head=bool(self.adapters))
         elif stage.has_mtp:
             stage.mtp.requires_grad_(self.mtp)
         return stage, shard_stage(
@@ -155,12 +176,12 @@ class StageBuilder:
         )
 
 
-def _move_tensors(old: LanguageModel, new: LanguageModel) -> None:
-    """Moves parameters, their gradients and buffers of a stage into a new one that has never run.
+def _move_tensors(old: LanguageModel, new: LanguageModel, added: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+    """Moves parameters, their gradients and buffers of a stage into a new one that has never run; some are `added`.
 
     It reads only the old stage's state dict, which FSDP returns sharded in whatever state it is.
     """
-    new.load_state_dict(old.state_dict(keep_vars=True), assign=True)
-    for before, after in zip(old.modules(), new.modules(), strict=True):
-        for name, buffer in before.named_buffers(recurse=False):
-            setattr(after, name, buffer)  # those that are not persistent too
+    new.load_state_dict({**old.state_dict(keep_vars=True), **added}, assign=True)
+    for name, buffer in old.named_buffers():  # those that are not persistent too
+        module, _, leaf = name.rpartition(".")
+        setattr(new.get_submodule(module), leaf, buffer)

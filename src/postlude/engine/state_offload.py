@@ -7,13 +7,13 @@ numpy or another process uses as well is not resizable, and stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from postlude.engine.failure_state import FailureState
-from postlude.engine.stages import Stages
+from postlude.engine.training import Training
 from postlude.model.parallel import local_shard
 
 CHUNK_BYTES = 1 << 28
@@ -31,14 +31,14 @@ class StateOffload:
         self.chunks: list[Tensor] = []
         self.moved: list[tuple[UntypedStorage, int]] = []  # storages in host memory, in its order, and their sizes
 
-    def offload(self, stages: Stages, optimizer: torch.optim.Optimizer) -> None:
+    def offload(self, trainings: Iterable[Training]) -> None:
         """Copies everything to host memory, then frees it on the device. Nothing is done if it is there already."""
         if self.failure_state.offloaded:
             return
         self.failure_state.check()
         storages = {
             storage.data_ptr(): (storage, storage.nbytes())
-            for storage in (local_shard(each).untyped_storage() for each in _tensors(stages, optimizer))
+            for storage in (local_shard(each).untyped_storage() for each in _tensors(trainings))
             if storage.device == self.device and storage.nbytes() and storage.resizable()
         }
         moved = list(storages.values())
@@ -93,13 +93,14 @@ class StateOffload:
             torch.cuda.synchronize(self.device)  # kernels on any stream may use what is freed or read
 
 
-def _tensors(stages: Stages, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields parameters, their gradients, buffers and the optimizer's state."""
-    for model in stages.models.values():
-        for parameter in model.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
-        yield from model.buffers()
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def _tensors(trainings: Iterable[Training]) -> Iterator[Tensor]:
+    """Yields parameters, their gradients, buffers and the optimizers' state."""
+    for training in trainings:
+        for model in training.stages.models.values():
+            for parameter in model.parameters():
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+            yield from model.buffers()
+        for state in training.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

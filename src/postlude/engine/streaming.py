@@ -162,6 +162,18 @@ def stream(
         yield from zip((tensor.name for tensor in bucket), views, strict=True)
 
 
+def stream_buckets(
+    buckets: Sequence[Sequence[StreamedTensor]], model: DistributedModel, dtype: torch.dtype, *, all_bits: bool
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields a model's tensors bucket by bucket; without `all_bits` split weights as a forward uses them."""
+    low_bits, deltas = model.low_bits if all_bits else None, model.weight_deltas()
+    shared = model.shared_parameters
+    return (
+        list(stream([bucket], model.tensors, model.mesh, dtype, shared=shared, low_bits=low_bits, deltas=deltas))
+        for bucket in buckets
+    )
+
+
 @torch.no_grad()
 def copy_into(model: LanguageModel, planned: Sequence[StreamedTensor], streamed: Iterator[tuple[str, Tensor]]) -> None:
     """Copies streamed tensors into an unsharded model."""

@@ -62,10 +62,10 @@ def is_adapter(name: str) -> bool:
     return name.split(".")[-2:-1] == ["adapter"]
 
 
-def freeze_base(model: nn.Module) -> None:
-    """Makes the adapters, and the value head if there is one, the only trained parameters."""
+def freeze_base(model: nn.Module, *, value_head: bool) -> None:
+    """Makes the adapters, and the `value_head` if there is one, the only trained parameters."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or name.startswith("value_head."))
+        parameter.requires_grad_(is_adapter(name) or (value_head and name.startswith("value_head.")))
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -314,7 +314,7 @@ class LanguageModel(FSDPUnit):
     def reset(self, seed: int = 0, *, only: Container[str] | None = None) -> None:
         """Initialises every parameter from the seed and its name: the same in every layout and dtype.
 
-        CPU and GPU give different random numbers. With `only`, other parameters are unchanged.
+        CPU and GPU give different random numbers. With `only`, other tensors are unchanged.
         """
         std = self.config.initializer_range
         owners = {f"{block.name}.": block for block in self.blocks}
@@ -331,7 +331,7 @@ class LanguageModel(FSDPUnit):
             else:
                 owners[owner].reset(name.removeprefix(owner), whole, std, generator)
             local_shard(parameter).copy_(whole[region(parameter)])
-        for buffer in self.buffers():
+        for buffer in self.buffers() if only is None else ():
             buffer.zero_()
 
     def _embed_or_receive(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:

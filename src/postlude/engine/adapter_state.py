@@ -1,0 +1,44 @@
+"""The training state of one adapter in a directory of its own: weights, moments and step counts. Any layout loads it.
+
+It is a checkpoint of an engine whose only adapter it is (`checkpoint.py`), without the states of random generators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from postlude.engine import checkpoint
+from postlude.engine.checkpoint import TrainingState
+
+
+def save_adapter_state(
+    engine: TrainingState,
+    directory: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the training state of an adapter, by default that in use, to a new directory. Every rank calls it."""
+    engine.failure_state.check()
+    writer = checkpoint.CheckpointWriter()
+    writer.save(engine, directory, extra, adapter=engine.trainings[engine.adapters.resolve(name)])
+    writer.finish()
+    writer.close()
+
+
+def load_adapter_state(
+    engine: TrainingState, directory: str | os.PathLike[str], *, name: str | None = None
+) -> dict[str, Any]:
+    """Restores the training state of an adapter, by default that in use. Returns the saved `extra`.
+
+    The name may be another than it was saved under. If there is no such adapter, it is made as it was saved. Its
+    gradients are freed. Other adapters and random generators are left alone. Every rank calls it.
+    """
+    engine.failure_state.check()
+    if name is None or name in engine.adapters.by_name:
+        name = engine.adapters.resolve(name)
+    else:
+        engine.adapters.check_new(name)
+    return checkpoint.load(engine, directory, adapter=name)

@@ -1,0 +1,179 @@
+"""Training: stages of a model, the parameters that are trained there, their optimizer and its step counts.
+
+An engine has one. With LoRA it has one per adapter, and one of the model alone: their stages share its frozen tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from postlude.engine import gradients, optimizers
+from postlude.engine.stages import StageBuilder, Stages
+from postlude.lora import AdapterConfig
+from postlude.model.parallel import local_shard
+from postlude.optimizer import AdamW, OptimizerConfig
+
+
+class Training:
+    """What belongs to one adapter, or to a model of which all weights are trained. No other adapter changes it."""
+
+    def __init__(self, builder: StageBuilder, stages: Stages, optimizer: OptimizerConfig) -> None:
+        self.builder, self.stages = builder, stages
+        self.step = self.skipped = 0
+        self.optimizer_start_step = 0
+        """The step at which the optimizer was built."""
+        self.steps_without_gradients = 0
+        """Steps of the optimizer in which no parameter had a gradient: they count in `step`, but changed nothing."""
+        self.late_start_steps: dict[str, int] = {}
+        """By parameter whose moments started later than the optimizer: the step then, less `steps_without_gradients`.
+        """
+        self.optimizer_config = optimizer
+        self.optimizer = self._build_optimizer(optimizer)
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterConfig]:
+        """The adapter of each layer, by the layer's name."""
+        return self.builder.adapters
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters by their global names."""
+        return self.stages.parameters
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors that training may change: of a frozen model the trained parameters, else all."""
+        tensors = self.stages.tensors
+        return {name: tensors[name] for name in self.parameters} if self.builder.frozen else tensors
+
+    @property
+    def low_bits(self) -> dict[str, Tensor]:
+        """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
+        return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The kind of the optimizer's state."""
+        return optimizers.optimizer_kind(self.optimizer_config, self.builder.weights)
+
+    def step_config(self, step_config: OptimizerConfig | None) -> OptimizerConfig:
+        """Returns the optimizer's settings for one step: these, if their state is the optimizer's; else its own."""
+        if step_config is None:
+            return self.optimizer_config
+        kind = optimizers.optimizer_kind(step_config, self.builder.weights)
+        on_host = isinstance(step_config, AdamW) and step_config.offload
+        if kind != self.optimizer_kind or on_host != getattr(self.optimizer_config, "offload", False):
+            raise ValueError(
+                f"a step's settings are of {kind}{' in host memory' * on_host}, but this optimizer's state is that of "
+                f"{self.optimizer_config}. A step may change rates, decay, eps and clipping; else use set_optimizer."
+            )
+        return step_config
+
+    def clipped_step(self, config: OptimizerConfig, norm: Tensor) -> float:
+        """Updates the weights by `config`, with gradients clipped by their global `norm`. Returns the learning rate."""
+        lr = config.lr * config.schedule.factor(self.step - self.optimizer_start_step)
+        self.optimizer.clipped_step(config, lr, norm)
+        return lr
+
+    def count_step(self, finite: bool) -> None:
+        """Counts a step, before its gradients are freed. One whose gradient norm is not `finite` changed nothing."""
+        self.step, self.skipped = self.step + finite, self.skipped + (not finite)
+        if self.parameters and all(parameter.grad is None for parameter in self.parameters.values()):
+            self.steps_without_gradients += 1
+
+    def set_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Replaces the optimizer, and resets the moments and the schedule. Split weights keep their low bits."""
+        new = self._build_optimizer(optimizer)
+        if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
+            new.move_low_bits_from(self.optimizer)
+        self.optimizer, self.optimizer_config = new, optimizer
+        self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
+
+    def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
+        return optimizers.build(config, self.parameters, self.stages.matrices, self.builder.weights)
+
+    def zero_grad(self) -> None:
+        """Frees the gradients, and zeroes the blocks' counters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for counter in self.stages.counters:
+            counter.zero_()
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm of the gradients, over every rank."""
+        return self._norm({name: each.grad for name, each in self.parameters.items() if each.grad is not None})
+
+    def weight_norm(self) -> Tensor:
+        """Returns the norm of the parameters, over every rank."""
+        return self._norm(self.parameters)
+
+    def _norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Returns the norm of tensors by their parameters' names. What two stages hold enters on the first one."""
+        local = [
+            (tensor, gradients.replica_count(self.parameters[name]))
+            for name, tensor in tensors.items()
+            if not self._is_second_copy(name)
+        ]
+        return gradients.total_norm(local, self.builder.device)
+
+    def drop_second_gradients(self) -> None:
+        """Frees the last stage's gradients of shared parameters, whose sum is in the first stage's."""
+        for name, parameter in self.parameters.items():
+            if self._is_second_copy(name):
+                parameter.grad = None
+
+    def _is_second_copy(self, name: str) -> bool:
+        """Whether this is the last stage's copy of a shared parameter."""
+        is_second = self.builder.mesh.layout.pp > 1 and 0 not in self.stages.models
+        return is_second and name in self.builder.config.shared_parameters
+
+    def rebuild(self) -> None:
+        """Builds the stages again around the same parameters, after an exception in the middle of a pass."""
+        self.stages = self.builder.rebuild(self.stages)
+
+    def free(self) -> None:
+        """Frees the memory of parameters, gradients and optimizer state. It cannot be used any more."""
+        self.zero_grad()
+        self.optimizer.state.clear()
+        for parameter in self.parameters.values():
+            storage = local_shard(parameter).untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+
+
+class UsesTraining:
+    """Shorthands for what an engine's `training` has: that of the adapter in use, or of all weights."""
+
+    training: Training
+
+    @property
+    def local_stages(self) -> Stages:
+        """This rank's stages, and what runs them."""
+        return self.training.stages
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters by their global names."""
+        return self.training.parameters
+
+    @property
+    def optimizer(self) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
+        """The optimizer."""
+        return self.training.optimizer
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        """The optimizer's settings."""
+        return self.training.optimizer_config
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that changed the weights."""
+        return self.training.step
+
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps whose gradient norm was not finite."""
+        return self.training.skipped

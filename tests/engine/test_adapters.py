@@ -1,0 +1,318 @@
+"""Several adapters in one engine: each is to the bit what it would be alone, whatever the others do between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import Engine, Layout, Loss, OutputInputs
+from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
+from postlude.engine.adapters import add_adapter, export_adapter, load_adapter, remove_adapter, stream_adapters
+from postlude.lora import LoRA
+from postlude.model.adapters import is_adapter
+from postlude.model.parallel import local_shard
+from postlude.optimizer import SGD, AdamW
+from tests.conftest import Ranks
+from tests.engine.test_offload import live_bytes
+from tests.engine.training import BUDGET, DAMPED, batch, config, policy, told
+from tests.equality import assert_equal, difference
+from tests.meshes import mesh
+
+MOE, DENSE = config("tiny-moe"), config("tiny-dense")
+LORAS = {
+    "a": LoRA(rank=4, alpha=8.0, targets="attention,experts"),
+    "b": LoRA(rank=2, alpha=16.0, targets="q_proj,experts", rslora=True, experts="per_expert"),
+}
+SEEDS = {"a": 3, "b": 4}
+STEP = AdamW(lr=3e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.2, max_grad_norm=None)
+# What happens, in order: (adapter, seed of a batch), or (adapter, None) for a step. Gradients wait while others step.
+CALLS = [("a", 0), ("b", 1), ("a", 2), ("b", None), ("a", None), ("b", 3), ("a", 4), ("a", None), ("b", None)]
+
+
+def build(layout: str, source: Any = MOE, **options: Any) -> Engine:
+    return Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, **{"optimizer": DAMPED, "lora": {}} | options)
+
+
+def add(engine: Engine, name: str) -> None:
+    add_adapter(engine, name, LORAS[name], seed=SEEDS[name])
+
+
+def adapter(engine: Engine, name: str) -> dict[str, Tensor]:
+    return {key: tensor.clone() for key, tensor in stream_adapters(engine, name=name)}
+
+
+def follow(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, list[Any]]:
+    """Makes the calls. Returns by adapter what they returned; b's steps have settings of their own."""
+    found: dict[str, list[Any]] = {}
+    for name, seed in calls:
+        engine.use(name)
+        if seed is None:
+            result = engine.optimizer_step(STEP if name == "b" else None)
+            found.setdefault(name, []).append((result.step, result.grad_norm, result.lr))
+        else:
+            found.setdefault(name, []).append(engine.forward_backward(batch(seed), policy).loss)
+    return found
+
+
+def results(engine: Engine, name: str) -> dict[str, Any]:
+    engine.use(name)
+    moments = {
+        f"{parameter} {key}": value.clone()
+        for parameter, tensor in engine.parameters.items()
+        for key, value in engine.optimizer.state[tensor].items()
+    }
+    return {
+        "adapter": adapter(engine, name),
+        "logprobs": torch.cat(engine.logprobs(batch(9)).logprob),
+        "merged": {key: tensor.clone() for key, tensor in engine.stream_weights()},
+        "moments": moments,
+        "step": engine.step,
+    }
+
+
+def together_and_alone(group: Any, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    together = build(layout, **options)
+    for name in LORAS:
+        add(together, name)
+    new = {name: adapter(together, name) for name in LORAS}
+    calls = follow(together, CALLS)
+    differing = []
+    for name in LORAS:
+        alone = build(layout, **options)
+        add(alone, name)
+        if calls[name] != follow(alone, [call for call in CALLS if call[0] == name])[name]:
+            differing.append(f"calls of {name}")
+        found, expected = results(together, name), results(alone, name)
+        differing += [f"{name} {key}" for key in expected if not identical(found[key], expected[key])]
+    together.use(None)
+    plain = build(layout, **options)
+    base = torch.cat(together.logprobs(batch(9)).logprob)
+    if not torch.equal(base, torch.cat(plain.logprobs(batch(9)).logprob)):
+        differing.append("the model alone")
+    together.use("a")
+    distance = difference(torch.cat(together.logprobs(batch(9)).logprob), base)
+    return {"differing": differing, "from base": distance, "new": new}
+
+
+def new_adapters(group: Any) -> dict[str, dict[str, Tensor]]:
+    engine = build("", lora=LORAS, seed=SEEDS["a"])
+    remove_adapter(engine, "b")
+    add(engine, "b")
+    return {name: adapter(engine, name) for name in LORAS}
+
+
+def identical(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("", {}),
+        ("tp=2", {}),
+        ("pp=2", {"critic": True}),
+        ("dp_shard=2,ep=2", {}),
+        ("dp_shard=2", {"gather_once": True}),
+        pytest.param("cp=2", {"recompute": "full"}, marks=pytest.mark.thorough),
+        pytest.param("dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_each_is_what_it_would_be_alone(ranks: Ranks, layout: str, options: dict[str, Any]) -> None:
+    size = Layout.parse(layout).world_size
+    for found in ranks(size, together_and_alone, layout, options):
+        assert found["differing"] == []
+        assert found["from base"] > 1e-3
+        assert identical(found["new"], ranks(1, new_adapters)[0])
+
+
+def save_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
+    engine = build(layout)
+    for name in LORAS:
+        add(engine, name)
+    follow(engine, CALLS)
+    engine.save(f"{directory}/all", extra={"epoch": 3})
+    for name in LORAS:
+        save_adapter_state(engine, f"{directory}/{name}", name=name, extra={"of": name})
+        export_adapter(engine, f"{directory}/{name}-peft", name=name)
+    saved = {name: adapter(engine, name) for name in LORAS}
+    return {"saved": saved, "later": follow(engine, CALLS), "then": {name: adapter(engine, name) for name in LORAS}}
+
+
+def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
+    """Loads a checkpoint into an engine without adapters, and single states into one that trains another."""
+    whole, single, peft = build(layout), build(layout), build(layout)
+    extra = [whole.load(f"{directory}/all")]
+    whole_loaded = {name: adapter(whole, name) for name in LORAS}
+    add_adapter(single, "other", LoRA(rank=3, targets="attention"))
+    single.use("other")
+    single.forward_backward(batch(5), policy)
+    gradients = {key: tensor.clone() for key, tensor in stream_adapters(single, gradients=True)}
+    single_loaded, peft_loaded = {}, {}
+    for name in LORAS:
+        extra.append(load_adapter_state(single, f"{directory}/{name}", name=f"new {name}"))
+        single_loaded[name] = adapter(single, f"new {name}")
+        load_adapter(peft, f"{directory}/{name}-peft", name=name)
+        peft_loaded[name] = adapter(peft, name)
+    single.use("other")
+    kept = identical(gradients, dict(stream_adapters(single, gradients=True)))
+    later = follow(whole, CALLS)
+    single_calls = [(f"new {name}", seed) for name, seed in CALLS if name == "a"]
+    single_later = follow(single, single_calls)["new a"]
+    return {
+        "extra": extra,
+        "loaded": [whole_loaded, single_loaded, peft_loaded],
+        "kept": kept,
+        "later": later,
+        "single later": single_later,
+        "then": {name: adapter(whole, name) for name in LORAS},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "tp=2", "pp=2"])
+def test_checkpoints_hold_all_adapters_or_one_and_move_between_layouts(
+    ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    saved = ranks(2, save_all, "dp_shard=2,ep=2", str(tmp_path))[0]
+    for found in ranks(2, load_all, layout, str(tmp_path)):
+        assert found["extra"] == [{"epoch": 3}, {"of": "a"}, {"of": "b"}]
+        assert all(identical(loaded, saved["saved"]) for loaded in found["loaded"])
+        assert found["kept"]
+        if layout == "dp_shard=2,ep=2":
+            assert found["later"] == saved["later"]
+            assert found["single later"] == saved["later"]["a"]
+            assert identical(found["then"], saved["then"])
+        for name in LORAS:
+            for now, then in zip(found["later"][name], saved["later"][name], strict=True):
+                assert_equal(torch.tensor(now), torch.tensor(then), f"what {name} returned", tolerance=1e-4)
+
+
+def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
+    engine = build("", DENSE)
+    base, tensors = live_bytes(), dict(engine.tensors)
+    refused: dict[str, Callable[[], Any]] = {
+        "train the base": lambda: engine.forward_backward(batch(0), policy),
+        "step the base": engine.optimizer_step,
+        "export the base": lambda: export_adapter(engine, directory),
+        "unknown": lambda: engine.use("x"),
+        "slash": lambda: add_adapter(engine, "a/b", LoRA()),
+        "empty": lambda: add_adapter(engine, "", LoRA()),
+    }
+    answers = {name: told(call) for name, call in refused.items()}
+    add_adapter(engine, "a", LoRA(rank=4))
+    add_adapter(engine, "b", LoRA(rank=2, targets="attention"))
+    shares = all(
+        stage.state_dict()[name].data_ptr() == tensors[name].data_ptr()
+        for training in engine.trainings.values()
+        for stage in training.stages.models.values()
+        for name in tensors
+    )
+    engine.use("a")
+    answers["twice"] = told(lambda: add_adapter(engine, "a", LoRA()))
+    engine.forward_backward(batch(0), policy)
+
+    def fails(inputs: OutputInputs) -> Loss:
+        raise LookupError("no such column")
+
+    engine.use("b")
+    told(lambda: engine.forward_backward(batch(0), fails))
+    answers["lost"] = told(engine.optimizer_step)
+    engine.use("a")
+    answers["not lost"] = told(engine.optimizer_step)
+    engine.use("b")
+    answers["still lost"] = told(engine.optimizer_step)
+    engine.zero_grad()
+    answers["sgd"] = told(lambda: engine.optimizer_step(SGD()))
+    answers["8bit"] = told(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
+    held = live_bytes()
+    for name in ("a", "b"):
+        remove_adapter(engine, name)
+    answers["removed"] = told(lambda: engine.use("a"))
+    answers["full"] = told(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
+    return answers | {"shares": shares, "freed": live_bytes() <= base < held, "in use": engine.adapters.in_use}
+
+
+def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1, switch_and_remove, str(tmp_path / "adapter"))
+    assert found["shares"]
+    assert found["freed"]
+    assert found["in use"] is None
+    for name in ("train the base", "step the base"):
+        assert "the model alone is in use, which is frozen" in found[name]
+    assert "no adapters in use" in found["export the base"]
+    assert 'no adapter "x". There are none; add_adapter makes one.' in found["unknown"]
+    assert "'a/b'" in found["slash"]
+    assert "''" in found["empty"]
+    assert 'has an adapter "a" already' in found["twice"]
+    assert "gradients of this step were lost" in found["lost"]
+    assert found["not lost"] == "nothing"
+    assert "gradients of this step were lost" in found["still lost"]
+    assert "a step's settings are of SGD" in found["sgd"]
+    assert "8-bit moments" in found["8bit"]
+    assert 'no adapter "a"' in found["removed"]
+    assert "trains all weights" in found["full"]
+
+
+def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
+    engine = build("", DENSE, lora=LoRA(rank=2, targets="attention"))
+    add_adapter(engine, "b", LoRA(rank=3, targets="attention"))
+    engine.save(f"{directory}/all")
+    save_adapter_state(engine, f"{directory}/one", name="b")
+    more = build("", DENSE)
+    add_adapter(more, "c", LoRA(rank=2))
+    other = build("", DENSE)
+    add_adapter(other, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
+    before = {name: local_shard(tensor).clone() for name, tensor in other.trainings["b"].tensors.items()}
+    answers = {
+        "more": told(lambda: more.load(f"{directory}/all")),
+        "other": told(lambda: other.load(f"{directory}/all")),
+        "other one": told(lambda: load_adapter_state(other, f"{directory}/one", name="b")),
+        "all as one": told(lambda: load_adapter_state(more, f"{directory}/all", name="d")),
+        "optimizer": told(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
+    }
+    assert other.adapters.names == ("b",)  # what was made for the load is gone
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.trainings["b"].tensors.items())
+    return answers
+
+
+def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1, refused_checkpoints, str(tmp_path))
+    assert 'has no adapter "c", which this engine has' in found["more"]
+    assert 'has another adapter "b" of layers.0.' in found["other"]
+    assert 'has another adapter "b" of layers.0.' in found["other one"]
+    assert "load it with engine.load" in found["all as one"]
+    assert "was saved with AdamW" in found["optimizer"]
+    state = json.loads((tmp_path / "all" / "state.json").read_text())
+    assert state["adapters"].keys() == {"b"}
+    assert all(is_adapter(name) for name in state["tensors"] if not name.startswith("rng"))
+
+
+def step_settings(group: Any, layout: str) -> list[bool]:
+    """Full training: a step with settings of its own is that of an engine that was made with them."""
+    one, other = (
+        build(layout, DENSE, lora=None, optimizer=AdamW(lr=1.0)),
+        build(layout, DENSE, lora=None, optimizer=STEP),
+    )
+    for seed in range(3):
+        results = []
+        for engine, settings in ((one, STEP), (other, None)):
+            engine.forward_backward(batch(seed), policy)
+            results.append(engine.optimizer_step(settings))
+        assert results[0] == results[1]
+    return [torch.equal(x, y) for (_, x), (_, y) in zip(one.stream_weights(), other.stream_weights(), strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard=2"])
+def test_a_step_takes_settings_of_its_own_in_full_training(ranks: Ranks, layout: str) -> None:
+    assert all(map(all, ranks(Layout.parse(layout).world_size, step_settings, layout)))
