@@ -14,6 +14,7 @@ import numpy as np
 
 from postlude.tinker.app import PROTOBUF, Keys, TinkerApp
 from postlude.tinker.limits import Limits
+from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
@@ -149,7 +150,8 @@ async def running_server(
     directory.open()
     backend = backend or FakeBackend()
     service = TinkerService(backend, directory, Limits(**{"poll_seconds": 0.5} | limits))
-    app = TinkerApp(service, Keys(keys)).build()
+    tinker = TinkerApp(service, Keys(keys))
+    app = tinker.build(OpenAIApp(tinker).routes())
     await service.start()
     try:
         yield app, backend, service

@@ -24,7 +24,7 @@ from postlude.tinker.backend import (
 )
 
 BASE, OTHER = "fake/base", "fake/other"
-VOCAB, CONTEXT = 100, 64
+VOCAB, CONTEXT = 300, 64
 
 
 class FakeBackend:
@@ -141,7 +141,7 @@ class FakeBackend:
             scores[: len(prompt) - request.prompt_logprobs_last_n] = np.nan
         k = request.topk_prompt_logprobs
         topk = TopK(np.tile(np.arange(k, dtype=np.int32), (len(prompt), 1)), np.zeros((len(prompt), k), np.float32))
-        text = "".join(chr(97 + token % 26) for token in tokens.tolist())
+        text = "".join(map(chr, tokens.tolist()))
         return SampleResult(
             [SampledSequence("length", tokens, logprobs, text=text) for _ in range(request.num_samples)],
             prompt_logprobs=scores if request.prompt_logprobs else None,

@@ -62,6 +62,12 @@ class Keys:
         return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
 
 
+def error_response(error: APIError) -> Response:
+    """Returns the reply of a refused request."""
+    headers = {"retry-after": f"{error.retry_after:g}"} if error.retry_after is not None else None
+    return JSONResponse({"error": str(error)}, status_code=error.status, headers=headers)
+
+
 class TinkerApp:
     """The routes of one service."""
 
@@ -129,7 +135,9 @@ class TinkerApp:
         )
         return routes
 
-    def endpoint(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(
+        self, handler: Handler, error_reply: Callable[[APIError], Response] = error_response
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Returns a handler with keys checked and errors turned into replies."""
 
         async def endpoint(request: Request) -> Response:
@@ -138,14 +146,14 @@ class TinkerApp:
                 self._log_version(request.headers)
                 reply = await handler(request, owner)
             except APIError as error:
-                return error_response(error)
+                return error_reply(error)
             except (ValueError, TypeError) as error:
-                return error_response(APIError(400, str(error)))
+                return error_reply(APIError(400, str(error)))
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:
                 LOG.exception("%s %s failed", request.method, request.url.path)
-                return error_response(APIError(500, f"the request failed: {error!r}."))
+                return error_reply(APIError(500, f"the request failed: {error!r}."))
             if reply is None:
                 return Response(status_code=204)
             return reply if isinstance(reply, Response) else JSONResponse(reply)
@@ -404,12 +412,6 @@ class TinkerApp:
 def promise(future: Future) -> JSON:
     """Returns the reply to a request whose result is fetched later."""
     return {"request_id": future.request_id} | future.reply
-
-
-def error_response(error: APIError) -> Response:
-    """Returns the reply of a refused request."""
-    headers = {"retry-after": f"{error.retry_after:g}"} if error.retry_after is not None else None
-    return JSONResponse({"error": str(error)}, status_code=error.status, headers=headers)
 
 
 def _page(request: Request) -> tuple[int, int]:

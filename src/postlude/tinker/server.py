@@ -15,6 +15,7 @@ import uvicorn
 from postlude.tinker.app import Keys, TinkerApp
 from postlude.tinker.backend import Backend
 from postlude.tinker.limits import Limits
+from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
 from postlude.tinker.state import StateDirectory
 from postlude.world.ports import is_loopback
@@ -81,7 +82,8 @@ async def serve(
 async def _serve(
     service: TinkerService, host: str, port: int, keys: Sequence[str] | None, ready: Callable[[str], None]
 ) -> None:
-    app = TinkerApp(service, Keys(keys), compress=not is_loopback(host)).build()
+    tinker = TinkerApp(service, Keys(keys), compress=not is_loopback(host))
+    app = tinker.build(OpenAIApp(tinker).routes())
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     config = uvicorn.Config(

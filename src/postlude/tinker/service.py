@@ -152,7 +152,7 @@ class TinkerService:
         """Makes a sampler of a saved path or of a base model."""
         session = self.session(owner, body.session_id)
         sampler_id = f"{session.record.session_id}:sample:{body.sampling_session_seq_id}"
-        record = self._sampler_record(owner, sampler_id, body.base_model, body.model_path)
+        record = self.sampler_record(owner, sampler_id, body.base_model, body.model_path)
         if sampler_id not in self.samplers.samplers:
             sampler = Sampler(record, owner, session.record.session_id)
             self.samplers.add(sampler)
@@ -164,9 +164,10 @@ class TinkerService:
                 raise
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    def _sampler_record(
+    def sampler_record(
         self, owner: str, sampler_id: str, base_model: str | None, model_path: str | None
     ) -> SamplerRecord:
+        """Returns what a sampler of a base model or of a saved path is, if the key may read it."""
         if model_path is None:
             if base_model is None:
                 raise APIError(400, "give base_model or model_path.")

@@ -120,7 +120,7 @@ def _read_tokens(chunks: Any, where: str, max_tokens: int, vocab_size: int) -> N
     return check_tokens(tokens, f"{where}: model_input", max_tokens, vocab_size)
 
 
-def check_tokens(tokens: NDArray[np.int32], where: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
+def check_tokens(tokens: NDArray[Any], where: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
     """Returns tokens that a model takes. Raises a ValueError with a sentence about others."""
     if not len(tokens):
         raise ValueError(f"{where} is empty: give at least one token.")

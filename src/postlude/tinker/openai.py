@@ -1,0 +1,233 @@
+"""OpenAIApp: OpenAI's completions of base models and saved samplers, with the routes that `postlude serve` has.
+
+A request names its model: a base model, or the `tinker://` path of weights saved for sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from postlude.tinker.app import TinkerApp
+from postlude.tinker.backend import SampledSequence, SampleParams, SampleProgress, SampleRequest
+from postlude.tinker.errors import APIError
+from postlude.tinker.sampling import Sampler, Samplers
+from postlude.tinker.wire import check_tokens
+
+if TYPE_CHECKING:
+    from postlude.generate.protocol import Completion, Progress
+    from postlude.generate.protocol import Request as GenerationRequest
+    from postlude.serving.server.openai_routes import OpenAIRoutes
+
+PREFIXES = ("/v1", "/oai/api/v1")
+Value = TypeVar("Value")
+
+
+class OpenAIApp:
+    """The routes of one server. Importing what they need takes seconds, so it happens at the first request."""
+
+    def __init__(self, app: TinkerApp) -> None:
+        self._app, self._service = app, app.service
+        self._routes: dict[tuple[str, str], OpenAIRoutes] = {}
+        self._tokenizers: dict[str, Any] = {}
+        self._loading = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """Returns the routes, under each prefix."""
+        routes = []
+        for prefix in PREFIXES:
+            for name, chat in (("completions", False), ("chat/completions", True)):
+                endpoint = self._app.endpoint(self._handler(chat=chat), openai_error)
+                routes.append(Route(f"{prefix}/{name}", endpoint, methods=["POST"]))
+            endpoint = self._app.endpoint(self._models, openai_error)
+            routes.append(Route(f"{prefix}/models", endpoint, methods=["GET"]))
+        return routes
+
+    async def _models(self, _: Request, owner: str) -> Response:
+        saved = [
+            str(path)
+            for path, checkpoint in self._service.state.checkpoints.items()
+            if path.kind == "sampler_weights" and checkpoint.owner == owner and not checkpoint.is_expired()
+        ]
+        models = [{"id": name, "object": "model", "owned_by": owner} for name in [*self._service.bases, *saved]]
+        return JSONResponse({"object": "list", "data": models})
+
+    def _handler(self, *, chat: bool) -> Callable[[Request, str], Any]:
+        async def handle(request: Request, owner: str) -> Response:
+            from postlude.serving.server.http_server import HTTPError, HTTPRequest
+
+            body = await self._app.read(request)
+            try:
+                model = json.loads(body).get("model")
+            except (ValueError, AttributeError) as error:
+                raise APIError(400, "the request is not a JSON object.") from error
+            if not isinstance(model, str):
+                raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
+            routes = await self._routes_of(owner, model)
+            self._service.samplers.check_room(owner)
+            call = HTTPRequest("POST", request.url.path, body, lambda: False)
+            try:
+                reply = await (routes.chat(call) if chat else routes.completions(call))
+                if isinstance(reply, AsyncGenerator):
+                    first = await anext(reply)  # so that an invalid request gets a status, not an event
+                    return StreamingResponse(_events(first, reply), media_type="text/event-stream")
+            except HTTPError as error:
+                raise APIError(error.status, str(error)) from error
+            return JSONResponse(reply)
+
+        return handle
+
+    async def _routes_of(self, owner: str, model: str) -> OpenAIRoutes:
+        from postlude.hf.load import load_tokenizer
+        from postlude.serving.server.openai_routes import OpenAIRoutes
+
+        path = model if model.startswith("tinker://") else None
+        sampler_id = f"openai:{owner}:{model}"
+        record = self._service.sampler_record(owner, sampler_id, None if path else model, path)
+        info = self._service.base(record.base_model)
+        sampler = self._service.samplers.samplers.get(sampler_id)
+        if sampler is None:
+            sampler = Sampler(record, owner, session_id="")
+            self._service.samplers.add(sampler)
+            self._routes.pop((owner, model), None)
+        async with self._loading:
+            if info.name not in self._tokenizers:
+                self._tokenizers[info.name] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
+        if (owner, model) not in self._routes:
+            adapter = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
+            tokenizer = self._tokenizers[info.name]
+            self._routes[owner, model] = OpenAIRoutes(adapter, model, tokenizer, info.max_context_length)
+        return self._routes[owner, model]
+
+
+@dataclass
+class _Generation:
+    """Generates completions with a sampler, as OpenAI's routes ask for them."""
+
+    samplers: Samplers
+    sampler: Sampler
+    max_length: int
+    vocab_size: int
+
+    def check_model(self, name: str | None) -> None:
+        """Every name was resolved before."""
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]
+    ) -> list[list[Completion]]:
+        """Returns the completions of each request."""
+        converted = [self._convert(request) for request in requests]
+        results = await asyncio.gather(*(self._sampled(self.samplers.sample(self.sampler, one)) for one in converted))
+        return [[_completion(sequence) for sequence in result.sequences] for result in results]
+
+    async def stream(
+        self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]
+    ) -> AsyncGenerator[Progress, None]:
+        """Yields tokens as they come. Closing the generator ends the requests."""
+        from postlude.generate.protocol import Progress
+
+        converted = [self._convert(request) for request in requests]
+        arrived: asyncio.Queue[Progress | BaseException | None] = asyncio.Queue()
+
+        async def run(index: int, request: SampleRequest) -> None:
+            def progress(new: SampleProgress) -> None:
+                arrived.put_nowait(Progress(index, new.number, new.tokens, new.logprobs, None))
+
+            try:
+                result = await self._sampled(self.samplers.sample(self.sampler, request, progress))
+                for number, sequence in enumerate(result.sequences):
+                    arrived.put_nowait(Progress(index, number, (), (), _completion(sequence)))
+                arrived.put_nowait(None)
+            except Exception as error:
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(run(index, request)) for index, request in enumerate(converted)]
+        try:
+            running = len(tasks)
+            while running:
+                event = await arrived.get()
+                if isinstance(event, BaseException):
+                    raise event
+                if event is None:
+                    running -= 1
+                else:
+                    yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _convert(self, request: GenerationRequest) -> SampleRequest:
+        import numpy as np
+
+        from postlude.serving.server.http_server import bad_request_on_error
+
+        with bad_request_on_error():
+            prompt = np.array(request.prompt, np.int64)
+            tokens = check_tokens(prompt, "the prompt", self.max_length - 1, self.vocab_size)
+            sampling = request.sampling
+            if sampling.min_p:
+                raise ValueError("min_p is not supported here.")
+            room = self.max_length - len(tokens)
+            if sampling.max_new_tokens > room:
+                raise ValueError(f"max_tokens is {sampling.max_new_tokens}, but the context has room for {room}.")
+        params = SampleParams(
+            max_tokens=sampling.max_new_tokens,
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or -1,
+            top_p=sampling.top_p,
+            stop=sampling.stop,
+            stop_tokens=sampling.stop_tokens,
+            ignore_eos=sampling.ignore_eos,
+        )
+        return SampleRequest(tokens, params, request.n)
+
+    async def _sampled(self, sampling: Any) -> Any:
+        from postlude.serving.server.http_server import HTTPError
+
+        try:
+            return await sampling
+        except APIError as error:
+            raise HTTPError(error.status, str(error)) from error
+        except (ValueError, TypeError) as error:
+            raise HTTPError(400, str(error)) from error
+
+
+def _completion(sequence: SampledSequence) -> Completion:
+    from postlude.generate.protocol import Completion
+
+    logprobs = sequence.logprobs.tolist()
+    return Completion(sequence.tokens.tolist(), logprobs, logprobs, sequence.stop_reason, text=sequence.text)
+
+
+async def _events(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
+    """Yields one server-sent event per chunk. Generation ends with the connection."""
+    from postlude.serving.server.http_server import HTTPError
+
+    async with contextlib.aclosing(rest):
+        try:
+            yield b"data: " + json.dumps(first).encode() + b"\n\n"
+            async for chunk in rest:
+                yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        except HTTPError as error:
+            yield b"data: " + json.dumps(_error_body(APIError(error.status, str(error)))).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _error_body(error: APIError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+
+
+def openai_error(error: APIError) -> Response:
+    """Returns the reply of a refused request in OpenAI's format."""
+    return JSONResponse(_error_body(error), status_code=error.status)

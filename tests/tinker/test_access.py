@@ -1,0 +1,163 @@
+"""A key sees its own, names stay inside the state directory, and beyond this machine a key is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from postlude.tinker.paths import TinkerPath
+from postlude.tinker.server import check_key_file, read_keys
+from postlude.tinker.state import StateDirectory
+
+from .asgi_client import Client, request, running_server
+
+SAMPLE = {"seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+
+
+def test_a_key_of_the_file_is_needed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, keys=["tml-one"]) as (app, _, _service):
+            path = "/api/v1/get_server_capabilities"
+            assert (await request(app, "GET", path)).status == 200
+            assert (
+                await request(app, "GET", path, key=None, headers={"authorization": "Bearer tml-one"})
+            ).status == 200
+            for key in (None, "tml-two"):
+                refused = await request(app, "GET", path, key=key)
+                assert refused.status == 401
+                assert "key" in refused.json["error"]
+            assert (await request(app, "GET", "/api/v1/healthz", key=None)).status == 200
+
+    asyncio.run(run())
+
+
+def test_one_key_sees_nothing_of_another(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            one, two = await Client(app).open(), await Client(app, "tml-two").open()
+            model = await one.create_model()
+            step = await one.step(model, 1)
+            path = (await one.call("save_weights", {"model_id": model, "path": "a", "seq_id": 2}))["path"]
+            weights = (await one.call("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 3}))[
+                "path"
+            ]
+            body = {"session_id": one.session, "sampling_session_seq_id": 0, "model_path": weights}
+            sampler = (await one.post("create_sampling_session", body)).json["sampling_session_id"]
+            refused = [
+                await two.post("retrieve_future", {"request_id": step}),
+                await two.post("cancel_future", {"request_id": step}),
+                await two.post("optim_step", {"model_id": model, "seq_id": 4}),
+                await two.post("get_info", {"model_id": model}),
+                await two.post("weights_info", {"tinker_path": path}),
+                await two.post("asample", SAMPLE | {"sampling_session_id": sampler}),
+                await two.post("session_heartbeat", {"session_id": one.session}),
+                await two.post("create_sampling_session", body),
+                await two.post("create_sampling_session", body | {"session_id": two.session}),
+                await two.post("load_weights", {"session_id": two.session, "model_seq_id": 0, "path": path}),
+                await two.get(f"training_runs/{model}"),
+                await two.get(f"training_runs/{model}/checkpoints"),
+                await two.get(f"samplers/{sampler}"),
+                await two.get(f"sessions/{one.session}"),
+            ]
+            assert [reply.status for reply in refused] == [404] * len(refused)
+            assert (await two.get("training_runs")).json["training_runs"] == []
+            assert (await two.get("checkpoints")).json["checkpoints"] == []
+            assert (await two.get("sessions")).json["sessions"] == [two.session]
+
+            inside = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+            assert (await request(app, "DELETE", inside, key="tml-two")).status == 404
+            assert (await request(app, "POST", f"{inside}/publish")).status == 204
+            assert (await two.post("weights_info", {"tinker_path": path})).status == 200
+            assert (await request(app, "DELETE", inside, key="tml-two")).status == 403
+            assert (await request(app, "DELETE", f"{inside}/publish")).status == 204
+            assert (await two.post("weights_info", {"tinker_path": path})).status == 404
+            assert (await request(app, "DELETE", inside)).status == 204
+            assert (await one.post("weights_info", {"tinker_path": path})).status == 404
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "/etc/passwd", "a/b", ".hidden", "", "a\x00b", "x" * 300, "a\nb"])
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            for kind in ("weights", "sampler_weights", "external_weights"):
+                with pytest.raises(ValueError, match=r"name|path"):
+                    TinkerPath.parse(f"tinker://{model}/{kind}/{name}")
+                with pytest.raises(ValueError, match=r"run|path"):
+                    TinkerPath.parse(f"tinker://{name}/{kind}/a")
+            if name:
+                result = await client.call("save_weights", {"model_id": model, "path": name, "seq_id": 1})
+                assert result["category"] == "user"
+                assert "is not allowed" in result["error"]
+            assert not [call for call in backend.calls if call[0] == "save_state"]
+            loaded = await client.post("weights_info", {"tinker_path": f"tinker://{model}/weights/{name}"})
+            assert loaded.status == 400
+
+    asyncio.run(run())
+
+
+def test_a_symbolic_link_in_the_state_directory_is_not_followed(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "state"
+
+    async def run() -> None:
+        async with running_server(outside) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+        async with running_server(inside) as (app, _, _service):
+            await (await Client(app).open()).create_model()
+        run_folder = next((inside / "runs").iterdir())
+        (run_folder / "weights").mkdir()
+        source = next((outside / "runs").iterdir()) / "weights" / "a"
+        (run_folder / "weights" / "linked").symlink_to(source)
+        state = StateDirectory(inside)
+        state.open()
+        assert not state.checkpoints
+        with pytest.raises(ValueError, match="symbolic link"):
+            state.directory_of(TinkerPath(run_folder.name, "weights", "linked"))
+        state.close()
+
+    asyncio.run(run())
+
+
+def test_links_to_external_weights_work_without_a_key_and_cannot_be_changed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.call("save_weights_external", {"model_id": model, "path": "out", "seq_id": 1})
+            await client.call("save_weights_for_sampler", {"model_id": model, "path": "out", "seq_id": 2})
+            base = f"training_runs/{model}/checkpoints"
+            urls = (await client.get(f"{base}/external_weights/out/external_weights_urls")).json["urls"]
+            assert set(urls) == {"adapter_model.safetensors"}
+            split = urlsplit(urls["adapter_model.safetensors"])
+            assert split.netloc == "server"
+            link = f"{split.path.replace('%3A', ':')}?{split.query}"
+            assert (await request(app, "GET", link, key=None)).body == b"0.0"
+            for wrong in (link.replace("adapter_model", "checkpoint"), link[:-1] + ("0" if link[-1] != "0" else "1")):
+                assert (await request(app, "GET", wrong, key=None)).status == 403
+            assert (await client.get(f"{base}/sampler_weights/out/external_weights_urls")).status == 400
+
+    asyncio.run(run())
+
+
+def test_other_machines_need_keys(tmp_path: Path) -> None:
+    check_key_file("127.0.0.1", None)
+    with pytest.raises(ValueError, match="--key-file FILE"):
+        check_key_file("0.0.0.0", None)
+    file = tmp_path / "keys"
+    check_key_file("0.0.0.0", file)
+    file.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="has no key"):
+        read_keys(file)
+    file.write_text("secret-key-that-is-long-enough\n")
+    with pytest.raises(ValueError, match="the client refuses"):
+        read_keys(file)
+    file.write_text("tml-0123456789abcdef  # alice\n\ntml-fedcba9876543210\n")
+    assert read_keys(file) == ["tml-0123456789abcdef", "tml-fedcba9876543210"]

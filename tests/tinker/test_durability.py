@@ -1,0 +1,224 @@
+"""What was saved is served after a kill, what was not gets a sentence, and a full disk ends nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from postlude.tinker.state import StateDirectory
+
+from .asgi_client import Client, running_server
+from .fake_backend import FakeBackend
+
+
+def test_a_new_server_serves_what_was_saved_and_says_what_was_not(tmp_path: Path) -> None:
+    async def before() -> tuple[str, str, str, str, str, str]:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.run_pass(model, 1, 3.0)
+            await client.step(model, 2)
+            state = await client.call("save_weights", {"model_id": model, "path": "state", "seq_id": 3})
+            sampler = await client.call("save_weights_for_sampler", {"model_id": model, "path": "s", "seq_id": 4})
+            body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": sampler["path"]}
+            named = (await client.post("create_sampling_session", body)).json["sampling_session_id"]
+            body = {"model_id": model, "sampling_session_seq_id": 1, "seq_id": 5}
+            snapshot = (await client.call("save_weights_for_sampler", body))["sampling_session_id"]
+            backend.gate.clear()
+            running = await client.run_pass(model, 6, 1.0)
+            await asyncio.sleep(0.05)
+            return client.session, model, state["path"], named, snapshot, running
+
+    async def after(session: str, model: str, state: str, named: str, snapshot: str, running: str) -> None:
+        async with running_server(tmp_path) as (app, _, _service):
+            client = Client(app)
+            client.session = session
+            assert (await client.post("session_heartbeat", {"session_id": session})).status == 200
+            lost = await client.result(running)
+            assert lost["category"] == "server"
+            assert "was started again" in lost["error"]
+            assert state in lost["error"]
+            refused = await client.post("optim_step", {"model_id": model, "seq_id": 7})
+            assert refused.status == 410
+            assert state in refused.json["error"]
+            sample = {"seq_id": 9, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+            result = await client.call("asample", sample | {"sampling_session_id": named})
+            assert isinstance(result, bytes)
+            gone = await client.call("asample", sample | {"sampling_session_id": snapshot})
+            assert "in memory only" in gone["error"]
+            runs = (await client.get("training_runs")).json["training_runs"]
+            assert [run["training_run_id"] for run in runs] == [model]
+            assert runs[0]["last_checkpoint"]["tinker_path"] == state
+            body = {"session_id": session, "model_seq_id": 1, "path": state, "optimizer": True}
+            again = (await client.call("load_weights", body))["model_id"]
+            assert (await client.result(await client.step(again, 1)))["metrics"]["weight"] == 3.0
+
+    asyncio.run(after(*asyncio.run(before())))
+
+
+SAVER = """
+import sys, itertools, time
+from pathlib import Path
+from postlude.tinker.backend import LoRAConfig, ModelSpec
+from postlude.tinker.paths import TinkerPath
+from postlude.tinker.state import Checkpoint, Run, StateDirectory
+state = StateDirectory(Path(sys.argv[1]))
+state.open()
+spec = ModelSpec("base", LoRAConfig(4))
+first = max((c.user_metadata["n"] for c in state.checkpoints.values()), key=int, default="0")
+state.write_run(Run("run", "owner", "session", spec, 0.0, 0.0))
+print("ready", flush=True)
+for n in itertools.count(int(first) + 1):
+    for name in ("same", f"own{n % 3}"):
+        path = TinkerPath("run", "weights", name)
+        with state.new_directory() as aside:
+            for file in "abc":
+                (aside / file).write_text(str(n) * 2000)
+            state.publish(aside, Checkpoint(path, "owner", spec, 0.0, 0, user_metadata={"n": str(n)}), overwrite=True)
+        print(name, n, flush=True)
+"""
+
+
+def test_a_checkpoint_is_whole_or_absent_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    for attempt in range(3):
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.013 * attempt)
+        process.send_signal(signal.SIGKILL)
+        acknowledged: dict[str, int] = {}
+        for line in process.stdout.read().splitlines():
+            name, _, number = line.partition(" ")
+            if number.isdigit():
+                acknowledged[name] = int(number)
+        process.wait()
+        state = StateDirectory(tmp_path)
+        state.open()
+        saved = {path.name: int(one.user_metadata["n"]) for path, one in state.checkpoints.items()}
+        assert acknowledged
+        for name, number in acknowledged.items():
+            assert saved[name] in (number, number + (1 if name == "same" else 3)), "older than what was acknowledged"
+        for path, checkpoint in state.checkpoints.items():
+            files = state.files_of(path)
+            assert set(files) == set("abc")
+            assert {file.read_text() for file in files.values()} == {checkpoint.user_metadata["n"] * 2000}
+            assert checkpoint.size == 3 * 2000 * len(checkpoint.user_metadata["n"])
+        assert not list((tmp_path / "aside").iterdir())
+        assert not list((tmp_path / "runs" / "run" / "weights").glob(".*"))
+        state.close()
+
+
+def test_a_replacement_that_a_kill_interrupted_is_finished(tmp_path: Path) -> None:
+    """The kill comes between the two renames, when neither name has the checkpoint."""
+    process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("own2"):
+        pass
+    process.kill()
+    process.wait()
+    folder = tmp_path / "runs" / "run" / "weights"
+    shutil.copytree(folder / "own2", folder / ".own2.old")
+    (folder / "own2").rename(folder / ".own2.new")
+    state = StateDirectory(tmp_path)
+    state.open()
+    assert "own2" in {path.name for path in state.checkpoints}
+    assert not list(folder.glob(".*"))
+    state.close()
+
+
+def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.run_pass(model, 1, 3.0)
+            backend.failure = None
+            await client.result(await client.step(model, 2))
+            backend.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            full = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 3})
+            assert full["category"] == "server"
+            assert "is full" in full["error"]
+            assert not list((tmp_path / "aside").iterdir())
+            assert (await client.get("checkpoints")).json["checkpoints"] == []
+            saved = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 4})
+            assert saved["path"].endswith("/weights/a")
+            shutil.rmtree(tmp_path / "sessions")
+            refused = await client.post("create_session", {"sdk_version": "0.36.0"})
+            assert refused.status == 503
+            assert "cannot be written" in refused.json["error"]
+            assert (await client.result(await client.step(model, 5)))["metrics"]["weight"] == 3.0
+
+    asyncio.run(run())
+
+
+def test_a_state_directory_has_one_server(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
+    state.open()
+    with pytest.raises(ValueError, match="is used by another server"):
+        StateDirectory(tmp_path).open()
+    state.close()
+    again = StateDirectory(tmp_path)
+    again.open()
+    again.close()
+
+
+def test_a_session_without_heartbeats_expires_and_the_others_stay(tmp_path: Path) -> None:
+    async def run() -> None:
+        backend = FakeBackend()
+        async with running_server(tmp_path, backend, session_seconds=0.4) as (app, _, service):
+            gone, alive = await Client(app).open(), await Client(app).open()
+            lost, kept = await gone.create_model(), await alive.create_model()
+            for _ in range(12):
+                assert (await alive.post("session_heartbeat", {"session_id": alive.session})).status == 200
+                await asyncio.sleep(0.1)
+            assert ("remove", lost) in backend.calls
+            assert ("remove", kept) not in backend.calls
+            assert (await gone.post("session_heartbeat", {"session_id": gone.session})).status == 410
+            answer = await gone.post("optim_step", {"model_id": lost, "seq_id": 1})
+            assert answer.status == 410
+            assert "no heartbeat" in answer.json["error"]
+            assert (await alive.result(await alive.step(kept, 1)))["metrics"] == {"weight": 0.0}
+            record = json.loads((tmp_path / "sessions" / f"{gone.session}.json").read_text())
+            assert record["finished"] == "expired"
+            assert gone.session not in service.sessions
+
+    asyncio.run(run())
+
+
+def test_a_finished_session_frees_its_models(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            done = await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
+            assert done.status == 204
+            await asyncio.sleep(0.02)
+            assert ("remove", model) in backend.calls
+            assert (await client.post("session_heartbeat", {"session_id": client.session})).status == 410
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_expires_with_its_time_to_live(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, session_seconds=2.0) as (app, _, service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            body = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 1}
+            short = await client.call("save_weights", body)
+            assert (await client.post("weights_info", {"tinker_path": short["path"]})).status == 200
+            await asyncio.sleep(1.0)
+            assert (await client.post("weights_info", {"tinker_path": short["path"]})).status == 404
+            assert service.state.delete_expired() or not list((tmp_path / "runs" / model / "weights").iterdir())
+
+    asyncio.run(run())

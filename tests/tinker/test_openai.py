@@ -1,0 +1,85 @@
+"""OpenAI's routes answer with a base model or with weights that were saved for sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .asgi_client import Client, Reply, request, running_server
+from .fake_backend import BASE, FakeBackend
+
+
+async def saved_weights(app: Any) -> str:
+    client = await Client(app).open()
+    model = await client.create_model()
+    await client.run_pass(model, 1, 2.0)
+    await client.step(model, 2)
+    path: str = (await client.call("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 3}))["path"]
+    return path
+
+
+async def post(app: Any, route: str, body: Any, key: str = "tml-one") -> Reply:
+    return await request(app, "POST", route, body, key=None, headers={"authorization": f"Bearer {key}"})
+
+
+def events(reply: Reply) -> list[Any]:
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in reply.body.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
+def test_completions_and_chat_of_saved_weights_and_of_a_base(tmp_path: Path, prefix: str) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
+            path = await saved_weights(app)
+            body = {"model": path, "prompt": "ab", "max_tokens": 3, "logprobs": 0, "n": 2}
+            reply = await post(app, f"{prefix}/completions", body)
+            assert reply.status == 200, reply.body
+            choices = reply.json["choices"]
+            assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-2.0] * 3] * 2
+            assert choices[0]["text"]
+            assert reply.json["usage"]["completion_tokens"] == 6
+            base = await post(app, f"{prefix}/completions", body | {"model": BASE})
+            assert base.json["choices"][0]["logprobs"]["token_logprobs"] == [-0.0] * 3
+            streamed = events(await post(app, f"{prefix}/completions", body | {"stream": True, "n": 1}))
+            assert "".join(choice["text"] for event in streamed for choice in event["choices"]) == choices[0]["text"]
+            assert streamed[-1]["choices"][0]["finish_reason"] == "length"
+            chat = {"model": path, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}
+            reply = await post(app, f"{prefix}/chat/completions", chat)
+            assert reply.status == 200, reply.body
+            streamed = events(await post(app, f"{prefix}/chat/completions", chat | {"stream": True}))
+            deltas = [choice["delta"].get("content", "") for event in streamed for choice in event["choices"]]
+            assert "".join(deltas) == reply.json["choices"][0]["message"]["content"]
+            models = await request(app, "GET", f"{prefix}/models")
+            assert {BASE, path} <= {model["id"] for model in models.json["data"]}
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_be_answered_gets_openais_error(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
+            path = await saved_weights(app)
+            body = {"model": path, "prompt": "ab", "max_tokens": 3}
+            for change, status, sentence in (
+                ({"model": "nobody/nothing"}, 400, "there is no base model"),
+                ({"model": 3}, 400, "give a base model"),
+                ({"model": path + "b"}, 404, "there is no checkpoint"),
+                ({"max_tokens": 1000}, 400, "has room for 62"),
+                ({"prompt": [1, 999]}, 400, "the token 999"),
+                ({"temperature": -1, "stream": True}, 400, "temperature=-1"),
+            ):
+                reply = await post(app, "/v1/completions", body | change)
+                assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
+                assert sentence in reply.json["error"]["message"]
+            other = await post(app, "/v1/completions", body, key="tml-two")
+            assert other.status == 404
+            assert (await request(app, "POST", "/v1/completions", body, key=None)).status == 401
+
+    asyncio.run(run())
