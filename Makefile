@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving test-peers lint format clean
+.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving test-peers test-tinker lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
 	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL and NeMo RL on the CPU, in a separate environment"
+	@echo "make test-tinker   the tests with the real client of the Tinker API, in a separate environment"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     format and fix the code with ruff"
 
@@ -48,13 +49,13 @@ demo-async: $(READY)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(PYTEST) -m "not gpu and not serving and not peers and not thorough"
+	$(PYTEST) -m "not gpu and not serving and not peers and not tinker and not thorough"
 
 test-all: lint
-	$(PYTEST) -m "not gpu and not serving and not peers"
+	$(PYTEST) -m "not gpu and not serving and not peers and not tinker"
 
 test-fast: $(READY)
-	$(PYTEST) -m "not gpu and not serving and not peers and not slow and not thorough" -x -q
+	$(PYTEST) -m "not gpu and not serving and not peers and not tinker and not slow and not thorough" -x -q
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -95,6 +96,19 @@ $(PEERS)/.ready: $(READY)
 test-peers: $(READY) $(PEERS)/.ready
 	PYTHONPATH=$(CURDIR)/$(PEERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m peers -s -p no:warnings tests/peers
 
+# The client lives apart, as it does on another machine: the cookbook wants an older transformers. OLDEST is the first
+# client that the cookbook takes, beside the newest.
+TINKER := .venv-tinker
+
+$(TINKER)/.ready:
+	test -x $(TINKER)/bin/python || $(PYTHON) -m venv $(TINKER)
+	$(TINKER)/bin/python -m pip install --quiet 'torch>=2.11,<2.14' 'tinker==0.36.*' 'tinker-cookbook==0.5.8'
+	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/oldest 'tinker==0.34.0'
+	touch $(TINKER)/.ready
+
+test-tinker: $(READY) $(TINKER)/.ready
+	TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker -s tests/tinker
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -105,4 +119,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(SERVING) $(PEERS) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) $(PEERS) $(TINKER) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -18,7 +18,7 @@ ENUMS = {
 # name: "number type", after an optional "repeated", "optional" (with presence), "oneof" or "map" (by text).
 MESSAGES: dict[str, dict[str, str]] = {
     "EncodedTextChunk": {"tokens": "1 bytes"},
-    "ImageDimensions": {"width": "1 int32", "height": "2 int32"},
+    "ImageDimensions": {"width": "1 uint32", "height": "2 uint32"},
     "ImageChunk": {
         "data": "1 bytes",
         "format": "2 string",
@@ -27,15 +27,19 @@ MESSAGES: dict[str, dict[str, str]] = {
     },
     "DmelChunk": {"dmel": "1 bytes"},
     "Chunk": {"encoded_text": "oneof 1 EncodedTextChunk", "image": "oneof 2 ImageChunk", "dmel": "oneof 3 DmelChunk"},
-    "SparseCSR": {"values": "1 bytes", "crow_indices": "2 bytes", "col_indices": "3 bytes"},
+    "SparseCsr": {"values": "1 bytes", "crow_indices": "2 bytes", "col_indices": "3 bytes"},
     "Tensor": {
         "dense": "oneof 1 bytes",
-        "sparse_csr": "oneof 2 SparseCSR",
+        "sparse_csr": "oneof 2 SparseCsr",
         "dtype": "3 DType",
         "shape": "repeated 4 int64",
     },
-    "TokenSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
-    "ProvenanceSpan": {"prompt_tokens": "oneof 1 TokenSpan", "sampled_tokens": "oneof 2 TokenSpan"},
+    "PromptProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
+    "SampledProvenanceSpan": {"sequence_id": "1 string", "offset": "2 int64", "length": "3 int64"},
+    "ProvenanceSpan": {
+        "prompt_tokens": "oneof 1 PromptProvenanceSpan",
+        "sampled_tokens": "oneof 2 SampledProvenanceSpan",
+    },
     "Datum": {
         "model_input": "repeated 1 Chunk",
         "loss_fn_inputs": "map 2 Tensor",
@@ -64,7 +68,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "loss_fn_outputs": "repeated 2 ArrayRecord",
         "metrics": "map 3 double",
     },
-    "TopkLogprobs": {"token_ids": "1 bytes", "logprobs": "2 bytes", "k": "3 int32", "length": "4 int32"},
+    "TopkLogprobs": {"token_ids": "1 bytes", "logprobs": "2 bytes", "k": "3 uint32", "length": "4 uint32"},
     "SampledSequence": {
         "stop_reason": "1 StopReason",
         "tokens": "2 bytes",
@@ -88,6 +92,7 @@ SCALARS = {
     "bool": _Field.TYPE_BOOL,
     "int32": _Field.TYPE_INT32,
     "int64": _Field.TYPE_INT64,
+    "uint32": _Field.TYPE_UINT32,
     "double": _Field.TYPE_DOUBLE,
 }
 

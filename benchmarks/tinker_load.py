@@ -1,0 +1,185 @@
+"""Load on a Tinker server: many clients, each of which trains and samples in small requests. Prints latencies.
+
+    python benchmarks/tinker_load.py                      the HTTP half alone: a backend that computes nothing
+    python benchmarks/tinker_load.py http://127.0.0.1:PORT  a server that runs
+
+A client repeats: one pass of 4 sequences, an optimizer step, and 4 samples at once. A latency is the time from the
+request to its fetched result. `--flood` has the first client send samples without waiting, to see it slowed and not the
+others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from postlude.tinker.app import PROTOBUF
+from postlude.tinker.limits import Limits
+from postlude.tinker.server import serve
+from postlude.tinker.state import StateDirectory
+from postlude.tinker.wire import ForwardBackwardRequest
+
+Latencies = dict[str, list[float]]
+
+
+class HTTPClient:
+    """Keeps connections open and reuses them."""
+
+    def __init__(self, url: str, key: str) -> None:
+        split = urlsplit(url)
+        self._address, self._key = (split.hostname, split.port), key
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, path: str, body: Any) -> tuple[int, bytes]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        kind = PROTOBUF if isinstance(body, bytes) else "application/json"
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: server\r\nX-API-Key: {self._key}\r\nContent-Type: {kind}\r\n"
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
+        writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(answer.partition("content-length: ")[2].partition("\r\n")[0] or 0)
+        content = await reader.readexactly(length)
+        self._idle.append((reader, writer))
+        return int(answer.split(" ", 2)[1]), content
+
+    async def call(self, path: str, body: Any) -> bytes:
+        """Submits a request and fetches its result, as the real client does; 429 is waited out."""
+        while True:
+            status, content = await self.post(path, body)
+            if status == 200:
+                break
+            assert status == 429, (path, status, content)
+            await asyncio.sleep(1.0)
+        request_id = json.loads(content)["request_id"]
+        while True:
+            status, content = await self.post("retrieve_future", {"request_id": request_id})
+            if status == 200:
+                assert b'"error"' not in content[:10], content
+                return content
+            assert status == 408, (status, content)
+
+
+def pass_body(model_id: str, seq_id: int, length: int = 64) -> bytes:
+    message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    for _ in range(4):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.ones(length, "<i4").tobytes()
+        for name, kind, values in (
+            ("target_tokens", 2, np.ones(length, "<i8")),
+            ("weights", 1, np.ones(length, "<f4")),
+        ):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = values.tobytes(), kind
+            tensor.shape.append(length)
+    raw: bytes = message.SerializeToString()
+    return raw
+
+
+async def client(url: str, base: str, number: int, until: float, found: Latencies, *, flood: bool) -> None:
+    http = HTTPClient(url, f"tml-load-{number}")
+    session = json.loads((await http.post("create_session", {"sdk_version": "load"}))[1])["session_id"]
+    body: Any = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
+    sampler = json.loads((await http.post("create_sampling_session", body))[1])["sampling_session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": base, "lora_config": {"rank": 4}}
+    model = json.loads(await http.call("create_model", body))["model_id"]
+    samples, seq = 0, 0
+
+    async def timed(kind: str, path: str, request: Any) -> None:
+        start = time.perf_counter()
+        await http.call(path, request)
+        found[kind].append(time.perf_counter() - start)
+
+    def sample() -> Any:
+        nonlocal samples
+        samples += 1
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 32}]}
+        return {
+            "sampling_session_id": sampler,
+            "seq_id": samples,
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 8},
+            "num_samples": 1,
+        }
+
+    while time.perf_counter() < until:
+        if flood:
+            await asyncio.gather(*(timed("flood", "asample", sample()) for _ in range(256)))
+            continue
+        seq += 2
+        await asyncio.gather(
+            timed("pass", "forward_backward", pass_body(model, seq - 1)),
+            timed("step", "optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}}),
+        )
+        await asyncio.gather(*(timed("sample", "asample", sample()) for _ in range(4)))
+
+
+def run_server(state: str, pipe: Any) -> None:
+    from tests.tinker.fake_backend import FakeBackend
+
+    asyncio.run(
+        serve(
+            FakeBackend(),
+            StateDirectory(Path(state)),
+            host="127.0.0.1",
+            port=0,
+            keys=None,
+            limits=Limits(samples_per_key=64, models=1024),
+            ready=pipe.send,
+        )
+    )
+
+
+async def run(url: str, base: str, options: argparse.Namespace) -> Latencies:
+    found: Latencies = defaultdict(list)
+    until = time.perf_counter() + options.seconds
+    clients = [
+        client(url, base, number, until, found, flood=options.flood and number == 0)
+        for number in range(options.clients)
+    ]
+    await asyncio.gather(*clients)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?")
+    parser.add_argument("--base", default="fake/base")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--flood", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as state:
+        process = None
+        if options.url is None:
+            receiving, sending = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("spawn").Process(target=run_server, args=(state, sending))
+            process.start()
+            options.url = receiving.recv()
+        start = time.perf_counter()
+        found = asyncio.run(run(options.url, options.base, options))
+        elapsed = time.perf_counter() - start
+        if process is not None:
+            process.terminate()
+            process.join()
+    print(f"{options.clients} clients, {elapsed:.0f} s")
+    for kind, latencies in found.items():
+        p50, p99 = np.percentile(latencies, [50, 99])
+        rate = len(latencies) / elapsed
+        print(f"{kind:6} {len(latencies):7} requests {rate:7.0f}/s  p50 {1e3 * p50:6.0f} ms  p99 {1e3 * p99:6.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

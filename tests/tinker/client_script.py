@@ -1,0 +1,119 @@
+"""Runs in the environment of the real client: `python client_script.py PART`, with TINKER_BASE_URL. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+import tinker
+from tinker import types
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    inputs = {
+        "target_tokens": types.TensorData.from_numpy(np.array(tokens[1:])),
+        "weights": types.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+DATA = [datum(list(text)) for text in (b"the cat sat on the mat", b"two and two are four", b"over the hills")]
+ADAM = types.AdamParams(learning_rate=1e-2)
+PROMPT = types.ModelInput.from_ints(list(b"the cat"))
+
+
+def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
+    """Trains, saves, loads and samples, as a supervised and an RL loop do."""
+    training = service.create_lora_training_client(base, rank=4, seed=1)
+    losses, futures = [], []
+    for _ in range(4):
+        futures.append((training.forward_backward(DATA * 400, "cross_entropy"), training.optim_step(ADAM)))
+    for passed, step in futures:
+        result = passed.result()
+        assert len(result.loss_fn_outputs) == len(DATA) * 400
+        losses.append(result.metrics["loss:sum"])
+        step.result()
+    state = training.save_state("middle").result().path
+    sampler = training.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=3)
+    sampled = sampler.sample(PROMPT, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    sequence = sampled.sequences[0]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])).result()
+    named = training.save_weights_for_sampler("named").result().path
+    again = service.create_sampling_client(model_path=named).sample(PROMPT, 3, params).result()
+
+    restored = service.create_training_client_from_state_with_optimizer(state)
+    before = restored.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    after = training.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    custom = training.forward_backward_custom(DATA, custom_loss).result().metrics
+    refused = ""
+    try:
+        training.forward_backward(DATA, "no_such_loss").result()
+    except tinker.RequestFailedError as error:
+        refused = str(error)
+    return {
+        "losses": losses,
+        "sequences": [list(one.tokens) for one in sampled.sequences],
+        "named_sequences": [list(one.tokens) for one in again.sequences],
+        "logprobs": list(sequence.logprobs),
+        "scored": scored[-len(sequence.tokens) :],
+        "before": before,
+        "after": after,
+        "custom": custom,
+        "refused": refused,
+        "state": state,
+        "named": named,
+        "version": tinker.__version__,
+    }
+
+
+def custom_loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+    """Minus the sum of the log-probs, which is the cross-entropy."""
+    return -sum(one.sum() for one in logprobs), {"mine": 1.0}
+
+
+def killed(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
+    """Trains and samples; waits while the server is killed and started again; and goes on."""
+    training = service.create_lora_training_client(base, rank=4)
+    training.forward_backward(DATA, "cross_entropy").result()
+    training.optim_step(ADAM).result()
+    state = training.save_state("kept").result().path
+    expected = training.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    named = training.save_weights_for_sampler("kept").result().path
+    sampler = service.create_sampling_client(model_path=named)
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    first = sampler.sample(PROMPT, 1, params).result().sequences[0].tokens
+    print(json.dumps({"ready": True}), flush=True)
+    sys.stdin.readline()
+    second = sampler.sample(PROMPT, 1, params).result().sequences[0].tokens
+    sentence = ""
+    try:
+        training.forward_backward(DATA, "cross_entropy").result()
+    except tinker.TinkerError as error:
+        sentence = str(error)
+    restored = service.create_training_client_from_state_with_optimizer(state)
+    loss = restored.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    return {"same": list(first) == list(second), "sentence": sentence, "state": state, "loss": [expected, loss]}
+
+
+def messages() -> dict[str, Any]:
+    """Returns the client's protobuf messages: number, type and label of each field."""
+    from tinker.proto import tinker_public_pb2 as proto
+
+    return {
+        name: {field.name: [field.number, field.type, field.is_repeated] for field in message.fields}
+        for name, message in proto.DESCRIPTOR.message_types_by_name.items()
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "messages":
+        outcome = messages()
+    else:
+        client = tinker.ServiceClient()
+        models = client.get_server_capabilities().supported_models
+        outcome = {"loop": loop, "killed": killed}[sys.argv[1]](client, models[0].model_name)
+    print(json.dumps(outcome), flush=True)

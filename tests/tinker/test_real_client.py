@@ -1,0 +1,116 @@
+"""The real client of the Tinker API, newest and oldest, against `postlude tinker` (`make test-tinker`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from postlude.tinker.wire_messages import MESSAGES, message_class
+
+PYTHON = os.environ.get("TINKER_PYTHON", "")
+CLIENTS = {"newest": "", "oldest": str(Path(PYTHON).parent.parent / "oldest")}
+SCRIPT = Path(__file__).parent / "client_script.py"
+START_SECONDS, CLIENT_SECONDS = 120, 300
+
+pytestmark = [
+    pytest.mark.tinker,
+    pytest.mark.slow,  # a server and a client with its tokenizers start
+    pytest.mark.skipif(not PYTHON, reason="needs TINKER_PYTHON, an interpreter that has the client"),
+]
+
+
+class Server:
+    """`postlude tinker` in a process of its own."""
+
+    def __init__(self, state: Path, port: int = 0) -> None:
+        self.log = (state.parent / f"server-{time.time()}.log").open("w+")
+        command = [sys.executable, "-m", "postlude", "tinker", "tiny-dense", "--state", str(state), "--port", str(port)]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_SECONDS
+        while "TINKER_API_KEY" not in (text := Path(self.log.name).read_text()):
+            assert self.process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.1)
+        exports = dict(line.removeprefix("export ").split("=", 1) for line in text.splitlines() if "export" in line)
+        self.environment = {name: exports[name].strip() for name in ("TINKER_BASE_URL", "TINKER_API_KEY")}
+        self.port = int(self.environment["TINKER_BASE_URL"].rpartition(":")[2])
+
+    def client(self, part: str, which: str = "newest") -> subprocess.Popen[str]:
+        environment = os.environ | self.environment | {"PYTHONPATH": CLIENTS[which], "TINKER_TELEMETRY": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([PYTHON, str(SCRIPT), part], env=environment, text=True, **pipes)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(timeout=60) == 0, Path(self.log.name).read_text()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("server") / "state")
+    yield running
+    running.stop()
+
+
+def outcome(process: subprocess.Popen[str]) -> Any:
+    output, errors = process.communicate(timeout=CLIENT_SECONDS)
+    assert process.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("which", CLIENTS)
+def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -> None:
+    result = outcome(server.client("loop", which))
+    assert result["version"].startswith("0.36" if which == "newest" else "0.34")
+    losses = result["losses"]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(result["before"], result["after"], rtol=1e-5)  # the loaded state is the saved one
+    np.testing.assert_allclose(result["logprobs"], result["scored"], atol=1e-4)  # sampled, and scored as a prompt
+    assert result["sequences"] == result["named_sequences"]  # a snapshot and a saved sampler of the same weights
+    np.testing.assert_allclose(result["custom"]["loss:sum"], result["after"], rtol=1e-5)
+    assert result["custom"]["mine"] == 1.0
+    assert "'no_such_loss' is not supported" in result["refused"]
+
+
+def test_clients_that_train_at_the_same_time_do_not_see_each_other(server: Server) -> None:
+    alone = outcome(server.client("loop"))
+    together = [outcome(process) for process in [server.client("loop") for _ in range(2)]]
+    for result in together:
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-5)
+        assert result["sequences"] == alone["sequences"]
+
+
+def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not(tmp_path: Path) -> None:
+    first = Server(tmp_path / "state")
+    client = first.client("killed")
+    assert client.stdout is not None
+    assert client.stdin is not None
+    assert json.loads(client.stdout.readline())["ready"]
+    first.process.kill()
+    first.process.wait()
+    second = Server(tmp_path / "state", first.port)
+    client.stdin.write("\n")
+    client.stdin.flush()
+    result = outcome(client)
+    second.stop()
+    assert result["same"]
+    assert "was started again" in result["sentence"]
+    assert result["state"] in result["sentence"]
+    np.testing.assert_allclose(*result["loss"], rtol=1e-5)
+
+
+def test_our_messages_are_the_clients() -> None:
+    theirs = json.loads(subprocess.check_output([PYTHON, str(SCRIPT), "messages"], text=True))
+    for name in MESSAGES:
+        fields = message_class(name).DESCRIPTOR.fields
+        assert {field.name: [field.number, field.type, field.is_repeated] for field in fields} == theirs[name], name
