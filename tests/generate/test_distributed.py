@@ -40,7 +40,7 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
 
 
 def synced_adapter(group: Any) -> tuple[bool, bool, float]:
-    """Whether a second copy left the model's weights, wherever they are, and how far log-probs are from the engine's."""
+    """Whether a second copy left the model's weights, and how far log-probs are from the engine's."""
     engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(Layout()), budget=64, lora=LoRA(rank=4), optimizer=AdamW(lr=0.1))
     generator = SyncedGenerator(engine, byte_tokenizer())
     generator.refresh()
