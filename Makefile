@@ -102,7 +102,7 @@ TINKER := .venv-tinker
 
 $(TINKER)/.ready:
 	test -x $(TINKER)/bin/python || $(PYTHON) -m venv $(TINKER)
-	$(TINKER)/bin/python -m pip install --quiet 'torch>=2.11,<2.14' 'tinker==0.36.*' 'tinker-cookbook==0.5.8'
+	$(TINKER)/bin/python -m pip install --quiet 'torch>=2.11,<2.14' 'tinker==0.36.*' 'tinker-cookbook[math-rl]==0.5.8'
 	$(TINKER)/bin/python -m pip install --quiet --no-deps --target $(TINKER)/oldest 'tinker==0.34.0'
 	touch $(TINKER)/.ready
 

@@ -21,7 +21,7 @@ def datum(tokens: list[int]) -> types.Datum:
 
 
 DATA = [datum(list(text)) for text in (b"the cat sat on the mat", b"two and two are four", b"over the hills")]
-ADAM = types.AdamParams(learning_rate=1e-2)
+ADAM = types.AdamParams(learning_rate=1e-3)
 PROMPT = types.ModelInput.from_ints(list(b"the cat"))
 
 
@@ -30,10 +30,10 @@ def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
     training = service.create_lora_training_client(base, rank=4, seed=1)
     losses, futures = [], []
     for _ in range(4):
-        futures.append((training.forward_backward(DATA * 400, "cross_entropy"), training.optim_step(ADAM)))
+        futures.append((training.forward_backward(DATA * 350, "cross_entropy"), training.optim_step(ADAM)))
     for passed, step in futures:
         result = passed.result()
-        assert len(result.loss_fn_outputs) == len(DATA) * 400
+        assert len(result.loss_fn_outputs) == len(DATA) * 350
         losses.append(result.metrics["loss:sum"])
         step.result()
     state = training.save_state("middle").result().path

@@ -73,7 +73,6 @@ def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -
     assert result["version"].startswith("0.36" if which == "newest" else "0.34")
     losses = result["losses"]
     assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.9 * losses[0]
     np.testing.assert_allclose(result["before"], result["after"], rtol=1e-5)  # the loaded state is the saved one
     np.testing.assert_allclose(result["logprobs"], result["scored"], atol=1e-4)  # sampled, and scored as a prompt
     assert result["sequences"] == result["named_sequences"]  # a snapshot and a saved sampler of the same weights
