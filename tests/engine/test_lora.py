@@ -18,6 +18,7 @@ from postlude.model.adapters import is_adapter
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import local_shard, region
 from tests.conftest import Ranks
+from tests.engine.test_offload import live_bytes
 from tests.engine.training import BUDGET, DAMPED, batch, config, policy, told
 from tests.equality import TOLERANCE, assert_equal, difference
 from tests.meshes import mesh
@@ -119,20 +120,31 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
     base = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET)
     engine = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=RANK4)
     weights = {name: tensor.clone() for name, tensor in engine.tensors.items() if not is_adapter(name)}
-    plain, reference = torch.cat(base.logprobs(batch(0)).logprob), engine.reference()
+    plain, before = torch.cat(base.logprobs(batch(0)).logprob), live_bytes()
+    reference = engine.reference()
+    allocated = live_bytes() - before
     for seed in range(2):
         engine.forward_backward(batch(seed), policy)
         engine.optimizer_step()
+    trained, later = torch.cat(engine.logprobs(batch(0)).logprob), engine.reference()
+    engine.forward_backward(batch(2), policy)
+    engine.optimizer_step()
+    engine.use(None)
     return {
         "plain": plain,
         "reference": torch.cat(reference.logprobs(batch(0)).logprob),
-        "trained": torch.cat(engine.logprobs(batch(0)).logprob),
+        "reference of a loaded one": torch.cat(later.logprobs(batch(0)).logprob),
+        "trained": trained,
+        "in use": engine.adapters.in_use,
+        "allocated": allocated,
+        "kept of a loaded one": sum(each.numel() for each in later.weights.values()),
         "kept": sum(each.numel() for each in reference.weights.values()),
-        "adapters": sum(local_shard(each).numel() for each in engine.parameters.values()),
+        "adapters": sum(local_shard(each).numel() for each in engine.trainings["default"].parameters.values()),
         "frozen": all(torch.equal(local_shard(engine.tensors[name]), local_shard(weights[name])) for name in weights),
         "without gradient": all(
             parameter.grad is None
-            for stage in engine.stages.values()
+            for training in engine.trainings.values()
+            for stage in training.stages.models.values()
             for name, parameter in stage.named_parameters()
             if not is_adapter(name)
         ),
@@ -144,9 +156,12 @@ def test_the_reference_of_new_adapters_is_the_model_itself(ranks: Ranks, layout:
     found = ranks(Layout.parse(layout).world_size, new_adapters_and_reference, layout)[0]
     assert torch.equal(found["reference"], found["plain"])
     assert difference(found["trained"], found["plain"]) > 1e-4
-    assert found["kept"] == found["adapters"]
+    assert found["kept"] == 0 < found["kept of a loaded one"] == found["adapters"]
+    assert torch.equal(found["reference of a loaded one"], found["trained"])
+    assert found["allocated"] == 0
     assert found["frozen"]
     assert found["without gradient"]
+    assert found["in use"] is None  # as it was before the references were evaluated
 
 
 def save(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -153,7 +153,6 @@ class Engine(UsesTraining):
 
         Each adapter has its own gradients, optimizer and steps, which stay as they are while another one is in use.
         """
-        self.failure_state.check()
         self.adapters.check_name(adapter)
         self.training, self.adapters.in_use, self.failure_state.adapter = self.trainings[adapter], adapter, adapter
 
@@ -324,7 +323,10 @@ class Engine(UsesTraining):
         return likeliest["logprobs"], likeliest["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:
-        """Returns a frozen copy of the current weights, with its own `logprobs` and `topk`."""
+        """Returns a frozen copy of the current weights, with its own `logprobs` and `topk`.
+
+        The reference of new adapters is the model without them: nothing is copied. Every rank calls it.
+        """
         self.failure_state.check()
         return Reference(self, offload=offload)
 

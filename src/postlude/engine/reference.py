@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
+from postlude.engine.adapters import Adapters
 from postlude.engine.failure_state import FailureState
 from postlude.engine.token_scores import TokenScores
 from postlude.engine.training import Training
@@ -20,6 +21,7 @@ class Scorer(Protocol):
     """A distributed model that scores tokens: an engine."""
 
     failure_state: FailureState
+    adapters: Adapters
 
     @property
     def device(self) -> torch.device:
@@ -29,6 +31,10 @@ class Scorer(Protocol):
     @property
     def training(self) -> Training:
         """What is trained of it."""
+        ...
+
+    def use(self, adapter: str | None) -> None:
+        """Selects the adapter that other calls are about."""
         ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -44,11 +50,17 @@ class Reference:
     """A frozen copy of the engine's weights. To use it, the engine's weights are swapped with it, and back.
 
     It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory. With LoRA it
-    is a copy of the adapters alone; that of new adapters, which change nothing, is the model itself.
+    is a copy of the adapter in use. If that is new, and so changes nothing, there is no copy: the reference is the
+    model without adapters. The engine may use another adapter when the reference is evaluated.
     """
 
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
+        self.adapter = engine.adapters.in_use
+        self.weights: dict[str, Tensor] = {}
+        if engine.training.changes_nothing():
+            self.adapter = None
+            return
         device = torch.device("cpu") if offload else engine.device
         self.weights = {
             name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.training.tensors.items()
@@ -67,17 +79,28 @@ class Reference:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The engine has the frozen weights inside the block, and its own after it, also if the block raises."""
-        self._swap()
+        before = self.engine.adapters.in_use
+        self.engine.use(self.adapter)
+        try:
+            with self._swapped():
+                yield
+        finally:
+            self.engine.use(before)
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        training = self.engine.training
+        self._swap(training)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(training)
 
-    def _swap(self) -> None:
+    def _swap(self, training: Training) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             self.engine.failure_state.check_on_device()
-            for name, tensor in self.engine.training.tensors.items():
+            for name, tensor in training.tensors.items():
                 pair = local_shard(tensor), self.weights[name]
                 _swap_values(*pair)
                 swapped.append(pair)

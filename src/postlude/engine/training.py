@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from postlude.engine import gradients, optimizers
 from postlude.engine.stages import StageBuilder, Stages
 from postlude.lora import AdapterConfig
+from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard
 from postlude.optimizer import AdamW, OptimizerConfig
 
@@ -100,6 +103,18 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         for counter in self.stages.counters:
             counter.zero_()
+
+    @torch.no_grad()
+    def changes_nothing(self) -> bool:
+        """Returns whether these are new adapters: all of their B are zero, on every rank. Every rank calls it."""
+        if not self.adapters:
+            return False
+        changed = torch.zeros((), device=self.builder.device)
+        for name, parameter in self.parameters.items():
+            if is_adapter(name) and name.endswith(".b"):
+                changed += local_shard(parameter).any()
+        dist.all_reduce(changed)
+        return not changed.item()
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the gradients, over every rank."""
