@@ -5,6 +5,7 @@ Weights are random, and every completion has the requested length. In the uneven
 The time of every case includes prompts; completions of one token show their cost.
 transformers samples the same number of tokens with a static cache and a compiled step, from prompts of equal
 length. In the uneven case each of its rows ends at its own length, and all run until the last has ended.
+With `--lora 32` the generator also samples with an adapter of rank 32 on all linear layers, which is not merged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +22,12 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
 
 import peers
-from postlude import load_model
+from postlude import LanguageModel, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.families import FAMILIES
+from postlude.hf.lora_targets import adapter_configs
+from postlude.lora import LoRA
 
 PROMPT = 64  # tokens
 Case = tuple[str, list[list[int]], list[int]]
@@ -46,15 +51,21 @@ def main(arguments: argparse.Namespace) -> None:
     cases.append((f"{most} first tokens", prompts(most), [1] * most))
     results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)
-    for name, make in MAKERS.items():
-        if name not in arguments.cases:
+    makers = dict(MAKERS)
+    if arguments.lora:
+        makers = {
+            "postlude": postlude,
+            f"postlude, rank {arguments.lora}": partial(postlude, rank=arguments.lora),
+        } | makers
+    for name, make in makers.items():
+        if name.partition(",")[0] not in arguments.cases:
             continue
         run = make(config, device, most * (PROMPT + arguments.length + 64), most)
         for case, asked, lengths in cases:
             found = attempt(lambda asked=asked, lengths=lengths, run=run: timed(run, asked, lengths, clock, device))
             results.add({"shape": arguments.shape, "engine": name, "case": case, **found})
             print(f"{name:<28} {case:<22} {found}", flush=True)
-        if arguments.profile and name == "postlude":
+        if arguments.profile and name.startswith("postlude"):
             profile_step(run, cases[0], device)
         del run
         forget(device)
@@ -77,17 +88,36 @@ def profile_step(run: Callable[..., None], case: Case, device: str) -> None:
     profile(lambda: run(asked, [9] * len(asked)), device)
 
 
-def postlude(config: Any, device: str, budget: int, most: int) -> Callable[..., None]:
+def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0) -> Callable[..., None]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = Generator(load_model(config, dtype=dtype, device=device), max_batch_tokens=budget, max_sequences=most)
+    model = load_model(config, dtype=dtype, device=device)
+    generator = Generator(model, max_batch_tokens=budget, max_sequences=most)
+    adapter = load_adapter(generator, rank) if rank else None
 
     def run(asked: list[list[int]], lengths: list[int]) -> None:
         found = generator.generate(
-            asked, [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)]
+            asked,
+            [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)],
+            adapter=adapter,
         )
         assert [len(one.tokens) for (one,) in found] == lengths
 
     return run
+
+
+def load_adapter(generator: Generator, rank: int) -> str:
+    """Gives a generator an adapter of random numbers on all linear layers. Returns its name."""
+    config = generator.model.config
+    configs = adapter_configs(LoRA(rank=rank), config, FAMILIES[config.family] if config.family else None)
+    with torch.device("meta"):
+        shapes = LanguageModel(config, adapters=configs).state_dict()
+
+    def drawn(name: str) -> Tensor:
+        return torch.randn(shapes[name].shape, device=generator.model.embedding.weight.device) * 0.01
+
+    pairs = {layer: (drawn(f"{layer}.adapter.a"), drawn(f"{layer}.adapter.b")) for layer in configs}
+    generator.load_adapter("random", configs, pairs)
+    return "random"
 
 
 class AtLengths(StoppingCriteria):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude import LanguageModel, ModelConfig
+from postlude import LanguageModel, ModelConfig, pack
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
@@ -19,6 +19,10 @@ from postlude.hf.lora_targets import adapter_configs
 from postlude.layout import Layout
 from postlude.lora import AdapterConfig, LoRA
 from postlude.model.adapters import is_adapter
+from postlude.model.context import ForwardContext
+from postlude.model.parallel import fuse_weights
+from postlude.ops.norm import Norm
+from tests.equality import assert_equal
 from tests.generate.test_generator import prompts, teacher_forced
 from tests.generate.test_scheduler import Recorded, Stepped
 from tests.meshes import mesh
@@ -154,6 +158,35 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert generator.generate(asked, GREEDY, adapter="one") == expected
     with pytest.raises(ValueError, match="has adapters of its own"):
         Generator(model).load_adapter("one", configs, pairs)
+
+
+class HalfOfTheQuery:
+    """Attention that needs no cache."""
+
+    def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
+        return query * 0.5 + key.sum() + value.sum()
+
+
+@pytest.mark.parametrize("targets", ["all", "q_proj,v_proj,up_proj"])
+@torch.no_grad()
+def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
+    """What a GPU runs; layers of a fused projection without an adapter have one of zeros."""
+    lora = LoRA(rank=3, alpha=5.0, targets=targets, ranks={"q_proj": 5})
+    model = adapted(small_config("[*-]"), lora)
+    generator = Generator(base_of(model))
+    generator.load_adapter("one", *named(model, lora))
+    for block in generator.model.blocks:
+        for layers in block.fused_projections():
+            fuse_weights(layers)
+    generator.adapters.use("one")
+    (microbatch,) = pack([torch.arange(7)], budget=64)
+    context: Any = ForwardContext(microbatch, generator.model.mesh, decode_state=HalfOfTheQuery())  # type: ignore[arg-type]
+    hidden = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    for block, expected in zip(generator.model.blocks, model.blocks, strict=True):
+        norm = Norm(block.norm.weight, block.norm.eps, block.norm.offset)
+        found = block.fused_decode(hidden.clone(), norm, context)
+        assert found is not None
+        assert_equal(found, hidden + expected.sublayer(expected.norm(hidden), context), block.name)
 
 
 @BOTH

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from postlude.ops import decode_linear
 from postlude.ops.activation import activate
-from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear, norm_linear
+from postlude.ops.decode_linear import (
+    COUNTERS,
+    add_low_rank,
+    gated_low_rank,
+    linear_add,
+    norm_gated_linear,
+    norm_linear,
+)
+from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +66,7 @@ def test_a_norm_and_a_product(rows: int, width: int, features: int) -> None:
 def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, activation: str) -> None:
     x, norm, weight, exact = made(rows, width, 2 * features, 0.0)
     gate, up = (exact @ weight.double().t()).chunk(2, -1)
-    assert_near(norm_gated_linear(x, norm, weight, activation, backend="triton"), activate(gate, activation) * up)
+    assert_near(norm_gated_linear(x, norm, activation, weight, backend="triton"), activate(gate, activation) * up)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -69,10 +77,73 @@ def test_a_product_and_a_sum(rows: int, width: int, features: int, shared: bool)
     residual = normal(rows, features, seed=4)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
     exact = residual.double() + x.double() @ weight.double().t()
-    first, second = (linear_add(residual, x, weight, counters, backend="triton") for _ in range(2))
+    first, second = (linear_add(residual, x, weight, counters=counters, backend="triton") for _ in range(2))
     assert_near(first, exact)
     assert torch.equal(first, second)
     assert counters is None or not counters.any()
+
+
+def adapters(rank: int, width: int, *sizes: int) -> LowRank:
+    a = normal(len(sizes) * rank, width, seed=5, scale=width**-0.5)
+    return LowRank(a, normal(sum(sizes), rank, seed=6, scale=rank**-0.5), sizes)
+
+
+def added(low_rank: LowRank, exact: Tensor) -> Tensor:
+    """In float64, with A · x rounded as a product takes it."""
+    parts = zip(low_rank.a.double().split(low_rank.rank), low_rank.b.double().split(low_rank.sizes), strict=True)
+    return torch.cat([(exact @ a.t()).to(HALF).double() @ b.t() for a, b in parts], -1)
+
+
+ADAPTED = [(1, 64, 16, (64,)), (16, 256, 32, (128, 64, 64)), (7, 192, 48, (64, 128)), (5, 128, 64, (64, 64, 64, 64))]
+
+
+@pytest.mark.parametrize(("rows", "width", "rank", "sizes"), ADAPTED)
+def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: tuple[int, ...]) -> None:
+    x, norm, weight, exact = made(rows, width, sum(sizes), 0.0)
+    low_rank = adapters(rank, width, *sizes)
+    expected = exact @ weight.double().t() + added(low_rank, exact)
+    assert_near(norm_linear(x, norm, weight, low_rank, backend="triton"), expected)
+
+
+@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 16), (16, 256, 32), (7, 192, 48)])
+def test_a_norm_two_products_adapters_and_a_gate(rows: int, width: int, rank: int) -> None:
+    x, norm, weight, exact = made(rows, width, 256, 0.0)
+    low_rank = adapters(rank, width, 128, 128)
+    gate, up = (exact @ weight.double().t() + added(low_rank, exact)).chunk(2, -1)
+    actual = norm_gated_linear(x, norm, "silu", weight, low_rank, backend="triton")
+    assert_near(actual, activate(gate, "silu") * up)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_product_adapters_and_a_sum(shared: bool) -> None:
+    x, _, weight, _ = made(13, 1024, 128, 0.0)
+    residual, low_rank = normal(13, 128, seed=4), adapters(32, 1024, 128)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
+    exact = residual.double() + x.double() @ weight.double().t() + added(low_rank, x.double())
+    assert_near(linear_add(residual, x, weight, low_rank, counters, backend="triton"), exact)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70, 300])
+def test_adapters_of_more_rows(rows: int) -> None:
+    """Added to a product in place, and with a gate after it."""
+    x = normal(rows, 128, seed=1)
+    for sizes, rank in (((256, 64, 64), 32), ((320,), 16), ((64, 64), 128)):
+        low_rank, product = adapters(rank, 128, *sizes), normal(rows, sum(sizes), seed=2)
+        expected = product.double() + added(low_rank, x.double())
+        actual = add_low_rank(product, x, low_rank, backend="triton")
+        assert actual is product
+        assert_near(actual, expected)
+    low_rank, product = adapters(32, 128, 192, 192), normal(rows, 384, seed=2)
+    gate, up = (product.double() + added(low_rank, x.double())).chunk(2, -1)
+    assert_near(gated_low_rank(product, x, low_rank, "silu", backend="triton"), activate(gate, "silu") * up)
+
+
+def test_ranks_and_layers_that_no_tile_has_are_refused() -> None:
+    x, norm, weight, _ = made(3, 128, 64, 0.0)
+    with pytest.raises(RuntimeError, match="adapters of rank 8 are no multiple of 16 up to 64"):
+        norm_linear(x, norm, weight, adapters(8, 128, 64), backend="triton")
+    with pytest.raises(RuntimeError, match=r"layers of \[32, 32\] features are more than 4 or no multiples of 64"):
+        norm_linear(x, norm, weight, adapters(16, 128, 32, 32), backend="triton")
 
 
 def test_rows_may_be_part_of_wider_ones() -> None:

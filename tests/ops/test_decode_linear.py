@@ -7,6 +7,7 @@ import torch
 
 from postlude.ops.activation import gated_activation
 from postlude.ops.decode_linear import linear_add, norm_gated_linear, norm_linear
+from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 from tests.equality import assert_equal
 from tests.ops.kernel_checks import interpret_checks, run_checks
@@ -33,5 +34,23 @@ def test_each_is_what_its_parts_are() -> None:
     normed = rms_norm(rows, norm_weight, 1e-5, 1.0)
     assert_equal(norm_linear(rows, norm, weight), normed @ weight.t(), "normed")
     gate, up = (normed @ weight.t()).chunk(2, -1)
-    assert_equal(norm_gated_linear(rows, norm, weight, "silu"), gated_activation(gate, up, "silu"), "gated")
+    assert_equal(norm_gated_linear(rows, norm, "silu", weight), gated_activation(gate, up, "silu"), "gated")
     assert_equal(linear_add(residual.clone(), rows, weight), residual + rows @ weight.t(), "added")
+
+
+def test_adapters_add_what_they_are() -> None:
+    """Of layers of different sizes, in every function."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4, 2)
+    rows, weight, norm_weight, residual, a, b = (
+        torch.randn(size, generator=generator) for size in ((5, 8), (6, 8), (8,), (5, 6), (6, 8), (6, 3))
+    )
+    merged = weight + torch.cat([b[:4] @ a[:3], b[4:] @ a[3:]])
+    norm, low_rank = Norm(norm_weight, 1e-5, 1.0), LowRank(a, b, sizes)
+    assert_equal(norm_linear(rows, norm, weight, low_rank), norm_linear(rows, norm, merged), "normed")
+    half = LowRank(a, b, (3, 3))
+    merged_half = weight + torch.cat([b[:3] @ a[:3], b[3:] @ a[3:]])
+    gated = norm_gated_linear(rows, norm, "silu", weight, half)
+    assert_equal(gated, norm_gated_linear(rows, norm, "silu", merged_half), "gated")
+    added = linear_add(residual.clone(), rows, weight, low_rank)
+    assert_equal(added, linear_add(residual.clone(), rows, merged), "added")

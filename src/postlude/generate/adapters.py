@@ -66,6 +66,8 @@ class AdapterSlot:
         """Returns this rank's part of an adapter as the slot stores it."""
         values = torch.zeros_like(self.values)
         for name, (stored_a, stored_b) in self.views(values).items():
+            if name not in configs:
+                continue  # it has the memory only for others of its group
             (a, b), (in_a, in_b), config = pairs[name], layers[name], configs[name]
             stored_a[..., : config.rank, :] = a[in_a.part].to(values.device)
             stored_b[..., : config.rank] = config.scale * b[in_b.part].to(values.device).float()
@@ -152,11 +154,11 @@ class NamedAdapters:
         if key not in self._layers:
             self._layers[key] = self._plan(name, configs)
         layers = self._layers[key]
-        if layers.keys() != pairs.keys():
-            odd = min(layers.keys() ^ pairs.keys())
+        if configs.keys() != pairs.keys():
+            odd = min(configs.keys() ^ pairs.keys())
             raise ValueError(f"adapter {name!r} has only one of config and matrices for {odd}.")
-        for layer, matrices in layers.items():
-            for letter, matrix, given in zip("AB", matrices, pairs[layer], strict=True):
+        for layer, given_pair in pairs.items():
+            for letter, matrix, given in zip("AB", layers[layer], given_pair, strict=True):
                 if tuple(given.shape) != matrix.whole:
                     raise ValueError(
                         f"adapter {name!r} has {letter} of {list(given.shape)} for {layer}, but its config and the "
@@ -165,7 +167,10 @@ class NamedAdapters:
         return layers
 
     def _plan(self, name: str, configs: Mapping[str, AdapterConfig]) -> dict[str, tuple[_Matrix, _Matrix]]:
-        """Returns the matrices of every layer, layers with the same input next to each other."""
+        """Returns the matrices of every layer. Layers of a fused projection are adjacent and have one rank.
+
+        So that decoding kernels can take them as one, such a layer without an adapter gets one of zeros.
+        """
         if not configs:
             raise ValueError(f"adapter {name!r} adapts no layer.")
         modules = dict(self.model.named_modules())
@@ -174,16 +179,27 @@ class NamedAdapters:
         for layer in configs:
             if not hasattr(modules.get(layer), "add_adapter"):
                 raise ValueError(f"adapter {name!r} is for {layer}, but the model has no such layer.")
-        grouped = {id(layer) for block in self.model.blocks for group in block.fused_projections() for layer in group}
-        order = sorted(modules, key=lambda each: id(modules[each]) not in grouped)  # stable: a group stays together
-        return {layer: _matrices(modules[layer], configs[layer]) for layer in order if layer in configs}
+        names = {id(module): path for path, module in modules.items()}
+        fused = [[names[id(layer)] for layer in group] for b in self.model.blocks for group in b.fused_projections()]
+        grouped = {layer for group in fused for layer in group}
+        layers = {}
+        for group in (*fused, *([layer] for layer in configs if layer not in grouped)):
+            present = [configs[layer] for layer in group if layer in configs]
+            rank = max((_padded(config.rank) for config in present), default=0)
+            for layer in group if present else ():
+                layers[layer] = _matrices(modules[layer], configs.get(layer, AdapterConfig(rank, 1.0)), rank)
+        return layers
 
     def _described(self) -> str:
         return f"are {', '.join(map(repr, self._loaded))}" if self._loaded else "are none"
 
 
-def _matrices(layer: nn.Module, config: AdapterConfig) -> tuple[_Matrix, _Matrix]:
-    adapter, padding = meta_adapter(layer, config), -config.rank % RANK_MULTIPLE
+def _padded(rank: int) -> int:
+    return rank + -rank % RANK_MULTIPLE
+
+
+def _matrices(layer: nn.Module, config: AdapterConfig, stored_rank: int) -> tuple[_Matrix, _Matrix]:
+    adapter, padding = meta_adapter(layer, config), stored_rank - config.rank
     return _matrix(adapter.a, -2, padding), _matrix(adapter.b, -1, padding)
 
 

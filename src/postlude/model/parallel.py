@@ -22,6 +22,7 @@ from postlude.ops.activation import Activation, gated_activation, gated_linear
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.experts import grouped_linear
 from postlude.ops.linear import adjacent_view, linear, linear_group
+from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.world.mesh import SINGLE_RANK, Axis
 
@@ -162,7 +163,8 @@ class Adapter(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         """[T, in] -> [T, out]. Of experts, rows are sorted by expert and `counts` [E] has the rows of each."""
-        return _product(_product(rows, local(self.a), counts) * self.config.scale, local(self.b), counts)
+        low = _product(rows, local(self.a), counts)
+        return _product(low if self.config.scale == 1.0 else low * self.config.scale, local(self.b), counts)
 
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
@@ -288,11 +290,24 @@ def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) ->
     return tuple(layer._add_adapter(product, hidden) for layer, product in zip(layers, products, strict=True))
 
 
-def fused_weight(layers: Sequence[Linear]) -> Tensor | None:
-    """Returns the layers' weights as one, after `fuse_weights`; None if a layer has a bias or an adapter."""
-    if any(layer.bias is not None or layer.adapter is not None for layer in layers):
+def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor, LowRank | None] | None:
+    """Returns the weights of the layers as one, after `fuse_weights`, and their adapters as one, if there are any.
+
+    None if a layer has a bias, or only some have adapters, or those are not adjacent in memory as a generator has them.
+    """
+    weight = adjacent_view([local(layer.weight) for layer in layers])
+    if weight is None or any(layer.bias is not None for layer in layers):
         return None
-    return adjacent_view([local(layer.weight) for layer in layers])
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+    if not adapters:
+        return weight, None
+    same = {(adapter.a.dtype, adapter.config.rank, adapter.config.scale) for adapter in adapters}
+    if len(adapters) < len(layers) or same != {(weight.dtype, adapters[0].config.rank, 1.0)}:
+        return None
+    a, b = (adjacent_view([local(getattr(adapter, side)) for adapter in adapters]) for side in ("a", "b"))
+    if a is None or b is None:
+        return None
+    return weight, LowRank(a, b, tuple(len(local(layer.weight)) for layer in layers))
 
 
 @torch.no_grad()

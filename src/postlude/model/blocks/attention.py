@@ -21,7 +21,7 @@ from postlude.model.parallel import (
     Role,
     RowLinear,
     apply_linears,
-    fused_weight,
+    fused_operand,
     local,
     sharded_parameter,
 )
@@ -225,13 +225,11 @@ class Attention(Block):
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Supports projections with a fused weight, and no output bias: see `Block`."""
         layers = self.fused_projections()[0]
-        weight = fused_weight(layers)
-        if weight is None or self.o_proj.bias is not None:
+        operand, output = fused_operand(layers), fused_operand((self.o_proj,))
+        if operand is None or output is None:
             return None
-        projected = norm_linear(hidden, norm, weight).split([len(local(layer.weight)) for layer in layers], -1)
-        return linear_add(
-            hidden, self._attention_output(projected, context), local(self.o_proj.weight), context.counters
-        )
+        projected = norm_linear(hidden, norm, *operand).split([len(local(layer.weight)) for layer in layers], -1)
+        return linear_add(hidden, self._attention_output(projected, context), *output, context.counters)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes attention, [T / tp, H] -> [T / tp, H]."""

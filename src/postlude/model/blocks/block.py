@@ -130,7 +130,7 @@ class Block(nn.Module):
         return None
 
     def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse and not self.adapted else None
+        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse else None
         if fused is not None:
             return {"hidden": fused}
         hidden, normed = self.norm.with_residual(hidden)
@@ -145,7 +145,7 @@ class Block(nn.Module):
         if not torch.is_grad_enabled():
             is_decoding = context.decode_state is not None and hidden.dtype == torch.bfloat16
             return self.fused_decode(hidden, arguments, context) if is_decoding else None
-        is_training = hidden.requires_grad and uses_kernel(hidden, weight)
+        is_training = hidden.requires_grad and not self.adapted and uses_kernel(hidden, weight)
         return self.fused_forward(hidden, arguments, context) if is_training else None
 
 

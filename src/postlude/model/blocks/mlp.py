@@ -14,7 +14,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_weight, local
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_operand, local
 from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import linear_add, norm_gated_linear
@@ -142,11 +142,13 @@ class MLP(Block):
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Supports a gated MLP of GEMMs and an activation only: see `Block`."""
-        config, joined = self.config, fused_weight(self.fused_projections()[0])
-        if joined is None or not config.gated or not config.is_plain:
+        config, operand = self.config, fused_operand(self.fused_projections()[0])
+        output = fused_operand((self.down_proj,))
+        if operand is None or output is None or not config.gated or not config.is_plain:
             return None
-        features = norm_gated_linear(hidden, norm, joined, config.activation)
-        return linear_add(hidden, features, local(self.down_proj.weight), context.counters)
+        return linear_add(
+            hidden, norm_gated_linear(hidden, norm, config.activation, *operand), *output, context.counters
+        )
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes the MLP, [T / tp, H] -> [T / tp, H]."""

@@ -5,7 +5,8 @@ A decode step of 16 rows gives 12,124 tokens/s with it and 10,136 with a kernel 
 
 A program takes some columns of the product, of all rows. Where there are too few columns for all multiprocessors,
 several programs share them, each with some of the features. The last one to finish adds all parts in their order, so
-that the sum is the same every time.
+that the sum is the same every time. With adapters each program also multiplies all rows by the A of its columns' layer,
+which is small and in the L2 cache, so that no kernel is added.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from postlude.ops.kernels.activation import activated
 from postlude.ops.kernels.launch import Launcher
+from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
+ADAPTED_BLOCK = 128  # with adapters: tiles of A take shared memory too
 
 
 def product(
@@ -34,13 +37,14 @@ def product(
     activation: str | None = None,
     residual: Tensor | None = None,
     counters: Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """See `ops/decode_linear.py`; the arguments say which function. Tiles have room for `most` rows."""
     count, width = rows.shape
     features = weight.shape[0] // (2 if activation else 1)
     columns = COLUMNS // 2 if activation else COLUMNS
     tiles = triton.cdiv(features, columns)
-    block = _divisor(width, BLOCK)
+    block = _divisor(width, BLOCK if low_rank is None else ADAPTED_BLOCK)
     splits = 1
     while counters is not None and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * block) == 0:
         splits *= 2
@@ -50,12 +54,20 @@ def product(
         raise ValueError(
             f"{tiles} tiles need as many counters, but there are {0 if counters is None else len(counters)}."
         )
-    tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters)
+    a, b = (None, None) if low_rank is None else (low_rank.a, low_rank.b)
+    tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters, a, b)
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    constants = (*strides, width, features, most, columns, block, splits, activation, STAGES)
+    ranks = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
+    constants = (*strides, width, features, most, columns, block, splits, activation, STAGES, *ranks)
     _product((tiles, splits, 1), tensors, numbers, constants, WARPS)
     return output
+
+
+def low_rank_constants(low_rank: LowRank) -> tuple[int, ...]:
+    """Returns the rank, the next power of two, and the first column of the second, third and fourth layer."""
+    ends = [sum(low_rank.sizes[: count + 1]) for count in range(3)]
+    return low_rank.rank, triton.next_power_of_2(low_rank.rank), *ends
 
 
 def _divisor(width: int, most: int) -> int:
@@ -64,11 +76,12 @@ def _divisor(width: int, most: int) -> int:
 
 
 @triton.jit(do_not_specialize=["count", "eps", "offset"])
-def _product_kernel(
-    rows, weight, norm, residual, output, parts, counters, count, eps, offset,
+def _product_kernel(  # noqa: PLR0912, PLR0915
+    rows, weight, norm, residual, output, parts, counters, a, b, count, eps, offset,
     STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     token, column = tl.arange(0, TOKENS), tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -76,6 +89,11 @@ def _product_kernel(
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), tl.float32)
     squares = tl.zeros((TOKENS, BLOCK), tl.float32)  # summed up once, at the end
+    rank = tl.arange(0, RANKS)
+    known = rank < RANK
+    low = tl.zeros((TOKENS, RANKS), tl.float32)
+    low_up = tl.zeros((TOKENS, RANKS), tl.float32)
+    first_row = _layer(tile * COLUMNS, SECOND, THIRD, FOURTH) * RANK if ACTIVATION is None else 0
     each: tl.constexpr = WIDTH // SPLITS
     for start in tl.range(0, each, BLOCK, num_stages=STAGES):
         place = split * each + start + tl.arange(0, BLOCK)
@@ -90,10 +108,20 @@ def _product_kernel(
         if ACTIVATION is not None:
             weights = tl.load(weight_at + FEATURES * WIDTH, mask=inside, other=0.0)
             up = tl.dot(values, weights, up)
+        if a is not None:
+            a_at = a + (first_row + rank)[None, :] * WIDTH + place[:, None]
+            low = tl.dot(values, tl.load(a_at, mask=known[None, :], other=0.0), low)
+            if ACTIVATION is not None:
+                low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, :], other=0.0), low_up)
     if norm is not None:
         inverse = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None]
-        total *= inverse
-        up *= inverse
+        total, up, low, low_up = total * inverse, up * inverse, low * inverse, low_up * inverse
+    if a is not None:
+        held, b_at = inside & known[:, None], b + column[None, :] * RANK + rank[:, None]
+        total = tl.dot(low.to(rows.dtype.element_ty), tl.load(b_at, mask=held, other=0.0), total)
+        if ACTIVATION is not None:
+            weights = tl.load(b_at + FEATURES * RANK, mask=held, other=0.0)
+            up = tl.dot(low_up.to(rows.dtype.element_ty), weights, up)
     if ACTIVATION is not None:
         opened, _ = activated(total, ACTIVATION)
         total = opened * up
@@ -122,4 +150,68 @@ def _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE: tl.co
     tl.store(at, total.to(output.dtype.element_ty), mask=held)
 
 
+@triton.jit
+def _layer(column, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+    """Returns which of up to four adjacent layers a column of the product belongs to."""
+    return (column >= SECOND).to(tl.int32) + (column >= THIRD).to(tl.int32) + (column >= FOURTH).to(tl.int32)
+
+
+def add_low_rank(
+    product: Tensor, rows: Tensor, low_rank: LowRank, span: int, *, activation: str | None = None
+) -> Tensor:
+    """See `ops/low_rank.py`. A program takes `span` columns, all of one layer."""
+    count, width = rows.shape
+    features = product.shape[1] // (2 if activation else 1)
+    tokens = 16 if count <= 64 else 32 if count <= 256 else 64
+    output = product if activation is None else torch.empty(count, features, dtype=rows.dtype, device=rows.device)
+    rank, ranks, *firsts = low_rank_constants(low_rank)
+    columns = min(span, 64 if activation else 128)
+    block = _divisor(width, 64 if ranks > 64 else ADAPTED_BLOCK)
+    strides = (rows.stride(0), product.stride(0), output.stride(0))
+    constants = (*strides, width, features, tokens, span, columns, block, activation, rank, ranks, *firsts)
+    grid = (triton.cdiv(count, tokens), triton.cdiv(features, span), 1)
+    _low_rank(grid, (rows, product, output, low_rank.a, low_rank.b), (count,), constants, WARPS)
+    return output
+
+
+@triton.jit(do_not_specialize=["count"])
+def _low_rank_kernel(
+    rows, product, output, a, b, count,
+    STRIDE: tl.constexpr, PRODUCT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+):  # fmt: skip
+    token, rank = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.arange(0, RANKS)
+    first_column = tl.program_id(1) * SPAN
+    live, known = (token < count)[:, None], (rank < RANK)
+    first_row = _layer(first_column, SECOND, THIRD, FOURTH) * RANK if ACTIVATION is None else 0
+    low = tl.zeros((TOKENS, RANKS), tl.float32)
+    low_up = tl.zeros((TOKENS, RANKS), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK, num_stages=3):
+        place = start + tl.arange(0, BLOCK)
+        values = tl.load(rows + token[:, None] * STRIDE + place[None, :], mask=live, other=0.0)
+        a_at = a + (first_row + rank)[None, :] * WIDTH + place[:, None]
+        low = tl.dot(values, tl.load(a_at, mask=known[None, :], other=0.0), low)
+        if ACTIVATION is not None:
+            low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, :], other=0.0), low_up)
+    dtype = rows.dtype.element_ty
+    low, low_up = low.to(dtype), low_up.to(dtype)
+    for start in tl.static_range(0, SPAN, COLUMNS):
+        column = first_column + start + tl.arange(0, COLUMNS)
+        inside = (column < FEATURES)[None, :]
+        b_at = b + column[None, :] * RANK + rank[:, None]
+        at = product + token[:, None] * PRODUCT_STRIDE + column[None, :]
+        total = tl.load(at, mask=live & inside, other=0.0).to(tl.float32)
+        total = tl.dot(low, tl.load(b_at, mask=inside & known[:, None], other=0.0), total)
+        if ACTIVATION is not None:
+            up = tl.load(at + FEATURES, mask=live & inside, other=0.0).to(tl.float32)
+            up = tl.dot(low_up, tl.load(b_at + FEATURES * RANK, mask=inside & known[:, None], other=0.0), up)
+            opened, _ = activated(total, ACTIVATION)
+            total = opened * up
+        at = output + token[:, None] * OUTPUT_STRIDE + column[None, :]
+        tl.store(at, total.to(output.dtype.element_ty), mask=live & inside)
+
+
 _product = Launcher(_product_kernel)
+_low_rank = Launcher(_low_rank_kernel)
