@@ -184,24 +184,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return model
 
 
-# Every family, algorithm and kind of layout; the others are thorough.
-ALWAYS = {
-    "gpt-oss-20b-dpo",
-    "moonlight-16b-a3b-sft",
-    "nemotron-h-8b-grpo",
-    "qwen3-30b-a3b-grpo",
-    "qwen3-8b-dpo",
-    "qwen3-next-80b-a3b-sft",
-}
-RUNS = [
-    pytest.param(model, command, marks=[] if f"{model}-{command}" in ALWAYS else [pytest.mark.thorough])
-    for model in BILLIONS
-    for command in COMMANDS
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "command"), RUNS)
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("model", BILLIONS)
 def test_a_tiny_run_of_a_recipe_equals_one_rank(
     ranks: Ranks, tmp_path: Path, tiny: Callable[[str], str], model: str, command: str
 ) -> None:
