@@ -34,6 +34,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "asynchrony",
         "report",
         "layer_metrics",
+        "lora",
     )
 
     def imported(name: str) -> ModuleType:
@@ -124,6 +125,7 @@ def test_the_cost_of_layer_metrics_is_measured(load: Any) -> None:
 
 
 SMOKES = {
+    "lora": ["--cases", "lora", "lora-recompute", "full", "peft-padded", "peft-sdpa", "peft-sdpa-checkpointing"],
     "train_step": ["--cases", "update", "sft", "logprobs", "padded", "trl", "trl-logprobs"],
     "rl_iteration": [],
     "growth": ["--axes", "length", "experts"],

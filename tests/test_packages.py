@@ -21,6 +21,7 @@ PACKAGES = (
     "optimizer",
     "head",
     "lora",
+    "option_types",
     "pool",
     "world",
     "safetensors_file",

@@ -21,7 +21,12 @@ from typing import Any, NoReturn
 from postlude.checks import USER_ERRORS, error_message
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
-from postlude.layout import Layout
+from postlude.option_types import above_zero as _above_zero
+from postlude.option_types import count as _count
+from postlude.option_types import from_zero as _from_zero
+from postlude.option_types import layout as _layout
+from postlude.option_types import lora as _lora
+from postlude.option_types import port as _port
 from postlude.plan.hardware import HARDWARE
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
@@ -183,7 +188,11 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
         add_arguments(command)
         command.set_defaults(module=name, parser=command)
 
-    add("info", "show pattern, parameters by block, memory by dtype", _add_model)
+    add(
+        "info",
+        "show pattern, parameters by block, memory by dtype",
+        lambda command: _add_model(command, "; or an adapter of peft"),
+    )
     add("convert", "convert any model source to a model directory", _add_convert)
     add("logprobs", "print the log-prob of every token of a text", _add_logprobs)
     add("verify", "prove that a parallel layout equals one rank", _add_verify)
@@ -208,43 +217,6 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
     return parser, list(commands.choices)
 
 
-# Types of options. argparse reports a mistake with the option's name, before torch is imported.
-
-
-def _above_zero(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-
-
-def _count(text: str) -> int:
-    if not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _from_zero(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (number := float(text)) >= 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-
-
-def _port(text: str) -> int:
-    if not (text.isdigit() and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 65535, or 0 for one that is free")
-    return int(text)
-
-
-def _layout(text: str) -> str:
-    try:
-        Layout.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from error
-    return text
-
-
 # Options that several commands have.
 
 
@@ -261,6 +233,10 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
         choices=OVERLAPS,
         help="overlap the experts' all-to-all with compute; or fill the pipeline bubble with weight gradients",
     )
+
+
+def _add_lora(command: argparse.ArgumentParser, purpose: str) -> None:
+    command.add_argument("--lora", type=_lora, metavar="rank=8,targets=q_proj,v_proj", help=purpose)
 
 
 def _add_recompute(command: argparse.ArgumentParser) -> None:
@@ -332,6 +308,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)"
     )
+    _add_lora(command, "compare the gradients of adapters, and them with the merged model and with peft's own")
     _add_recompute(command)
     _add_overlap(command)
     command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
@@ -447,6 +424,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches per pipeline rank)"
     )
     _add_overlap(command)
+    _add_lora(command, "plan training of adapters, with the model frozen")
     _add_recompute(command)
     command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
     command.add_argument(
@@ -459,6 +437,12 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "adapter",
+        metavar="ADAPTER",
+        nargs="?",
+        help="an adapter to merge into SRC: a directory of peft, or a checkpoint of a LoRA run",
+    )
     command.add_argument("source", metavar="SRC", help=MODEL_HELP)
     command.add_argument("target", metavar="DST", help="directory to write")
     command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from postlude.checks import Bounds, check_bounds, check_choice
 
@@ -63,6 +64,27 @@ class LoRA:
             if value <= 0:
                 raise ValueError(f"lora: rank and alpha are above 0, but those of {name} are {value}.")
 
+    @classmethod
+    def parse(cls, text: str) -> LoRA:
+        """Parses settings as they are written on the command line: `"rank=8,targets=q_proj,v_proj,rslora=true"`."""
+        names = [setting.name for setting in fields(cls) if setting.name not in ("ranks", "alphas")]  # mappings
+        values: dict[str, str] = {}
+        name = ""
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals and name == "targets":  # one more target
+                values[name] += f",{part}"
+                continue
+            if key not in names or not equals or not value:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(names)}."
+                problem = f"{key!r} is no setting; {hint}" if key not in names else f"give a value as {key}=VALUE."
+                raise ValueError(f"lora {text!r}: {problem}")
+            if key in values:
+                raise ValueError(f"lora {text!r}: {key!r} is given twice.")
+            name, values[key] = key, value
+        return cls(**{key: _parse_value(text, key, value) for key, value in values.items()})
+
     @property
     def target_names(self) -> tuple[str, ...]:
         """The targets one by one."""
@@ -73,3 +95,19 @@ class LoRA:
     def scale(self, rank: int, alpha: float) -> float:
         """Returns the factor of an adapter."""
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _parse_value(text: str, name: str, value: str) -> Any:
+    """Returns the value of a setting, of the type of its default."""
+    default = getattr(LoRA, name)
+    if isinstance(default, bool):
+        if value not in ("true", "false"):
+            raise ValueError(f"lora {text!r}: {name} is {value!r}; give true or false.")
+        return value == "true"
+    if isinstance(default, str):
+        return value
+    try:
+        return type(default)(value)
+    except ValueError:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise ValueError(f"lora {text!r}: {name} is {value!r}; give {kind}.") from None

@@ -73,15 +73,15 @@ SOURCES = {
     [
         ("dense", "tp=2", {}),
         pytest.param("dense", "pp=2", {}, marks=pytest.mark.thorough),
-        ("dense", "cp=2,dp_shard=2", {}),
+        pytest.param("dense", "cp=2,dp_shard=2", {}, marks=pytest.mark.thorough),
         pytest.param("moe", "dp_shard=2,ep=2", {}, marks=pytest.mark.thorough),
         ("moe", "tp=2,ep=2", {}),
         pytest.param("hybrid", "tp=2", {}, marks=pytest.mark.thorough),
         ("hybrid", "pp=2", {"overlap": "zero_bubble"}),
-        ("moe", "dp_shard=2,ep=2", {"overlap": True}),
+        pytest.param("moe", "dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
         pytest.param("moe", "pp=2,dp_shard=2,ep=2", {"recompute": "full"}, marks=pytest.mark.thorough),
         pytest.param("latent", "tp=2,ep=2", {"recompute": "selective"}, marks=pytest.mark.thorough),
-        ("latent", "pp=2,cp=2,tp=2,ep=2", {"overlap": True}),
+        pytest.param("latent", "pp=2,cp=2,tp=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

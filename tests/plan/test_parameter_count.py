@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from postlude import pack
+from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
+from postlude.lora import LoRA
 from postlude.model import LanguageModel, ModelConfig, Pattern
+from postlude.model.adapters import is_adapter
 from postlude.model.schedule_plan import interleave
 from postlude.plan.memory import estimate_memory
 from postlude.plan.parameter_count import ParameterCount, count_parameters, total_parameters
 from tests.model.small import sequences, small_config
 
+ROOT = Path(__file__).parents[2]
 MODELS = ("tiny-dense", "tiny-moe", "tiny-hybrid")
 
 
@@ -129,3 +137,63 @@ def test_the_less_is_kept_the_less_is_needed() -> None:
         for recompute in ("none", "selective", "full")
     )
     assert full < selective < none
+
+
+@pytest.mark.parametrize("layout", ["", "pp=2"])
+@pytest.mark.parametrize(
+    "lora", [LoRA(rank=3), LoRA(rank=2, experts="per_expert", targets=("2.attention.o_proj", "experts"))]
+)
+def test_adapters_are_counted_as_if_they_were_built(layout: str, lora: LoRA) -> None:
+    config, parsed = config_of("tiny-hybrid"), Layout.parse(layout)
+    adapters = adapter_configs(lora, config, None)
+    counts = count_parameters(config, parsed, adapters=adapters)
+    for index in range(parsed.stages):
+        stage = Stage(index, parsed.stages)
+        with torch.device("meta"):
+            model = LanguageModel(config, stage=stage, adapters=adapters)
+        local = {name: each for name, each in model.named_parameters() if is_adapter(name)}
+        assert counts.trained(stage).used == sum(each.numel() for each in local.values())
+        experts = [name for name in local if ".experts." in name]
+        assert counts.trained(stage).experts == sum(local[name].numel() for name in experts)
+
+
+def test_tensor_parallel_ranks_share_b_of_a_column_layer_and_a_of_a_row_layer() -> None:
+    family, config = read_model("tiny-dense")
+    hidden, heads = config.hidden_size, config.blocks["*"].heads * config.blocks["*"].head_dim
+    for target, expected in (("q_proj", 3 * hidden + 3 * heads // 2), ("o_proj", 3 * heads // 2 + 3 * hidden)):
+        adapters = adapter_configs(LoRA(rank=3, targets=target), config, family)
+        assert count_parameters(config, Layout(tp=2), adapters=adapters).adapters[0] == ParameterCount(dense=expected)
+
+
+LORA_RUNS = json.loads((ROOT / "benchmarks" / "results" / "train_step_lora_h200.json").read_text())["cases"]
+SHAPES = {
+    "8b": (10, Qwen3Config, {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8}),
+    "8b-whole": (36, Qwen3Config, {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8}),
+    "30b-a3b": (
+        6,
+        Qwen3MoeConfig,
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_key_value_heads": 4, "num_experts": 128},
+    ),
+}
+LARGEST = {16384: 13953, 8192: 8038}  # microbatches of those runs, by budget
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in LORA_RUNS if run["lora"]], ids=lambda run: f"{run['shape']}-{run['recompute']}"
+)
+def test_the_memory_of_lora_is_within_a_tenth_of_what_was_measured(run: dict[str, Any]) -> None:
+    layers, kind, sizes = SHAPES[run["shape"]]
+    heads = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+    family, config = read_model(kind(num_hidden_layers=layers, **sizes, **heads))
+    adapters = adapter_configs(LoRA(rank=run["lora"]), config, family)
+    (estimate,) = estimate_memory(
+        config,
+        Layout(),
+        budget=LARGEST[run["budget"]],
+        compute_bytes=2,
+        moments=2,
+        recompute=run["recompute"],
+        device="cuda",
+        sizes=count_parameters(config, adapters=adapters),
+    )
+    assert estimate.total / 2**30 == pytest.approx(run["peak_gib"], rel=0.1)

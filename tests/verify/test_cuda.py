@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from postlude import Layout
+from postlude.lora import LoRA
 from postlude.verify.cases import Case
 from postlude.verify.compare import compare_all
 from postlude.world.launcher import launch
@@ -25,8 +26,9 @@ def test_two_ranks_on_a_gpu_equal_one() -> None:
     half = [
         Case("tiny-moe", layout, compute_dtype=torch.bfloat16, initializer_range=0.1) for layout in (CONTEXT, EXPERTS)
     ]
-    reports = launch(compare_all, [*wide, *half], "cuda", nproc=2, timeout=120.0, device="cuda")[0]
-    assert len(reports) == 6
+    adapted = [Case("tiny-moe", layout, initializer_range=0.1, lora=LoRA(rank=4)) for layout in (TENSOR, EXPERTS)]
+    reports = launch(compare_all, [*wide, *half, *adapted], "cuda", nproc=2, timeout=120.0, device="cuda")[0]
+    assert len(reports) == 8
     for report in reports:
         print(report.case.layout, report.case.compute_dtype, report.loss, report.logprob, report.entropy, report.worst)
         assert report.passes(), (report.case, report.loss, report.logprob, report.entropy, report.worst)

@@ -1,4 +1,4 @@
-"""`postlude convert`: write any model source as a model directory, also with another pattern."""
+"""`postlude convert`: write any model source as a model directory; also with another pattern, or an adapter merged."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ import torch
 from rich.console import Console
 
 from postlude.checks import check_writable
+from postlude.engine.adapters import base_fingerprint
 from postlude.hf.export import check_export_target, export_model
-from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.load import load_model, load_tokenizer, weights_dtype
+from postlude.hf.merge_adapter import (
+    SavedAdapter,
+    is_adapter_directory,
+    merge_adapter,
+    read_saved_adapter,
+    rounded_to,
+)
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation, read_model, read_recast_plan, with_mtp
-from postlude.model import ModelConfig, Pattern
+from postlude.layout import Layout
+from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks import BLOCKS
 from postlude.model.recast import RecastPlan
+from postlude.world.mesh import Mesh
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,6 +42,13 @@ def run(options: argparse.Namespace) -> None:
     check_export_target(options.target, options.overwrite)
     source: Source = options.source
     how = "Converted by `postlude convert`."
+    if options.adapter is None and is_adapter_directory(options.source):
+        raise ValueError(
+            f"{options.source} is an adapter, which has no weights of a model: give its base too, as postlude convert "
+            f"{options.source} BASE {options.target}."
+        )
+    if options.adapter is not None and options.pattern is not None:
+        raise ValueError("--pattern changes the model that an adapter was made for: merge first, then convert again.")
     if options.mtp:
         source = with_mtp(options.source)
     if options.pattern is not None:
@@ -44,13 +61,21 @@ def run(options: argparse.Namespace) -> None:
         for line in (lines := describe_changes(read_recast_plan(source))):
             print_line(line)
         how = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
+    adapter = None if options.adapter is None else read_saved_adapter(options.adapter, *read_model(source))
     try:
         tokenizer = load_tokenizer(options.source)
     except FileNotFoundError as error:
         read_model(options.source)  # raises if the source itself does not exist
         tokenizer = None
         print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
-    model = load_model(source, dtype=options.dtype and getattr(torch, options.dtype), seed=options.seed)
+    dtype = options.dtype and getattr(torch, options.dtype)
+    model = load_model(source, dtype=dtype if adapter is None else torch.float32, seed=options.seed)
+    if adapter is not None:
+        _check_base(adapter, model, str(options.source))
+        merge_adapter(model, adapter)
+        model = rounded_to(model, dtype or weights_dtype(model.config))
+        how = f"Base {options.source} with the adapter {options.adapter} merged in by `postlude convert`."
+        print_line(f"merged {adapter.parameters:,} parameters of adapters into {len(adapter.pairs)} layers")
     target = export_model(
         model,
         options.target,
@@ -61,6 +86,19 @@ def run(options: argparse.Namespace) -> None:
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     print_line(f"wrote {count:,} parameters to {target}")
+
+
+def _check_base(adapter: SavedAdapter, model: LanguageModel, source: str) -> None:
+    """Raises ValueError if the adapter is known to be of another base."""
+    if adapter.base is None:
+        return
+    present = base_fingerprint(model.state_dict(), Mesh.without_processes(Layout()), ())
+    if present != adapter.base:
+        raise ValueError(
+            f"{adapter.path} has adapters of another base model: its weights have the fingerprint {adapter.base}, and "
+            f"those of {source} {present}. Give the model that the run started from, and --mtp if the run trained "
+            "multi-token prediction."
+        )
 
 
 def fitting_blocks(config: ModelConfig, pattern: Pattern) -> dict[str, BlockConfig]:

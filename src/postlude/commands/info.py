@@ -1,9 +1,10 @@
-"""`postlude info`: pattern, parameters and memory of a model."""
+"""`postlude info`: pattern, parameters and memory of a model; or base, rank and targets of an adapter."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from postlude.hf.builtin import BUILTIN, FIELDS
 from postlude.hf.families import FAMILIES
+from postlude.hf.peft import CONFIG, read_adapter
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
 from postlude.recipes.report.formatting import format_bytes
@@ -22,6 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(options: argparse.Namespace) -> None:
     """Prints pattern, parameters by block and memory by dtype. Reads only the config."""
     console = Console()
+    if (Path(options.model) / CONFIG).is_file():
+        _print_adapter(console, options.model)
+        return
     config = _config(options.model)
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -52,6 +57,26 @@ def run(options: argparse.Namespace) -> None:
         trained = 16 + (each if each < 4 else 0)
         memory.add_row(label, format_bytes(total * each), format_bytes(total * trained))
     console.print(memory)
+
+
+def _print_adapter(console: Console, path: str) -> None:
+    """Prints what an adapter of peft says of itself. Its base is not needed."""
+    config, tensors = read_adapter(path)
+    ranks = sorted({config["r"], *(config.get("rank_pattern") or {}).values()})
+    modules = config.get("target_modules") or []
+    targets = [modules] if isinstance(modules, str) else [*modules, *(config.get("target_parameters") or ())]
+    scale = "alpha / √rank" if config.get("use_rslora") else "alpha / rank"
+    adapted = sum(name.endswith("lora_A.weight") for name in tensors)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    for line in (
+        f"{path}  a {config.get('peft_type', 'LORA')} adapter, {count:,} parameters in {', '.join(dtypes)}",
+        f"base     {config.get('base_model_name_or_path') or 'not named'}",
+        f"rank     {', '.join(map(str, ranks))}, alpha {config['lora_alpha']:g}, scaled by {scale}",
+        f"targets  {', '.join(targets)}: {adapted} matrices",
+        f"merge    postlude convert {path} BASE DST",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _mtp_line(model: str, config: ModelConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from postlude.hf.families import FAMILIES
+from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
-from postlude.layout import Layout
+from postlude.layout import Layout, Stage
+from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRA
 from postlude.model import ModelConfig, Pattern
 from postlude.options import check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
-from postlude.plan.parameter_count import total_parameters
+from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.plan.search import USABLE_MEMORY, SearchResult, explain_time, search
 from postlude.recipes.config.packaged import find_packaged
 from postlude.recipes.registry import RECIPES
@@ -42,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
         config, overlap = _config(options.model, recipe.mtp.depths if recipe.mtp else 0), recipe.overlap
         model = recipe_cost_model(recipe, config, hardware, seq=options.seq, batch_tokens=options.batch_tokens)
     says = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
+    if model.adapters:
+        trained = count_parameters(config, adapters=model.adapters).trained(Stage()).used
+        says += f", of which LoRA trains {_count(trained)} in adapters"
     console.print(says, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
@@ -82,12 +89,13 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
         microbatches=-(-tokens // (layout.dp * budget)),
         recompute=options.recompute,
         mtp=bool(options.mtp),
+        adapters=_adapters(options.lora, config),
     )
 
 
 def _read_recipe(options: argparse.Namespace) -> Any:
     """Returns the config of --recipe, or raises if it cannot be planned or another option contradicts it."""
-    for name in ("layout", "gpus", "budget", "recompute", "overlap", "mtp", "search"):
+    for name in ("layout", "gpus", "budget", "recompute", "overlap", "mtp", "search", "lora"):
         if getattr(options, name) != options.parser.get_default(name):
             raise ValueError(f"--{name} is in the config of --recipe or follows from it: leave one of the two out.")
     command, file = options.recipe
@@ -104,8 +112,6 @@ def recipe_cost_model(
     A step has the recipe's number of sequences, or `batch_tokens`. `config` is the config of its model.
     """
     layout, budget = recipe.layout, recipe.budget
-    if recipe.lora is not None:
-        raise ValueError("plan estimates training of all weights, and knows no lora yet. Leave lora out of the recipe.")
     if budget < seq:
         raise ValueError(f"--seq is {seq}, but budget is {budget} in the recipe. Lower --seq.")
     _check_layout(layout, config, recipe.model)
@@ -124,7 +130,14 @@ def recipe_cost_model(
         weights=recipe.weights,
         moments=recipe.optimizer.fp32_per_parameter(recipe.weights),
         frozen=sum(map(total_parameters, others)),
+        adapters=_adapters(recipe.lora, config),
     )
+
+
+def _adapters(lora: LoRA | None, config: ModelConfig) -> Mapping[str, AdapterConfig]:
+    """Returns the adapters of a model, or raises for targets that it does not have."""
+    family = None if config.family is None else FAMILIES[config.family]
+    return NO_ADAPTERS if lora is None else adapter_configs(lora, config, family)
 
 
 def _layout(options: argparse.Namespace, config: ModelConfig) -> Layout:

@@ -10,12 +10,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.options import check_overlap
+from postlude.verify.adapters import AdapterReport
 from postlude.verify.cases import Case, fitting_layouts, gives_experts, resolve_source
 from postlude.verify.choices import TOLERANCES
-from postlude.verify.compare import Report, compare_all
+from postlude.verify.compare import Report, compare_adapters_of, compare_all
 from postlude.world.devices import check_device, default_device
 from postlude.world.launcher import run_on_ranks
 
@@ -24,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Compares layouts with one rank and prints the differences. Returns 1 if one is too large."""
     console = Console()
     source, width = resolve_source(options.model)
-    _, config = read_model(source)
+    family, config = read_model(source)
     device = options.device or default_device()
     check_device(device)
     if options.backend == "nccl" and device == "cpu":
@@ -32,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
             "--backend nccl needs a GPU, but ranks compute on the CPU; use --device cuda or --backend gloo."
         )
     layouts = fitting_layouts(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
+    if options.lora is not None:
+        adapter_configs(options.lora, config, family)  # refuses targets that do not exist
     for layout in layouts:
         config.check_layout(layout)  # no rank is started for what cannot be
         check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
@@ -46,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
             compute_dtype=getattr(torch, options.dtype),
             initializer_range=width,
             seed=options.seed,
+            lora=options.lora,
         )
         for layout in layouts
         for objective in objectives
@@ -67,6 +72,9 @@ def run(options: argparse.Namespace) -> int:
         line = f"{options.dtype}: layouts and one rank were given the same random experts for each token, because "
         line += "rounding changes what routers choose"
         console.print(line, highlight=False, soft_wrap=True)
+    adapters = [] if options.lora is None else compare_adapters_of(cases[0])
+    for comparison in adapters:
+        console.print(_adapter_line(comparison), markup=False, highlight=False, soft_wrap=True)
     different = [report for report in reports if not report.passes(tolerance)]
     for report in different:
         name, off = report.worst
@@ -77,7 +85,20 @@ def run(options: argparse.Namespace) -> int:
     count = len(reports)
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
     console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
-    return int(bool(different))
+    limit = TOLERANCES["float32"] if options.tolerance is None else options.tolerance
+    wrong = [comparison.other for comparison in adapters if not comparison.passes(limit)]
+    for other in wrong:
+        console.print(f"one rank differs from {other} by more than {limit:g}", markup=False, highlight=False)
+    return int(bool(different or wrong))
+
+
+def _adapter_line(report: AdapterReport) -> str:
+    """Returns a line about one rank's adapters beside another model."""
+    if report.skipped:
+        return f"one rank beside {report.other}: not checked, as {report.skipped}"
+    line = f"one rank beside {report.other}, in fp32: log-prob {report.logprob:.1e}"
+    name, off = report.worst
+    return line + (f", gradient {off:.1e} ({name})" if name else "")
 
 
 def _table(reports: Sequence[Report], tolerance: float) -> Table:

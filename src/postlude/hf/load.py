@@ -64,7 +64,7 @@ def load_model(
         source = with_mtp(source, families, blocks)
     family, config = read_model(source, families, blocks)
     with torch.device("meta"):
-        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or _dtype(config), blocks=blocks)
+        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or weights_dtype(config), blocks=blocks)
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
@@ -298,7 +298,8 @@ def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) ->
     return ModuleSource(module, family, expected_tensors(config, family))
 
 
-def _dtype(config: ModelConfig) -> torch.dtype:
+def weights_dtype(config: ModelConfig) -> torch.dtype:
+    """Returns the dtype that a config states for its weights, by default fp32."""
     dtype = config.hf_config.get("dtype")
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from postlude.layout import Layout, Stage
+from postlude.lora import NO_ADAPTERS, AdapterConfig
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.options import Recompute, WeightStorage
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
 from postlude.plan.memory import STORED, defers_wgrads, symbols_of
-from postlude.plan.parameter_count import ModelParameterCount, ParameterCount, count_parameters
+from postlude.plan.parameter_count import ModelParameterCount, count_parameters
 
 RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """The fraction of a forward that the backward repeats; "selective" repeats only what is cheap."""
 ADAMW_BYTES = 28  # that a fused AdamW reads and writes per parameter, all in fp32
+ADAPTER_OVERHEAD = 1.15  # of compute with adapters, whose products are narrow: measured on an H200, docs/benchmarks.md
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,15 @@ class CostModel:
     """Numbers of fp32 that the optimizer keeps on the GPU for each parameter."""
     frozen: int = 0
     """Parameters of other models in memory: a reference, a teacher."""
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=lambda: NO_ADAPTERS)
+    """With LoRA, the adapters of the whole model: they alone are trained."""
     known: ModelParameterCount | None = None
     """The parameters of a rank of this layout, if they are counted already."""
 
     @cached_property
     def sizes(self) -> ModelParameterCount:
         """The parameters of a rank of this layout."""
-        return self.known or count_parameters(self.config, self.layout)
+        return self.known or count_parameters(self.config, self.layout, adapters=self.adapters)
 
     @cached_property
     def costs(self) -> Mapping[tuple[str, int], ActionCost]:
@@ -99,7 +103,7 @@ class CostModel:
             whole = self.costs["B", action.stage]
             return replace(whole, compute=whole.compute - deferred)
         once = action.microbatch == self.microbatches - 1
-        reduction = self._weights("B", self.sizes.stage(stage), once)
+        reduction = self._weights("B", stage, once)
         return ActionCost(deferred, waited=max(0.0, reduction - deferred))
 
     @property
@@ -117,7 +121,7 @@ class CostModel:
         """Seconds of the optimizer step on the rank that stores most."""
         layout, stored = self.layout, [0] * self.layout.pp
         for index in range(layout.stages):
-            stored[index % layout.pp] += self.sizes.stage(Stage(index, layout.stages)).stored(layout)
+            stored[index % layout.pp] += self.sizes.trained(Stage(index, layout.stages)).stored(layout)
         return max(stored) * ADAMW_BYTES / self.hardware.memory_bandwidth
 
     @property
@@ -127,7 +131,10 @@ class CostModel:
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of a forward and a backward of one token through the whole model, without recompute."""
+        """FLOPs of a forward and a backward of one token through the whole model, without recompute.
+
+        With LoRA the same: MFU counts weight gradients of the model that are not computed.
+        """
         stages = [Stage(index, self.layout.stages) for index in range(self.layout.stages)]
         return 3 * sum(self._flops(stage) for stage in stages)
 
@@ -148,7 +155,7 @@ class CostModel:
     def _weight_flops(self, stage: Stage) -> float:
         """Returns the FLOPs per token of deferred weight gradients: all but the head's."""
         config, hidden = self.config, self.config.hidden_size
-        if not defers_wgrads(config, stage):
+        if not defers_wgrads(config, stage) or self.adapters:  # those of adapters are next to nothing
             return 0.0
         depths = len(config.pattern.mtp) if self.mtp and stage.last else 0
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
@@ -170,9 +177,8 @@ class CostModel:
         config, layout, hardware = self.config, self.layout, self.hardware
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
-        times = 1.0 if kind == "F" else 2.0 + RECOMPUTED[self.recompute]
         trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
-        compute = times * self._seconds(self._flops(stage))
+        compute = self._compute(kind, stage)
         by_tp = sum(count * block.tp_traffic(hidden) for block, count in blocks) * (layout.tp - 1)
         by_cp = sum(count * block.cp_traffic(layout.cp) for block, count in blocks)
         waited = by_tp / hardware.ring_rate(layout.tp, 1) + by_cp / hardware.ring_rate(layout.cp, layout.tp)
@@ -180,25 +186,39 @@ class CostModel:
         for block, count in blocks:
             if sent := block.ep_traffic(hidden):
                 exchange += 2 * count * hardware.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
-        weights = self._weights(kind, self.sizes.stage(stage), once)
+        weights = self._weights(kind, stage, once)
         return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
 
-    def _weights(self, kind: str, held: ParameterCount, once: bool) -> float:
+    def _compute(self, kind: str, stage: Stage) -> float:
+        """Returns the seconds of compute: a backward is twice a forward, and without weight gradients as long as one.
+
+        Attention between tokens has no weights, so its backward is always twice as long.
+        """
+        forward = self._flops(stage)
+        backward = 2.0 * forward
+        if self.adapters:
+            counts = self._counts(stage).items()
+            attention = sum(count * self.config.blocks[symbol].attention_flops(self.length) for symbol, count in counts)
+            backward = forward + attention
+        flops = forward if kind == "F" else backward + RECOMPUTED[self.recompute] * forward
+        return self._seconds(flops) * (ADAPTER_OVERHEAD if self.adapters else 1.0)
+
+    def _weights(self, kind: str, stage: Stage, once: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
+        held, trained = self.sizes.stage(stage), self.sizes.trained(stage)
         layout, hardware = self.layout, self.hardware
         stays_gathered = layout.pp > 1 or self.gather_once
         if stays_gathered and not once:
             return 0.0
-        bytes_moved = self.compute_bytes if kind == "F" else STORED
-        if kind == "B" and not stays_gathered:
-            bytes_moved += self.compute_bytes  # gathered once more
+        gathered = 0 if kind == "B" and stays_gathered else self.compute_bytes  # a backward gathers once more
+        reduced = STORED if kind == "B" else 0
         shards = layout.dp_shard * layout.cp
         of_experts = shards * layout.tp // layout.ep
-        seconds = _ring(hardware, held.dense * bytes_moved, shards, layout.tp)
-        seconds += _ring(hardware, held.experts * bytes_moved, of_experts, layout.ep)
+        seconds = _ring(hardware, held.dense * gathered + trained.dense * reduced, shards, layout.tp)
+        seconds += _ring(hardware, held.experts * gathered + trained.experts * reduced, of_experts, layout.ep)
         if kind == "B" and once and layout.dp_replicate > 1:
             replica = layout.dp_shard * layout.cp * layout.tp
-            seconds += 2 * _ring(hardware, held.stored(layout) * STORED, layout.dp_replicate, replica)
+            seconds += 2 * _ring(hardware, trained.stored(layout) * STORED, layout.dp_replicate, replica)
         return seconds
 
 

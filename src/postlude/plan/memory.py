@@ -22,6 +22,7 @@ from postlude.plan.simulator import peak_held
 STORED = 4  # bytes of a stored parameter, of its gradient, and of each number of the optimizer
 NARROW = 2  # bytes of a parameter that is stored in bf16
 WORKING = 0.35  # gradients that a backward holds, roughly, as a fraction of what its largest block keeps
+ADAPTED = 0.7  # what a block with adapters keeps of `saved_activations`: measured on an H200, docs/benchmarks.md
 
 
 @dataclass(frozen=True)
@@ -72,36 +73,36 @@ def estimate_memory(
     weights: WeightStorage = "fp32",
     mtp: bool = True,
     sizes: ModelParameterCount | None = None,
-    adapters: int = 0,
 ) -> list[MemoryEstimate]:
     """Returns the estimate of each pipeline rank.
-
-    With LoRA, `adapters` are the parameters of all adapters: they are trained, and the model is only held.
 
     `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.fp32_per_parameter`);
     `frozen` the parameters of other models that are held in the same layout, in all. `microbatches` are those of
     one data-parallel rank in a step, by default as many as fill the pipeline. Without `mtp`
     multi-token-prediction depths are held, but neither run nor trained. `sizes` are the model's in this layout,
-    if they are known already.
+    if they are known already; with LoRA they have the adapters, which alone are trained.
     """
     sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
-    weight_bytes = compute_bytes if adapters else STORED if weights == "fp32" else NARROW
+    lora = bool(sizes.adapters)
+    weight_bytes = compute_bytes if lora else STORED if weights == "fp32" else NARROW
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     estimates = []
     for rank in range(layout.pp):
         stages = [Stage(index, layout.stages) for index in range(rank, layout.stages, layout.pp)]
         stored = sum(sizes.stage(stage).stored(layout) for stage in stages)
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
-        last, trained = stages[-1].last, adapters // ranks if adapters else stored - idle
-        held = {stage.index: _kept(config, stage, recompute, mtp) for stage in stages}
+        adapters = sum(sizes.trained(stage).stored(layout) for stage in stages) if lora else 0
+        last, trained = stages[-1].last, adapters if lora else stored - idle
+        kept = ADAPTED if lora else 1.0
+        held = {stage.index: _kept(config, stage, recompute, mtp, kept) for stage in stages}
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
         in_flight = peak_held(schedule, held.__getitem__, deferred.__getitem__)
-        at_work = max(_at_work(config, stage, recompute, mtp) for stage in stages)
+        at_work = kept * max(_at_work(config, stage, recompute, mtp) for stage in stages)
         estimates.append(
             MemoryEstimate(
-                parameters=stored * weight_bytes + adapters // ranks * STORED,
+                parameters=stored * weight_bytes + adapters * STORED,
                 gradients=trained * STORED,
                 optimizer=int(trained * STORED * moments),
                 frozen=frozen * weight_bytes // ranks,
@@ -110,8 +111,8 @@ def estimate_memory(
                 else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
-                head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes) if last else 0,
-                summed=_summed(sizes, stages, layout, compute_bytes, once=gather_once),
+                head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes, lora) if last else 0,
+                summed=0 if lora else _summed(sizes, stages, layout, compute_bytes, once=gather_once),
             )
         )
     return estimates
@@ -141,18 +142,21 @@ def _gathered(
     """Returns the bytes of gathered weights: of a layer and the next one, or of all.
 
     Without sharding, all: a copy in the compute dtype. In a pipeline, or with `once`, all stay gathered between
-    microbatches, and gradients too, in fp32. Otherwise what is outside the layers is gathered for the whole pass. With
-    overlap all is, and a layer's gradient waits in fp32.
+    microbatches, and gradients of what is trained too, in fp32. Otherwise what is outside the layers is gathered for
+    the whole pass. With overlap all is, and a layer's gradient waits in fp32.
     """
     held = total(sizes.stage(stage) for stage in stages)
     if _is_unsharded(sizes, stages, layout):
         return held.used * compute_bytes
     if layout.pp > 1 or once:
-        stored = sum(sizes.stage(stage).stored(layout) for stage in stages)  # gradients that replace the gathered ones
-        return held.used * (compute_bytes + STORED) - stored * STORED
+        trained = total(sizes.trained(stage) for stage in stages)
+        stored = sum(sizes.trained(stage).stored(layout) for stage in stages)  # gradients that replace gathered ones
+        return held.used * compute_bytes + (trained.used - stored) * STORED
     largest = max((each.used for each in sizes.inside(stages[0])), default=0)
     if overlap:
-        return sizes.stage(stages[0]).used * compute_bytes + largest * STORED
+        trained_layers = sizes.adapters_inside(stages[0]) if sizes.adapters else sizes.inside(stages[0])
+        waiting = max((each.used for each in trained_layers), default=0)
+        return sizes.stage(stages[0]).used * compute_bytes + waiting * STORED
     return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
 
 
@@ -181,8 +185,8 @@ def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     return symbols + mtp_symbols if mtp and stage.last else symbols
 
 
-def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
-    """Returns the numbers that one token keeps for a stage's backward."""
+def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, share: float) -> float:
+    """Returns the numbers that one token keeps for a stage's backward: a `share` of the blocks' estimates."""
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
@@ -191,8 +195,7 @@ def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) ->
         block.saved_activations(hidden) * (block.selective_share if recompute == "selective" else 1.0)
         for block in blocks
     )
-    if recompute == "full":
-        kept = layers * hidden
+    kept = layers * hidden if recompute == "full" else kept * share
     outside = hidden * (2 * stage.last + 6 * depths)  # of the final norm; of a depth's two norms and projection
     return kept + outside
 
@@ -222,13 +225,13 @@ def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool)
     return largest * WORKING + again
 
 
-def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int) -> int:
-    """Returns the bytes of a chunk of logits, and of the gradients of the head's weight and input."""
+def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int, frozen: bool) -> int:
+    """Returns the bytes of a chunk of logits, and of the gradients of the head's input and, unless frozen, weight."""
     columns = -(-config.vocab_size // layout.tp)
     logit_bytes = 8 if device == "cpu" else 4  # on a CPU they are also held as probabilities
     shape = Shape(rows=tokens, columns=columns, hidden=config.hidden_size, logit_bytes=logit_bytes, device=device)
-    plan = plan_sweep(shape, weight_gradient=True)
+    plan = plan_sweep(shape, weight_gradient=not frozen)
     rows, width = plan.largest(shape)
     weight = columns * config.hidden_size * (compute_bytes + shape.accumulator_bytes * (plan.count(shape) > 1))
     states = tokens * config.hidden_size * (shape.accumulator_bytes + compute_bytes)
-    return rows * width * logit_bytes + weight + states
+    return rows * width * logit_bytes + (0 if frozen else weight) + states

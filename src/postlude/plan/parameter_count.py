@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from postlude.layout import Layout, Stage
+from postlude.lora import NO_ADAPTERS, AdapterConfig
 from postlude.model import ModelConfig
+from postlude.model.adapters import add_adapters, is_adapter
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.mtp import MTPDepth
 from postlude.model.stack import LogicalLayer
@@ -56,6 +58,8 @@ class ModelParameterCount:
     embedding: ParameterCount
     head: ParameterCount
     norm: ParameterCount
+    adapters: tuple[ParameterCount, ...] = ()
+    """Those of each layer in order, then of each multi-token-prediction depth; empty without LoRA."""
 
     def outside(self, stage: Stage) -> ParameterCount:
         """Returns the count of a stage's embedding, norm and head."""
@@ -72,8 +76,17 @@ class ModelParameterCount:
         return layers + [self.depth] * (self.config.mtp_module_count if stage.last else 0)
 
     def stage(self, stage: Stage) -> ParameterCount:
-        """Returns the count of a whole stage."""
+        """Returns the count of a whole stage, without adapters."""
         return total([self.outside(stage), *self.inside(stage)])
+
+    def adapters_inside(self, stage: Stage) -> list[ParameterCount]:
+        """Returns the adapters of each layer of a stage in order, and of each depth after them; empty without LoRA."""
+        layers, depths = self.config.stage_layers(stage), self.adapters[len(self.config.pattern) :]
+        return [*self.adapters[layers.start : layers.stop], *(depths if stage.last else ())]
+
+    def trained(self, stage: Stage) -> ParameterCount:
+        """Returns what is trained of a stage: its adapters, or all without LoRA."""
+        return total(self.adapters_inside(stage)) if self.adapters else self.stage(stage)
 
 
 def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
@@ -87,8 +100,13 @@ def total(parts: Iterable[ParameterCount]) -> ParameterCount:
     return sum(parts, ParameterCount())
 
 
-def count_parameters(config: ModelConfig, layout: Layout | None = None) -> ModelParameterCount:
-    """Counts the parameters that the first rank of each stage of a layout uses; by default of one rank."""
+def count_parameters(
+    config: ModelConfig, layout: Layout | None = None, *, adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS
+) -> ModelParameterCount:
+    """Counts the parameters that the first rank of each stage of a layout uses; by default of one rank.
+
+    `adapters` are those of the whole model, by the names of their layers.
+    """
     mesh = Mesh.without_processes(layout or Layout())
     pattern = config.pattern
     kinds = {blocks: index for index, blocks in enumerate(pattern.layers)}
@@ -102,7 +120,34 @@ def count_parameters(config: ModelConfig, layout: Layout | None = None) -> Model
         if pattern.mtp:
             one = MTPDepth(0, config, mesh, BLOCKS)
             depth = _count(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
-    return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, ParameterCount(config.hidden_size))
+    norm, adapted = ParameterCount(config.hidden_size), _count_adapters(config, mesh, adapters)
+    return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, norm, adapted)
+
+
+def _count_adapters(
+    config: ModelConfig, mesh: Mesh, adapters: Mapping[str, AdapterConfig]
+) -> tuple[ParameterCount, ...]:
+    """Returns the adapters of each layer and depth. Of layers with the same blocks and adapters one is built."""
+    counted: dict[tuple[str, frozenset[tuple[str, AdapterConfig]]], ParameterCount] = {}
+    counts = []
+    for index, blocks in enumerate(config.pattern.layers if adapters else ()):
+        prefix = f"layers.{index}."
+        inner = frozenset(
+            (name.removeprefix(prefix), each) for name, each in adapters.items() if name.startswith(prefix)
+        )
+        if (blocks, inner) not in counted:
+            with torch.device("meta"):
+                layer = LogicalLayer(config.pattern.layer(index), config, mesh, BLOCKS)
+                add_adapters(layer.blocks, adapters)
+            counted[blocks, inner] = _count(layer, layer.blocks, only_adapters=True)
+        counts.append(counted[blocks, inner])
+    for index in range(config.mtp_module_count if adapters else 0):
+        with torch.device("meta"):
+            depth = MTPDepth(index, config, mesh, BLOCKS)
+            inside = [block for layer in depth.layers.values() for block in cast(LogicalLayer, layer).blocks]
+            add_adapters(inside, adapters)
+        counts.append(_count(depth, inside, only_adapters=True))
+    return tuple(counts)
 
 
 def total_parameters(config: ModelConfig) -> int:
@@ -115,10 +160,14 @@ def _local_rows(rows: int, mesh: Mesh) -> int:
     return stop - start
 
 
-def _count(module: nn.Module, blocks: Iterable[Block]) -> ParameterCount:
+def _count(module: nn.Module, blocks: Iterable[Block], *, only_adapters: bool = False) -> ParameterCount:
     units: list[SeparateUnit] = [unit for block in blocks for unit in block.sharded_separately()]
     experts = {id(each) for unit in units if unit.experts for each in unit.module.parameters()}
-    sizes = [(each.numel(), id(each) in experts) for each in module.parameters()]
+    sizes = [
+        (parameter.numel(), id(parameter) in experts)
+        for name, parameter in module.named_parameters()
+        if is_adapter(name) or not only_adapters
+    ]
     return ParameterCount(
         sum(size for size, expert in sizes if not expert), sum(size for size, expert in sizes if expert)
     )

@@ -46,7 +46,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
             fitting += 1
             key = layout.tp, layout.ep
             if key not in counted:
-                counted[key] = count_parameters(start.config, layout)
+                counted[key] = count_parameters(start.config, layout, adapters=start.adapters)
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
             least = min(least, needed)
@@ -73,10 +73,12 @@ def _weights(model: CostModel) -> float:
     """Returns the bytes of weights, gradients and optimizer state on an average rank: a lower bound."""
     layout = model.layout
     whole = model.sizes.stage(Stage())
-    whole_between = (model.compute_bytes + STORED) * whole.used if layout.pp > 1 else 0
+    trained = model.sizes.trained(Stage())
+    whole_between = model.compute_bytes * whole.used + STORED * trained.used if layout.pp > 1 else 0
     weight_bytes = STORED if model.weights == "fp32" else NARROW
-    bytes_each = weight_bytes + STORED * (1 + model.moments)
-    return (bytes_each * whole.stored(layout) + whole_between) / layout.pp
+    bytes_each = STORED * (1 + model.moments)
+    stored = whole.stored(layout) * (model.compute_bytes if model.adapters else weight_bytes)
+    return (stored + bytes_each * trained.stored(layout) + whole_between) / layout.pp
 
 
 def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:

@@ -19,6 +19,7 @@ from postlude.hf.model_source import Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG
 from postlude.hf.read_model import CONFIG, read_description
 from postlude.layout import Layout
+from postlude.lora import LoRA
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
 from postlude.model.routing import Routers
@@ -33,7 +34,8 @@ FRESH_RANGE = 0.1  # with fresh weights this wide, tokens differ in the outputs
 class Case:
     """One comparison. `initializer_range` widens a fresh model's weights, so that tokens differ in its outputs.
 
-    `blocks` is a table with your own blocks, by default the built-in one.
+    `blocks` is a table with your own blocks, by default the built-in one. With `lora` the adapters are trained, and
+    their B starts from random numbers too: with zeros the gradient of A would be zero.
     """
 
     source: Source
@@ -46,6 +48,7 @@ class Case:
     initializer_range: float | None = None
     seed: int = 0
     blocks: Mapping[str, type[Block]] | None = None
+    lora: LoRA | None = None
 
 
 def resolve_source(model: str) -> tuple[Source, float | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from postlude.data import pack, unpack
 from postlude.engine import Engine
+from postlude.engine.adapters import stream_adapters
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.family import map_to_hf
@@ -26,6 +27,14 @@ from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
 from postlude.objectives import MTP, Objective
 from postlude.ops.linear_logprobs import TokenStats
+from postlude.verify.adapters import (
+    AdapterReport,
+    adapted_model,
+    adapter_gradients,
+    compare_adapters,
+    difference,
+    randomize_b,
+)
 from postlude.verify.cases import BUDGET, Case, batches
 from postlude.verify.choices import OBJECTIVES, TOLERANCES
 from postlude.world.mesh import Mesh
@@ -92,6 +101,12 @@ def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
     return [report for report in reports if report is not None]
 
 
+def compare_adapters_of(case: Case) -> list[AdapterReport]:
+    """Compares the adapters of a case on one rank with the merged model and with peft's own. Its layout is not used."""
+    assert case.lora is not None
+    return compare_adapters(_source(case), case.lora, objective=case.objective, seed=case.seed)
+
+
 def _source(case: Case) -> Source:
     """Returns the source with the case's changes to its config."""
     if case.tied is None and case.initializer_range is None:
@@ -122,13 +137,16 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
         seed=case.seed,
         blocks=case.blocks or BLOCKS,
         mtp=True,
+        lora=case.lora,
     )
+    randomize_b(engine.parameters.items(), case.seed)
     objective = _objective(case, engine.config)
     values = {}
     for name, batch in batches(case.objective, engine.config, case.seed, case.compute_dtype).items():
         engine.zero_grad()
         result = engine.forward_backward(batch, objective)
-        gradients = {theirs: tensor.cpu() for theirs, tensor in engine.gradients()}
+        streamed = engine.gradients() if case.lora is None else stream_adapters(engine, gradients=True)
+        gradients = {parameter: tensor.cpu() for parameter, tensor in streamed}
         scores = engine.logprobs(batch, entropy=True)
         assert scores.entropy is not None
         layers = _tensors({**result.metrics, **result.layer_vectors})
@@ -141,7 +159,7 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
 def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, ComputedValues]:
     """Returns what one rank computes: every microbatch in turn, with plain autograd."""
     source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
-    model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=case.blocks or BLOCKS)
+    model = _plain_model(case, source, device)
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
     for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
@@ -168,8 +186,16 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
         logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
         entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
         measured = _tensors({**layers.numbers, **layers.vectors})
-        values[name] = ComputedValues(loss, logprob, entropy, _gradients(model, source), measured)
+        gradients = _gradients(model, source) if case.lora is None else adapter_gradients(model)
+        values[name] = ComputedValues(loss, logprob, entropy, gradients, measured)
     return values
+
+
+def _plain_model(case: Case, source: Source, device: torch.device | str) -> LanguageModel:
+    blocks = case.blocks or BLOCKS
+    if case.lora is None:
+        return load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=blocks)
+    return adapted_model(source, case.lora, seed=case.seed, dtype=case.compute_dtype, device=device, blocks=blocks)
 
 
 def _tensors(values: Mapping[str, float | list[float]]) -> dict[str, Tensor]:
@@ -213,21 +239,13 @@ def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[s
     layer_metrics: dict[str, float] = {}
     for name, reference in expected.items():
         ours = actual[name]
-        loss = max(loss, _difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
-        logprob = max(logprob, _difference(ours.logprob, reference.logprob))
-        entropy = max(entropy, _difference(ours.entropy, reference.entropy))
+        loss = max(loss, difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
+        logprob = max(logprob, difference(ours.logprob, reference.logprob))
+        entropy = max(entropy, difference(ours.entropy, reference.entropy))
         for parameter, gradient in reference.gradients.items():
-            off = _difference(ours.gradients[parameter], gradient)
+            off = difference(ours.gradients[parameter], gradient)
             gradients[parameter] = max(gradients.get(parameter, 0.0), off)
         for metric, value in reference.layer_metrics.items():
-            off = _difference(ours.layer_metrics.get(metric, torch.tensor(float("nan"))), value)
+            off = difference(ours.layer_metrics.get(metric, torch.tensor(float("nan"))), value)
             layer_metrics[metric] = max(layer_metrics.get(metric, 0.0), off)
     return Report(case, loss, logprob, entropy, gradients, layer_metrics)
-
-
-def _difference(actual: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference relative to the largest expected magnitude."""
-    if actual.shape != expected.shape or not (torch.isfinite(actual).all() and torch.isfinite(expected).all()):
-        return float("inf")
-    scale = expected.double().abs().max().clamp_min(1e-12)
-    return float((actual.double() - expected.double()).abs().max() / scale)

@@ -32,8 +32,8 @@ from postlude.model import ModelConfig
 from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
-from postlude.plan.parameter_count import total_parameters
-from postlude.recipes.checks.lora import adapter_parameters, describe_lora
+from postlude.plan.parameter_count import count_parameters, total_parameters
+from postlude.recipes.checks.lora import adapters_of, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
@@ -170,7 +170,7 @@ class PreflightInputs:
             mtp=config.mtp is not None,
             overlap=config.overlap,
             gather_once=config.gather_once,
-            adapters=adapter_parameters(config, *self.model),
+            sizes=count_parameters(self.model[1], config.layout, adapters=adapters_of(config, *self.model)),
         )
 
 

@@ -1,0 +1,217 @@
+"""Measures LoRA training on one GPU beside peft + transformers and beside full training: tokens/s and peak memory.
+
+    PYTHONPATH=src python benchmarks/lora.py --json benchmarks/results/lora_h200.json
+    PYTHONPATH=src python benchmarks/lora.py --cases lora lora-recompute --shape 30b-a3b
+    PYTHONPATH=src python benchmarks/lora.py --smoke          # tiny, on any machine
+
+Every case is SFT on the same sequences with adapters on all linear layers of the decoder, and steps its AdamW. Base
+weights are bf16, adapters fp32 and products bf16; "bf16" in a case's name means adapters in bf16, which peft computes
+fastest. `planned_gib` is what preflight and `postlude plan` estimate for ours. Full training of a whole 8B model keeps
+bf16 weights with the other sixteen bits of fp32 in the optimizer's state, and 8-bit moments: it does not fit otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from workloads import GIB, MIXES, SHAPES, Clock, Results, Sample, attempt, forget, peak_gib
+
+import peers
+from postlude import AdamW, Batch, Engine, ranks
+from postlude.data.bins import plan_bins
+from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.read_model import read_model
+from postlude.layout import Layout
+from postlude.lora import LoRA
+from postlude.objectives import SFT
+from postlude.plan.memory import estimate_memory
+from postlude.plan.parameter_count import count_parameters
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FULL = {"weights": "split"}
+PADDED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every case is given."""
+
+    config: PretrainedConfig
+    sample: Sample
+    device: str
+    budget: int
+    rank: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the base weights."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. `make` returns the step to time, and the estimate of its memory if there is one."""
+
+    says: str
+    make: Callable[[Work], tuple[Callable[[], Any], int | None]]
+
+
+def ours(*, lora: bool, **options: Any) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
+    def make(work: Work) -> tuple[Callable[[], Any], int | None]:
+        chosen = LoRA(rank=work.rank) if lora else None
+        optimizer = AdamW(lr=1e-5, moments="fp32" if lora else "8bit")
+        engine = Engine(
+            work.config, device=work.device, budget=work.budget, optimizer=optimizer, lora=chosen, **options
+        )
+        batch = Batch(work.sample.sequences, {"response_mask": [1.0] * len(work.sample.sequences)})
+
+        def step() -> None:
+            engine.forward_backward(batch, SFT())
+            engine.optimizer_step()
+
+        return step, planned_bytes(work, chosen, optimizer, **options)
+
+    return make
+
+
+def planned_bytes(work: Work, lora: LoRA | None, optimizer: AdamW, **options: Any) -> int:
+    """What the planner estimates for one rank whose largest microbatch is that of the sample."""
+    family, config = read_model(work.config)
+    adapters = {} if lora is None else adapter_configs(lora, config, family)
+    weights, bins = options.get("weights", "fp32"), plan_bins(work.sample.lengths, work.budget)
+    (estimate,) = estimate_memory(
+        config,
+        Layout(),
+        budget=max(sum(work.sample.lengths[member] for member in members) for members in bins),
+        compute_bytes=work.dtype.itemsize,
+        moments=optimizer.fp32_per_parameter(weights),
+        recompute=options.get("recompute", "none"),
+        device=work.device,
+        weights=weights,
+        sizes=count_parameters(config, adapters=adapters),
+    )
+    return estimate.total
+
+
+def theirs(
+    attention: str, *, padded: bool = False, checkpointing: bool = False, bf16_adapters: bool = False
+) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
+    def make(work: Work) -> tuple[Callable[[], Any], int | None]:
+        import peft
+
+        if attention == "flash_attention_2":
+            import flash_attn  # noqa: F401
+        base = peers.made(work.config, work.device, work.dtype, attention)
+        chosen = peft.LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules=MODULES, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, chosen, autocast_adapter_dtype=not bf16_adapters)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        sample, device = work.sample, work.device
+        rows: Sequence[Any] = (
+            list(peers.padded(sample, PADDED_ROWS, device)) if padded else peers.packed(sample, work.budget, device)
+        )
+        loss = peers.sft(sample) if padded else peers.packed_sft(sample)
+        autocast = device == "cuda" and not bf16_adapters
+        return peers.Update(model, rows, loss, autocast=autocast), None
+
+    return make
+
+
+CASES = {
+    "lora": Case("Postlude, LoRA", ours(lora=True)),
+    "lora-selective": Case("Postlude, LoRA, recompute selective", ours(lora=True, recompute="selective")),
+    "lora-recompute": Case("Postlude, LoRA, recompute full", ours(lora=True, recompute="full")),
+    "full": Case("Postlude, all weights", ours(lora=False, **FULL)),
+    "full-recompute": Case("Postlude, all weights, recompute full", ours(lora=False, recompute="full", **FULL)),
+    "peft-padded": Case("peft, rows padded", theirs("sdpa", padded=True)),
+    "peft-padded-checkpointing": Case(
+        "peft, rows padded, gradient checkpointing", theirs("sdpa", padded=True, checkpointing=True)
+    ),
+    "peft-sdpa": Case("peft, packed, sdpa", theirs("sdpa")),
+    "peft-sdpa-checkpointing": Case("peft, packed, sdpa, gradient checkpointing", theirs("sdpa", checkpointing=True)),
+    "peft-flash": Case("peft, packed, flash attention", theirs("flash_attention_2")),
+    "peft-flash-checkpointing": Case(
+        "peft, packed, flash attention, gradient checkpointing", theirs("flash_attention_2", checkpointing=True)
+    ),
+    "peft-flex": Case("peft, packed, flex attention", theirs("flex_attention")),
+    "peft-flex-bf16": Case("peft, packed, flex attention, bf16 adapters", theirs("flex_attention", bf16_adapters=True)),
+    "peft-flex-checkpointing": Case(
+        "peft, packed, flex attention, gradient checkpointing", theirs("flex_attention", checkpointing=True)
+    ),
+}
+
+
+def run(case: Case, work: Work, clock: Clock) -> dict[str, Any]:
+    """Makes it, times it, and lets go of it."""
+    try:
+        step, planned = case.make(work)
+        seconds = clock(step)
+        return {
+            "tokens_per_second": round(sum(work.sample.lengths) / seconds),
+            "peak_gib": peak_gib(work.device),
+            "planned_gib": None if planned is None else round(planned / GIB, 2),
+            "seconds": [round(each, 4) for each in clock.seconds],
+        }
+    finally:
+        step = None
+        forget(work.device)
+
+
+def shown(name: str, result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"  {name:<26} {result['failed']}"
+    memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:7.1f} GiB"
+    planned = "" if result["planned_gib"] is None else f"  ({result['planned_gib']:.1f} planned)"
+    return f"  {name:<26} {result['tokens_per_second']:>9,} tokens/s {memory}{planned}"
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="8b-whole")
+    parser.add_argument("--mix", choices=list(MIXES), default="log-normal", help="the sequences' lengths")
+    parser.add_argument("--budget", type=int, default=8192, help="most tokens of a microbatch, ours and packed rows")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
+    parser.add_argument("--json", type=Path, help="written after each case")
+    arguments = parser.parse_args(words)
+    if arguments.smoke:
+        smoke = {"shape": "smoke", "mix": "smoke", "budget": 64, "rank": 4, "repeats": 1}
+        vars(arguments).update(smoke)
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    arguments = options(words)
+    results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    config = SHAPES[arguments.shape]()
+    sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
+    budget = max(arguments.budget, *sample.lengths)
+    print(f"{arguments.shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
+    work, clock = (
+        Work(config, sample, arguments.device, budget, arguments.rank),
+        Clock(arguments.device, arguments.repeats),
+    )
+    with ranks(device=arguments.device):
+        for name in arguments.cases:
+            case = CASES[name]
+            forget(arguments.device)
+            result = attempt(lambda case=case: run(case, work, clock))
+            said = {"case": name, "says": case.says, "shape": arguments.shape, "mix": arguments.mix}
+            results.add(said | {"budget": budget, "rank": arguments.rank} | result)
+            print(shown(name, result), flush=True)
+    return results.cases
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""LoRA: every layout has one rank's loss, log-probs and adapter gradients, and one rank those of peft's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.read_model import read_model
+from postlude.layout import Layout
+from postlude.lora import LoRA
+from postlude.options import Overlap, Recompute
+from postlude.verify.adapters import compare_adapters
+from postlude.verify.cases import Case
+from postlude.verify.compare import Report
+from tests.conftest import Ranks
+from tests.equality import TOLERANCE
+from tests.hf.families import CONFIGS
+from tests.meshes import verify
+from tests.verify.test_layouts import HEADS, SIZES, VARIANTS
+
+SHARED, PER_EXPERT = LoRA(rank=3, alpha=5), LoRA(rank=2, alpha=1.5, experts="per_expert", rslora=True)
+MODELS = {
+    "llama": LlamaConfig(**SIZES, **HEADS),
+    **{name: VARIANTS[name] for name in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "qwen3_next")},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layout with its options, and the families of `make test`; the others are thorough."""
+
+    layout: str
+    families: tuple[str, ...]
+    objective: str = "grpo"
+    lora: LoRA = SHARED
+    recompute: Recompute = "none"
+    overlap: Overlap = False
+    dtype: torch.dtype = torch.float32
+
+    def case(self, family: str) -> Case:
+        """The comparison of one family."""
+        return Case(
+            MODELS[family],
+            Layout.parse(self.layout),
+            self.objective,
+            self.recompute,
+            self.overlap,
+            self.dtype,
+            initializer_range=0.1,
+            lora=self.lora,
+        )
+
+    @property
+    def fitting(self) -> list[str]:
+        """The families that the layout divides; one without experts has none to spread."""
+        layout = Layout.parse(self.layout)
+        return [name for name in MODELS if layout.ep == 1 or name not in ("llama", "qwen3")]
+
+
+RUNS = [
+    Run("tp=2", ("llama", "qwen3_moe", "nemotron_h")),
+    Run("pp=2", ("qwen3", "deepseek_v3", "qwen3_next"), recompute="full"),
+    Run("pp=2,vpp=2", ("llama", "gpt_oss", "qwen3_next"), "dpo"),
+    Run("cp=2", ("llama", "nemotron_h", "gpt_oss"), "gspo", recompute="selective"),
+    Run("dp_shard=2", ("qwen3", "deepseek_v3", "nemotron_h"), "sft", dtype=torch.bfloat16),
+    Run("dp_shard=2,ep=2", ("qwen3_moe", "gpt_oss", "qwen3_next"), lora=PER_EXPERT),
+    Run("tp=2,ep=2", ("qwen3_moe", "deepseek_v3", "nemotron_h"), "sft", PER_EXPERT),
+    Run("pp=2,dp_shard=2,ep=2", ("gpt_oss", "deepseek_v3", "qwen3_next"), overlap="zero_bubble"),
+    Run("pp=2,cp=2,tp=2", ("llama", "qwen3", "qwen3_moe"), recompute="selective"),
+]
+
+
+def verify_all(group: Any, cases: list[Case]) -> list[Report | None]:
+    return [verify(group, case) for case in cases]
+
+
+def runs() -> list[Any]:
+    found = []
+    for run in RUNS:
+        rest = replace(run, families=tuple(name for name in run.fitting if name not in run.families))
+        found.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=pytest.mark.slow))
+        found.append(pytest.param(rest, id=f"{run.layout}-{'-'.join(rest.families)}", marks=pytest.mark.thorough))
+    return found
+
+
+@pytest.mark.parametrize("run", runs())
+def test_adapters_in_a_layout_equal_those_of_one_rank(ranks: Ranks, run: Run) -> None:
+    cases = [run.case(family) for family in run.families]
+    reports = ranks(cases[0].layout.world_size, verify_all, cases)[0]
+    for family, report in zip(run.families, reports, strict=True):
+        assert all(".adapter." in name for name in report.gradients)
+        assert report.passes(), (family, report.loss, report.logprob, report.entropy, report.worst)
+
+
+def test_each_family_is_tested_in_three_layouts_and_each_layout_with_three_families() -> None:
+    assert min(sum(family in run.families for run in RUNS) for family in MODELS) >= 3
+    assert min(len(set(run.families)) for run in RUNS) >= 3
+    assert all(set(run.families) <= set(run.fitting) for run in RUNS)
+
+
+@pytest.mark.parametrize("lora", [SHARED, PER_EXPERT], ids=["shared_outer", "per_expert"])
+@pytest.mark.parametrize("name", ["llama-biases", *(name for name in MODELS if name != "llama")])
+def test_one_rank_equals_the_merged_model_and_peft(name: str, lora: LoRA) -> None:
+    pytest.importorskip("peft")
+    merged, peft = compare_adapters(CONFIGS[name](), lora)
+    assert merged.passes(TOLERANCE), merged.logprob
+    assert peft.gradients.keys() == {
+        f"{layer}.adapter.{side}" for layer in adapted_layers(name, lora) for side in ("a", "b")
+    }
+    assert peft.passes(TOLERANCE), (peft.logprob, peft.worst)
+
+
+def adapted_layers(name: str, lora: LoRA) -> set[str]:
+    family, config = read_model(CONFIGS[name]())
+    return set(adapter_configs(lora, config, family))
