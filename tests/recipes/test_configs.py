@@ -224,6 +224,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for name, sizes in (
         ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8")),
+        ("lora", ("--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8", f"--model={directory}/demo/model")),
         ("tiny-sft", ("--steps=30",)),
         ("tiny-dpo", ("--steps=15", f"--model={directory}/tiny-sft/model")),
         ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
@@ -241,6 +242,8 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
 def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
     (found,) = ranks(1, all_small, str(tmp_path))
     assert found["demo"][-1]["phase"] == "grpo"
+    assert found["lora"][-1]["step"] == 2
+    assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").is_file()
     assert found["tiny-sft"][-1]["eval/loss"] < 0.6 * found["tiny-sft"][0]["eval/loss"]
     assert found["tiny-dpo"][0]["eval/accuracy"] == pytest.approx(0.5, abs=0.15), "no side is preferred yet"
     assert found["tiny-dpo"][-1]["eval/accuracy"] > 0.8
