@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async test test-all test-fast test-gpu test-serving test-peers test-tinker lint format clean
+.PHONY: help demo demo-async docs test test-all test-fast test-gpu test-serving test-peers test-tinker lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
 	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL and NeMo RL on the CPU, in a separate environment"
 	@echo "make test-tinker   the tests with the real client of the Tinker API, in a separate environment"
+	@echo "make docs       the documentation site, in build/site"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     format and fix the code with ruff"
 
@@ -118,6 +119,10 @@ $(TINKER)/.ready:
 
 test-tinker: $(READY) $(TINKER)/.ready
 	TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker -s tests/tinker
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file
 )
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
 DEMO = "demo"  # a command, and the packaged config that it runs
+DEMO_RECIPE = replace(RECIPES["grpo"], help="train a small policy on rewards, on a CPU: `grpo demo`")
 Command = Callable[[argparse.Namespace], int | None]
 
 
@@ -151,7 +152,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if words and ".py:" in words[0]:
         recipes[words[0]] = _user_recipe(words[0])
     file = words.pop(1) if words[:1] and words[0] in recipes and words[1:] and not words[1].startswith("-") else None
-    recipes[DEMO] = replace(RECIPES["grpo"], help="train a small policy on rewards, on a CPU: `grpo demo`")
+    recipes[DEMO] = DEMO_RECIPE
     file = DEMO if words[:1] == [DEMO] else file
     parser, commands = _parser(recipes)
     if words and not words[0].startswith("-") and words[0] not in commands:

@@ -1,0 +1,136 @@
+"""The documentation site has every page and every name, and builds without a warning. What it shows can be run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import postlude
+from postlude.recipes.config.schema import options
+from postlude.recipes.registry import RECIPES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def module_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site_pages = module_of("site_pages")
+
+
+def navigation() -> list[str]:
+    text = (ROOT / "mkdocs.yml").read_text()
+    return re.findall(r": ([\w/-]+\.md)$", text[text.index("nav:") :], re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    pages = {path.name for path in DOCS.glob("*.md")} | set(site_pages.generated_pages())
+    assert len(navigation()) == len(set(navigation()))
+    assert set(navigation()) == pages
+
+
+def test_the_reference_has_every_command_key_and_public_name() -> None:
+    pages = site_pages.generated_pages()
+    commands, config, api = (pages[f"reference/{name}.md"]() for name in ("commands", "config", "api"))
+    for name in (*RECIPES, "demo", "env", "verify", "serve"):
+        assert f"\n## {name}\n" in commands
+    for name, recipe in RECIPES.items():
+        section = config.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
+        for option in options(recipe.config):
+            assert f"| `{option.path}`" in section
+    for name in postlude.__all__:
+        assert re.search(rf"^::: postlude\.[\w.]+\.{name}$", api, re.MULTILINE), name
+
+
+def test_links_out_of_the_documentation_lead_to_copies_in_the_site() -> None:
+    text = "[a](../examples/block.py) [b](plan.md#x) [c](../README.md) [d](../src/postlude/configs/models) [e](https://x.y)"
+    linked, files = site_pages.links_inside(text, "recipes.md")
+    assert linked == "[a](source/examples/block.py.txt) [b](plan.md#x) [c](index.md) [d] [e](https://x.y)"
+    assert files == {"examples/block.py"}
+    assert site_pages.links_inside("[a](docs/plan.md)", "index.md")[0] == "[a](plan.md)"
+    assert site_pages.links_inside("[a](../plan.md)", "notebooks/layout.md")[0] == "[a](../plan.md)"
+    code = "```\n[a](../x.py)\n```"
+    assert site_pages.links_inside(code, "plan.md") == (code, set())
+
+
+@pytest.mark.slow  # renders every page and reads every docstring
+def test_the_site_builds_without_a_warning_or_a_request(tmp_path: Path) -> None:
+    """A broken link, an unknown anchor or an unknown name is a warning, which fails. No page loads from other hosts."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "tutorial/index.html", "reference/api/index.html", "notebooks/grpo/index.html"} <= pages
+    for page in pages:
+        html = (tmp_path / "site" / page).read_text()
+        loaded = re.findall(r'<(?:script|link|img)\b[^>]*?(?:src|href)="(https?://[^"]+)"', html)
+        assert not loaded, f"{page} loads {loaded}"
+    assert 'id="postlude.engine.Engine.forward_backward"' in (tmp_path / "site/reference/api/index.html").read_text()
+
+
+def tutorial() -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", (DOCS / "tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+SHORT = {"sft": "--steps 2", "grpo": "--steps 1 --prompts_per_step 4 --samples_per_prompt 2 --evaluation.tasks 4"}
+
+
+@pytest.mark.slow  # five commands, each of which imports torch
+def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
+    """In its order, in an empty directory. Training is cut short, and all else is as it is written."""
+    bin_directory = tmp_path / "bin"
+    bin_directory.mkdir()
+    for name, words in (("postlude", [sys.executable, "-m", "postlude"]), ("python", [sys.executable])):
+        (bin_directory / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        (bin_directory / name).chmod(0o755)
+    path = f"{bin_directory}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "new").mkdir()
+    outputs = []
+    for block in tutorial():
+        script = re.sub(
+            r"^(postlude (sft|grpo) [^\n]*)$", lambda line: f"{line[1]} {SHORT[line[2]]}", block, flags=re.M
+        )
+        done = subprocess.run(
+            ["bash", "-euc", script],
+            cwd=tmp_path / "new",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        assert done.returncode == 0, block + done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert "kernels" in outputs[0]
+    assert (tmp_path / "new" / "runs" / "sums" / "report.html").is_file()
+    assert len(outputs) == 7
+
+
+@pytest.mark.slow  # each trains or starts ranks
+@pytest.mark.parametrize("name", ["objective", "layout", "grpo"])
+def test_a_notebook_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own assertions hold, and cells that print here print in the stored notebook too."""
+    monkeypatch.chdir(tmp_path)
+    notebooks = module_of("run_notebooks")
+    path = notebooks.NOTEBOOKS / f"{name}.ipynb"
+    stored, run = notebooks.json.loads(path.read_text()), notebooks.run(path)
+    printing = [[bool(cell.get("outputs")) for cell in notebook["cells"]] for notebook in (stored, run)]
+    assert printing[0] == printing[1], "run `python docs/run_notebooks.py`"
