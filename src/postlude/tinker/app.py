@@ -92,18 +92,20 @@ class TinkerApp:
 
     def _routes(self) -> list[Route]:
         run, checkpoint = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
-        table: list[tuple[str, str, Handler]] = [
+        table: list[tuple[str, str, Handler]] = [  # in this order they are tried: the frequent ones first
+            ("POST", "/retrieve_future", self._retrieve),
+            ("POST", "/asample", self._asample),
+            ("POST", "/forward_backward", self._forward_backward),
+            ("POST", "/optim_step", self._optim_step),
+            ("POST", "/session_heartbeat", self._heartbeat),
             ("POST", "/client/config", self._client_config),
             ("POST", "/client/dynamic_config", self._dynamic_config),
             ("GET", "/get_server_capabilities", self._capabilities),
             ("POST", "/create_session", self._create_session),
-            ("POST", "/session_heartbeat", self._heartbeat),
             ("POST", "/sessions/{session}/finish", self._finish),
             ("POST", "/telemetry", self._telemetry),
             ("POST", "/create_model", self._create_model),
             ("POST", "/get_info", self._get_info),
-            ("POST", "/forward_backward", self._forward_backward),
-            ("POST", "/optim_step", self._optim_step),
             ("POST", "/save_weights", self._save_weights),
             ("POST", "/save_weights_for_sampler", self._save_for_sampler),
             ("POST", "/save_weights_external", self._save_external),
@@ -111,8 +113,6 @@ class TinkerApp:
             ("POST", "/weights_info", self._weights_info),
             ("POST", "/create_sampling_session", self._create_sampling_session),
             ("POST", "/join_sampling_session", self._join),
-            ("POST", "/asample", self._asample),
-            ("POST", "/retrieve_future", self._retrieve),
             ("POST", "/cancel_future", self._cancel),
             ("GET", "/samplers/{sampler}", self._sampler),
             ("GET", "/training_runs", self._training_runs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from postlude.tinker.state import Checkpoint, Run, SamplerRecord
 from postlude.tinker.training import Operation, Role, TrainedModel
 from postlude.tinker.wire import Pass, encode_pass, read_pass
 
+LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
 SAVE_KINDS: dict[Kind, str] = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -75,7 +77,7 @@ class ModelRequests:
         now = time.time()
         run = Run(model_id, model.owner, model.session_id, spec, now, now, dict(user_metadata or {}))
         try:
-            await self._service.write(self._state.write_run, run)
+            await self._service.save(run)
         except APIError:
             del self._training.models[model_id]
             raise
@@ -112,11 +114,11 @@ class ModelRequests:
             return read_pass(message, info.max_context_length, info.vocab_size)
 
         async def run() -> bytes:
-            one = await asyncio.to_thread(read)
+            one = await asyncio.to_thread(read) if size > LARGE else read()
             result = await self._backend.forward_backward(
                 model.model_id, one.data, one.loss_fn, one.config, forward_only=one.forward_only
             )
-            return await asyncio.to_thread(encode_pass, result)
+            return await asyncio.to_thread(encode_pass, result) if size > LARGE else encode_pass(result)
 
         role: Role = "other" if message.forward_only else "pass"
         return self._training.submit(model, message.seq_id, Operation("forward_backward", run, role, size))
@@ -153,8 +155,9 @@ class ModelRequests:
                 write = self._backend.save_state if kind == "weights" else self._backend.save_for_sampler
                 await write(model.model_id, aside)
                 saved = await asyncio.to_thread(self._state.publish, aside, checkpoint, overwrite=body.overwrite)
-            record = self._state.runs[model.model_id]
-            await self._service.write(self._state.write_run, replace(record, last_request=now))
+            self._state.remember(saved)
+            with contextlib.suppress(APIError):  # the checkpoint is saved, whatever becomes of this
+                await self._service.save(replace(self._state.runs[model.model_id], last_request=now))
             return {"type": SAVE_KINDS[kind], "path": str(path), "size_bytes": saved.size}
 
         return self._training.submit(model, body.seq_id, Operation(SAVE_KINDS[kind], run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -131,16 +130,16 @@ class Records:
     async def delete(self, owner: str, path: TinkerPath) -> None:
         """Deletes a checkpoint."""
         self.own_checkpoint(owner, path)
-        await asyncio.to_thread(self._state.delete, path)
+        await self._service.delete(path)
 
     async def set_public(self, owner: str, path: TinkerPath, *, public: bool) -> None:
         """Lets every key read a checkpoint, or not."""
-        await self._service.write(self._state.update, replace(self.own_checkpoint(owner, path), public=public))
+        await self._service.save(replace(self.own_checkpoint(owner, path), public=public))
 
     async def set_ttl(self, owner: str, path: TinkerPath, seconds: int | None) -> None:
         """Sets when a checkpoint expires, counted from now."""
         expires = time.time() + seconds if seconds is not None else None
-        await self._service.write(self._state.update, replace(self.own_checkpoint(owner, path), expires=expires))
+        await self._service.save(replace(self.own_checkpoint(owner, path), expires=expires))
 
     def sampler(self, owner: str, sampler_id: str) -> JSON:
         """Returns a description of a sampler."""

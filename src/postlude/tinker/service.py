@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from postlude.tinker import bodies
 from postlude.tinker.backend import Backend, BaseModelInfo, SampleRequest
@@ -18,13 +17,12 @@ from postlude.tinker.futures import JSON, Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.sampling import Sampler, Samplers
-from postlude.tinker.state import Checkpoint, SamplerRecord, SessionRecord, StateDirectory
+from postlude.tinker.state import Checkpoint, Record, SamplerRecord, SessionRecord, StateDirectory
 from postlude.tinker.training import TrainedModel, TrainingQueues
 from postlude.tinker.wire import check_tokens
 
 LOG = logging.getLogger("postlude")
 SWEEP_SECONDS = 5.0
-Value = TypeVar("Value")
 
 
 @dataclass(eq=False)
@@ -47,6 +45,7 @@ class TinkerService:
         self.sessions: dict[str, ClientSession] = {}
         self.started = time.time()
         self._sweeper: asyncio.Task[None] | None = None
+        self._saving = asyncio.Lock()
 
     async def start(self) -> None:
         """Begins to run requests. The backend has been started, and the state directory is open."""
@@ -82,7 +81,7 @@ class TinkerService:
             user_metadata=dict(body.user_metadata or {}),
         )
         LOG.info("session %s: client tinker %s", record.session_id, body.sdk_version or "of unknown version")
-        await self.write(self.state.write_session, record)
+        await self.save(record)
         self.sessions[record.session_id] = ClientSession(record)
         return {"type": "create_session", "session_id": record.session_id}
 
@@ -98,7 +97,7 @@ class TinkerService:
             raise APIError(404, f"there is no session {session_id[:60]!r}.")
         self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
         if record.finished is None:
-            await self.write(self.state.write_session, replace(record, finished=reason[:40]))
+            await self.save_session(session_id, lambda one: replace(one, finished=reason[:40]))
 
     def session(self, owner: str, session_id: str) -> ClientSession:
         """Returns a session that is alive."""
@@ -185,9 +184,12 @@ class TinkerService:
 
     async def record_sampler(self, session_id: str, record: SamplerRecord) -> None:
         """Writes down a sampler of a session, so that it can be opened after a restart."""
-        session = self.state.sessions[session_id]
-        others = tuple(one for one in session.samplers if one.sampler_id != record.sampler_id)
-        await self.write(self.state.write_session, replace(session, samplers=(*others, record)))
+
+        def with_sampler(session: SessionRecord) -> SessionRecord:
+            others = tuple(one for one in session.samplers if one.sampler_id != record.sampler_id)
+            return replace(session, samplers=(*others, record))
+
+        await self.save_session(session_id, with_sampler)
 
     def sampler(self, owner: str, sampler_id: str) -> Sampler:
         """Returns a sampler of a key; one of an earlier start of the server is taken up again."""
@@ -267,12 +269,27 @@ class TinkerService:
 
     # Housekeeping
 
-    async def write(self, write: Callable[[Value], None], value: Value) -> None:
-        """Writes a small file. A full disk is an answer that the client repeats later."""
+    async def save(self, record: Record) -> None:
+        """Saves a description. A full disk is a reply that makes the client try again later."""
+        async with self._saving:
+            await self._save(record)
+
+    async def save_session(self, session_id: str, change: Callable[[SessionRecord], SessionRecord]) -> None:
+        """Changes what is saved of a session; changes at the same time follow each other."""
+        async with self._saving:
+            await self._save(change(self.state.sessions[session_id]))
+
+    async def _save(self, record: Record) -> None:
         try:
-            write(value)
+            await asyncio.to_thread(self.state.write, record)
         except OSError as error:
             raise APIError(503, storage_sentence(error, self.state.directory), retry_after=5.0) from error
+        self.state.remember(record)
+
+    async def delete(self, path: TinkerPath) -> None:
+        """Deletes a checkpoint: at once for clients, its files after that."""
+        self.state.checkpoints.pop(path, None)
+        await asyncio.to_thread(self.state.delete_files, path)
 
     def _end_models(self, session_id: str, sentence: str) -> None:
         for model in list(self.training.models.values()):
@@ -294,8 +311,9 @@ class TinkerService:
         self.training.fail_gaps()
 
     async def _expire_checkpoints(self) -> None:
-        for path in await asyncio.to_thread(self.state.delete_expired):
+        for path in [path for path, one in self.state.checkpoints.items() if one.is_expired()]:
             LOG.info("%s has expired", path)
+            await self.delete(path)
 
     async def _expire_sessions(self) -> None:
         now = time.monotonic()
@@ -314,4 +332,4 @@ class TinkerService:
             record = self.state.sessions[session_id]
             if record.finished is None:
                 with contextlib.suppress(APIError):
-                    await self.write(self.state.write_session, replace(record, finished="expired"))
+                    await self.save_session(session_id, lambda one: replace(one, finished="expired"))

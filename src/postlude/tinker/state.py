@@ -88,6 +88,9 @@ class SessionRecord:
     samplers: tuple[SamplerRecord, ...] = ()
 
 
+Record = SessionRecord | Run | Checkpoint
+
+
 class StateDirectory:
     """The files of a server. One server at a time may use a directory."""
 
@@ -128,20 +131,29 @@ class StateDirectory:
             os.close(self._lock)
             self._lock = None
 
-    # Sessions and runs
+    def write(self, record: Record) -> None:
+        """Saves a description: atomically, so that a kill leaves the old one or the new one. May run in a thread."""
+        match record:
+            case SessionRecord():
+                path = self.directory / "sessions" / f"{check_name(record.session_id, 'session')}.json"
+                value = asdict(record)
+            case Run():
+                path = self.directory / "runs" / check_name(record.run_id, "training run") / "run.json"
+                path.parent.mkdir(exist_ok=True)
+                value = asdict(record)
+            case Checkpoint():
+                path, value = self.directory_of(record.path) / CHECKPOINT, _plain_checkpoint(record)
+        write_atomic(path, json.dumps(value).encode())
 
-    def write_session(self, session: SessionRecord) -> None:
-        """Saves a session."""
-        check_name(session.session_id, "session")
-        self._write_json(self.directory / "sessions" / f"{session.session_id}.json", asdict(session))
-        self.sessions[session.session_id] = session
-
-    def write_run(self, run: Run) -> None:
-        """Saves a run."""
-        folder = self.directory / "runs" / check_name(run.run_id, "training run")
-        folder.mkdir(exist_ok=True)
-        self._write_json(folder / "run.json", asdict(run))
-        self.runs[run.run_id] = run
+    def remember(self, record: Record) -> None:
+        """Makes a description that was saved the one that is served. Runs in the thread that serves."""
+        match record:
+            case SessionRecord():
+                self.sessions[record.session_id] = record
+            case Run():
+                self.runs[record.run_id] = record
+            case Checkpoint():
+                self.checkpoints[record.path] = record
 
     # Checkpoints
 
@@ -163,7 +175,10 @@ class StateDirectory:
             shutil.rmtree(aside, ignore_errors=True)
 
     def publish(self, aside: Path, checkpoint: Checkpoint, *, overwrite: bool = False) -> Checkpoint:
-        """Makes the files written aside the files of a checkpoint, all at once. Returns it with its size."""
+        """Makes the files written aside the files of a checkpoint, all at once. Returns it with its size.
+
+        May run in a thread; `remember` then has it served.
+        """
         final = self.directory_of(checkpoint.path)
         if final.exists() and not overwrite:
             raise ValueError(f"{checkpoint.path} exists already: give another name, or overwrite=True where it is one.")
@@ -183,17 +198,10 @@ class StateDirectory:
         else:
             aside.rename(final)
             _sync(final.parent)
-        self.checkpoints[checkpoint.path] = checkpoint
         return checkpoint
 
-    def update(self, checkpoint: Checkpoint) -> None:
-        """Saves a changed description (its time to live, whether it is public)."""
-        self._write_json(self.directory_of(checkpoint.path) / CHECKPOINT, _plain_checkpoint(checkpoint))
-        self.checkpoints[checkpoint.path] = checkpoint
-
-    def delete(self, path: TinkerPath) -> None:
-        """Deletes a checkpoint: at once for clients, its files after that."""
-        self.checkpoints.pop(path, None)
+    def delete_files(self, path: TinkerPath) -> None:
+        """Deletes the files of a checkpoint that is not served any more. May run in a thread."""
         doomed = self.directory / "aside" / secrets.token_hex(8)
         with contextlib.suppress(FileNotFoundError):
             self.directory_of(path).rename(doomed)
@@ -205,13 +213,6 @@ class StateDirectory:
         files = {str(file.relative_to(directory)): file for file in _files(directory)}
         files.pop(CHECKPOINT, None)
         return files
-
-    def delete_expired(self) -> list[TinkerPath]:
-        """Deletes the checkpoints whose time to live is over. Returns their paths."""
-        expired = [path for path, checkpoint in self.checkpoints.items() if checkpoint.is_expired()]
-        for path in expired:
-            self.delete(path)
-        return expired
 
     def _read_checkpoints(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -227,9 +228,6 @@ class StateDirectory:
             if (directory / CHECKPOINT).is_file() and not directory.is_symlink():
                 checkpoint = _checkpoint_of(_read_json(directory / CHECKPOINT))
                 self.checkpoints[checkpoint.path] = checkpoint
-
-    def _write_json(self, path: Path, value: dict[str, Any]) -> None:
-        write_atomic(path, json.dumps(value).encode())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
