@@ -84,6 +84,8 @@ def _command(name: str) -> Command:  # noqa: PLR0912  # one case a command
             from postlude.commands.chat import run
         case "serve":
             from postlude.commands.serve import run
+        case "tinker":
+            from postlude.commands.tinker import run
         case "plan":
             from postlude.commands.plan import run
         case "recipe":
@@ -200,6 +202,7 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
     add("generate", "sample completions of prompts", _add_generate)
     add("chat", "chat with a model in the terminal", _add_sampling)
     add("serve", "serve a model over HTTP: rollouts, OpenAI's API", _add_serve)
+    add("tinker", "serve base models for training over HTTP: the Tinker API", _add_tinker)
     add("trace", "draw a timeline of all ranks in a real step", _add_trace)
     add("plan", "estimate time and memory of a step in a layout", _add_plan)
     for name, recipe in recipes.items():
@@ -223,6 +226,11 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
 
 def _add_model(command: argparse.ArgumentParser, also: str = "") -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP + also)
+
+
+def _add_address(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    command.add_argument("--port", type=_port, default=0, help="port (default: a free one)")
 
 
 def _add_overlap(command: argparse.ArgumentParser) -> None:
@@ -367,8 +375,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
     _add_model(command)
-    command.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    command.add_argument("--port", type=_port, default=0, help="port (default: a free one)")
+    _add_address(command)
     command.add_argument(
         "--api-key",
         metavar="KEY",
@@ -384,6 +391,20 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=_count, help="maximum prompt tokens of a prefill step (default: 8192)"
     )
     command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
+
+
+def _add_tinker(command: argparse.ArgumentParser) -> None:
+    command.add_argument("models", metavar="MODEL", nargs="+", help=f"NAME=MODEL, or MODEL alone: {MODEL_HELP}")
+    command.add_argument("--layout", default="", type=_layout, metavar="dp_shard=2", help="layout (default: one rank)")
+    _add_address(command)
+    saved = "directory of what is saved (default: runs/tinker)"
+    command.add_argument("--state", metavar="DIR", type=Path, default=Path("runs/tinker"), help=saved)
+    keys = "keys that clients must send (tml-…), one a line; needed if other machines can connect"
+    command.add_argument("--key-file", metavar="FILE", type=Path, help=keys)
+    command.add_argument("--max-models", type=_count, default=64, help="models trained at the same time (default: 64)")
+    silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"
+    command.add_argument("--session-timeout", type=_above_zero, default=1800.0, metavar="SECONDS", help=silent)
+    _add_dtype_and_device(command)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:

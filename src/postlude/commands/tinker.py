@@ -1,0 +1,48 @@
+"""`postlude tinker`: a server for the Tinker training API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+
+from postlude.commands.serve import check_address
+from postlude.layout import Layout
+from postlude.recipes.run.outcome import RunFailed
+
+LOCAL_KEY = "tml-local"
+NEEDED = ("starlette", "uvicorn", "google.protobuf", "zstandard")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serves until a signal stops it, and prints what a client needs once it is ready."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"`postlude tinker` needs {', '.join(missing)}: pip install 'postlude[tinker]'.")
+    engine_backend = import_module("postlude.tinker.engine_backend")
+    from postlude.tinker.limits import Limits
+    from postlude.tinker.server import check_key_file, read_keys, serve
+    from postlude.tinker.state import StateDirectory
+
+    check_address(options.host, options.port)
+    check_key_file(options.host, options.key_file)
+    keys = read_keys(options.key_file) if options.key_file is not None else None
+    limits = Limits(models=options.max_models, session_seconds=options.session_timeout)
+    layout = Layout.parse(options.layout)
+    backend = engine_backend.EngineBackend(options.models, layout=layout, dtype=options.dtype, device=options.device)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+    def ready(address: str) -> None:
+        names = ", ".join(info.name for info in backend.base_models)
+        key = LOCAL_KEY if keys is None else f"…  # a key of {options.key_file}"
+        print(f"serving {names}; saves to {options.state}")
+        print(f"export TINKER_BASE_URL={address}\nexport TINKER_API_KEY={key}", flush=True)
+
+    state = StateDirectory(options.state)
+    try:
+        asyncio.run(serve(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready))
+    except (RuntimeError, ArithmeticError) as error:
+        raise RunFailed(str(error)) from error
