@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -109,9 +111,21 @@ def messages() -> dict[str, Any]:
     }
 
 
+def complete(model: str) -> Any:
+    """Returns the reply of OpenAI's route."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    headers = {"Authorization": f"Bearer {os.environ['TINKER_API_KEY']}"}
+    url = f"{os.environ['TINKER_BASE_URL']}/oai/api/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "messages":
         outcome = messages()
+    elif sys.argv[1] == "openai":
+        outcome = complete(sys.argv[2])
     else:
         client = tinker.ServiceClient()
         models = client.get_server_capabilities().supported_models

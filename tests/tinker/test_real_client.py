@@ -31,9 +31,9 @@ pytestmark = [
 class Server:
     """`postlude tinker` in a process of its own."""
 
-    def __init__(self, state: Path, port: int = 0) -> None:
+    def __init__(self, state: Path, port: int = 0, model: str = "tiny-dense") -> None:
         self.log = (state.parent / f"server-{time.time()}.log").open("w+")
-        command = [sys.executable, "-m", "postlude", "tinker", "tiny-dense", "--state", str(state), "--port", str(port)]
+        command = [sys.executable, "-m", "postlude", "tinker", model, "--state", str(state), "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_SECONDS
         while "TINKER_API_KEY" not in (text := Path(self.log.name).read_text()):
@@ -106,6 +106,43 @@ def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not
     assert "was started again" in result["sentence"]
     assert result["state"] in result["sentence"]
     np.testing.assert_allclose(*result["loss"], rtol=1e-5)
+
+
+def test_a_recipe_of_the_cookbook_trains(tmp_path: Path) -> None:
+    """Its RL recipe on sums, unchanged. The log-probs of samples are the trainer's, so their KL is 0."""
+    model, logs = tmp_path / "model", tmp_path / "logs"
+    subprocess.run([sys.executable, "-m", "postlude", "convert", "tiny-dense", str(model)], check=True)
+    server = Server(tmp_path / "state", model=str(model))
+    settings = {"env": "arithmetic", "model_name": model, "renderer_name": "role_colon", "log_path": logs}
+    settings |= {"groups_per_batch": 4, "group_size": 4, "max_steps": 2, "lora_rank": 4, "eval_every": 0}
+    command = [
+        PYTHON,
+        "-m",
+        "tinker_cookbook.recipes.math_rl.train",
+        *(f"{name}={settings[name]}" for name in settings),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | server.environment,
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    kl = [line["optim/kl_sample_train_v2"] for line in metrics if "optim/kl_sample_train_v2" in line]
+    assert len(kl) == 2
+    assert max(map(abs, kl)) < 1e-4
+    saved = json.loads((logs / "checkpoints.jsonl").read_text().splitlines()[-1])["sampler_path"]
+    run, kind, name = saved.removeprefix("tinker://").split("/")
+    directory = tmp_path / "state" / "runs" / run / kind / name
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in directory.iterdir()}
+    answer = subprocess.check_output(
+        [PYTHON, str(SCRIPT), "openai", saved], env=os.environ | server.environment, text=True, timeout=CLIENT_SECONDS
+    )
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
+    server.stop()
 
 
 def test_our_messages_are_the_clients() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -35,6 +36,7 @@ PROTOBUF = "application/x-protobuf"
 OPEN = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
+DRAIN_SECONDS = 10.0  # to read the rest of a request that is refused
 Reply = Response | JSON | None
 Handler = Callable[[Request, str], Awaitable[Reply]]
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -170,10 +172,15 @@ class TinkerApp:
         """Returns the body of a request within the limit, decompressed."""
         limit = self.service.limits.body_bytes
         body = bytearray()
-        async for chunk in request.stream():
+        stream = request.stream()
+        async for chunk in stream:
             body += chunk
             if len(body) > limit:
                 await self._refuse_large(request, bytes(body[:HEAD_BYTES]))
+                with contextlib.suppress(TimeoutError):  # a client that still sends would not read the reply
+                    async with asyncio.timeout(DRAIN_SECONDS):
+                        async for _ in stream:
+                            pass
                 raise APIError(413, f"the request has more than {limit} bytes, which is the limit of this server.")
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding == "zstd":

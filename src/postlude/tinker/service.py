@@ -23,6 +23,7 @@ from postlude.tinker.wire import check_tokens
 
 LOG = logging.getLogger("postlude")
 SWEEP_SECONDS = 5.0
+SNAPSHOTS = 256  # samplers in memory that are written down of one session
 
 
 @dataclass(eq=False)
@@ -186,8 +187,10 @@ class TinkerService:
         """Writes down a sampler of a session, so that it can be opened after a restart."""
 
         def with_sampler(session: SessionRecord) -> SessionRecord:
-            others = tuple(one for one in session.samplers if one.sampler_id != record.sampler_id)
-            return replace(session, samplers=(*others, record))
+            others = [one for one in session.samplers if one.sampler_id != record.sampler_id]
+            snapshots = [one for one in others if one.snapshot]
+            old = set(snapshots[: max(0, len(snapshots) - SNAPSHOTS)])  # a loop makes one in every step
+            return replace(session, samplers=(*(one for one in others if one not in old), record))
 
         await self.save_session(session_id, with_sampler)
 

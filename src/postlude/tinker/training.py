@@ -192,7 +192,7 @@ class TrainingQueues:
 
             operation = Operation("discard_gradients", drop)
             operation.future = Future("", model.owner, operation.kind)
-            model.next_seq = last
+            model.next_seq, model.failed_pass = last, None
             model.waiting[last] = operation
             self._make_ready(model)
 
