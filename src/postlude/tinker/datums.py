@@ -1,0 +1,161 @@
+"""A client's data as a batch and an objective. Everything that a client can get wrong is refused here, before a pass.
+
+A client gives N input tokens and N targets: position i predicts target i. A batch shifts its columns by one, so the
+inputs become a sequence of N + 1 tokens, and the values of target i those of token i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from postlude.data import Batch
+from postlude.engine.result import Result
+from postlude.objectives.summed import LOGPROBS, SUM, SUMMED_LOSSES, TARGETS, SummedLoss
+from postlude.tinker.backend import Datum, ForwardBackwardResult
+
+EXTRA_TOKENS = 1
+"""A sequence of a batch has so many tokens more than a datum has inputs."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every rank runs for one request."""
+
+    batch: Batch
+    objective: SummedLoss
+    counts: Mapping[str, float]
+    forward_only: bool
+
+
+def read_objective(loss_fn: str, config: Mapping[str, float | str]) -> SummedLoss:
+    """Returns the objective of a loss by its name and settings."""
+    if loss_fn not in SUMMED_LOSSES:
+        raise ValueError(f"loss_fn is {loss_fn!r}, but the losses here are {', '.join(SUMMED_LOSSES)}.")
+    loss = SUMMED_LOSSES[loss_fn]
+    settings = {field.name for field in fields(loss)}
+    for name, value in config.items():
+        if name not in settings:
+            known = f"its settings are {', '.join(sorted(settings))}" if settings else "it has no settings"
+            raise ValueError(f"loss_fn_config has {name!r}, which {loss_fn} does not know: {known}.")
+        if isinstance(value, str):
+            raise TypeError(f"loss_fn_config[{name!r}] is the text {value!r}, but {loss_fn} takes a number.")
+    return loss(**{name: float(value) for name, value in config.items()})
+
+
+def read_pass(
+    data: Sequence[Datum],
+    loss_fn: str,
+    config: Mapping[str, float | str],
+    *,
+    forward_only: bool,
+    vocab_size: int,
+    max_context_length: int,
+) -> Pass:
+    """Returns the pass of a request. Raises ValueError or TypeError with one sentence for the client."""
+    objective = read_objective(loss_fn, config)
+    if not data:
+        raise ValueError("data is empty: give at least one datum.")
+    for index, datum in enumerate(data):
+        _check_tokens(f"datum {index}", datum.tokens, vocab_size, max_context_length)
+        _check_inputs(f"datum {index}", datum, loss_fn, objective, vocab_size)
+    names = [TARGETS, *objective.columns, *objective.optional_columns]
+    given = [[name for name in names if name in datum.loss_fn_inputs] for datum in data]
+    for index, own in enumerate(given):
+        if own != given[0]:
+            odd = min(set(own) ^ set(given[0]))
+            has, lacks = (index, 0) if odd in own else (0, index)
+            raise ValueError(f"datum {has} has {odd!r}, but datum {lacks} has not: give it to all or to none.")
+    widths = [_width(datum) for datum in data]
+    width = None if all(one is None for one in widths) else max(one or 1 for one in widths)
+    columns = {name: [_column(datum.loss_fn_inputs[name], width) for datum in data] for name in given[0]}
+    sequences = [_sequence(datum) for datum in data]
+    counts = {**SUM, "all_tokens": float(sum(map(len, sequences)))}
+    return Pass(Batch(sequences, columns), objective, counts, forward_only)
+
+
+def to_result(data: Sequence[Datum], result: Result) -> ForwardBackwardResult:
+    """Returns the log-probs of each datum in the shape of its targets, and the loss."""
+    outputs = []
+    for datum, values in zip(data, result.outputs[LOGPROBS], strict=True):
+        rows, width = values[EXTRA_TOKENS:].numpy(), _width(datum)
+        if width is None and rows.ndim == 2:
+            rows = rows[:, 0]
+        elif width is not None:
+            rows = rows[:, :width]
+        outputs.append({LOGPROBS: np.ascontiguousarray(rows)})
+    return ForwardBackwardResult(outputs, {"loss:sum": result.loss})
+
+
+def _width(datum: Datum) -> int | None:
+    """Returns the number of targets of a position; None if it has one target that is not in a list."""
+    targets = datum.loss_fn_inputs[TARGETS]
+    return None if targets.ndim == 1 else targets.shape[1]
+
+
+def _sequence(datum: Datum) -> torch.Tensor:
+    """Returns the inputs and one more token, at which nothing is predicted: the last target, as in a text."""
+    last = datum.loss_fn_inputs[TARGETS].reshape(-1)[-1:]
+    return torch.from_numpy(np.concatenate([datum.tokens.astype(np.int64), last.astype(np.int64)]))
+
+
+def _column(values: NDArray[Any], width: int | None) -> torch.Tensor:
+    """Returns values per token, shifted by one. Missing targets of a position are token 0, and weigh nothing."""
+    rows = values if width is None or values.ndim == 2 else values[:, None]
+    missing = 0 if width is None else width - rows.shape[1]
+    padding = [(EXTRA_TOKENS, 0), *([] if width is None else [(0, missing)])]
+    dtype = np.float32 if rows.dtype.kind == "f" else np.int64
+    return torch.from_numpy(np.pad(rows.astype(dtype, copy=False), padding))
+
+
+def _check_tokens(name: str, tokens: NDArray[Any], vocab_size: int, max_context_length: int) -> None:
+    if not len(tokens):
+        raise ValueError(f"{name} has no tokens: give at least one.")
+    if len(tokens) > max_context_length:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens, but the longest sequence here is {max_context_length}. Shorten it."
+        )
+    _check_range(f"{name} has token", tokens, vocab_size)
+
+
+def _check_range(what: str, ids: NDArray[Any], vocab_size: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        worst = low if low < 0 else high
+        raise ValueError(f"{what} {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
+
+
+def _check_inputs(name: str, datum: Datum, loss_fn: str, objective: SummedLoss, vocab_size: int) -> None:
+    inputs, needed = datum.loss_fn_inputs, (TARGETS, *objective.columns)
+    for missing in (key for key in needed if key not in inputs):
+        raise ValueError(f"{name} has no {missing!r}, which {loss_fn} needs: its inputs are {', '.join(needed)}.")
+    for unknown in (key for key in inputs if key not in (*needed, *objective.optional_columns)):
+        known = ", ".join((*needed, *objective.optional_columns))
+        raise ValueError(f"{name} has the input {unknown!r}, which {loss_fn} does not use: its inputs are {known}.")
+    targets = inputs[TARGETS]
+    if targets.dtype.kind not in "iu":
+        raise TypeError(f"{TARGETS!r} of {name} holds {targets.dtype}, but token ids are integers.")
+    allowed = "[N] or [N, K]" if objective.several_targets else "[N]"
+    if targets.ndim not in ((1, 2) if objective.several_targets else (1,)) or targets.shape[0] != len(datum.tokens):
+        raise ValueError(
+            f"{TARGETS!r} of {name} has shape {list(targets.shape)}, but {loss_fn} takes {allowed} for "
+            f"N = {len(datum.tokens)} input tokens."
+        )
+    if not targets.size:
+        raise ValueError(f"{TARGETS!r} of {name} has shape {list(targets.shape)}: give each position a target.")
+    _check_range(f"{TARGETS!r} of {name} has token", targets, vocab_size)
+    for key, values in inputs.items():
+        if key != TARGETS and values.shape != targets.shape:
+            raise ValueError(
+                f"{key!r} of {name} has shape {list(values.shape)}, but {TARGETS!r} has {list(targets.shape)}: give "
+                "one value per target."
+            )
+        if not np.isfinite(values).all():
+            raise ValueError(f"{key!r} of {name} has a value that is not finite.")
+        if key != TARGETS and values.dtype.kind != "f":
+            raise TypeError(f"{key!r} of {name} holds {values.dtype}, but {loss_fn} takes float32.")

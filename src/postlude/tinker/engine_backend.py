@@ -1,0 +1,231 @@
+"""EngineBackend: trains with Engine and samples with the native generator, in processes of their own. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from postlude.layout import Layout
+from postlude.tinker.backend import (
+    AdamParams,
+    BaseModelInfo,
+    Datum,
+    ForwardBackwardResult,
+    ModelLost,
+    ModelSpec,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+)
+from postlude.tinker.settings import WorkerSettings, parse_model
+from postlude.tinker.worker_process import WorkerDied, WorkerProcess
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """Where the weights of a sampler are: a directory, the base (None), or only in the worker that has a `snapshot`."""
+
+    base_model: str
+    directory: Path | None
+    snapshot: WorkerProcess | None = None
+
+
+class EngineBackend:
+    """One group of ranks for each base model. `models` are MODEL or NAME=MODEL.
+
+    If the ranks of a base end, its models and the snapshots of samplers are lost. The next call starts new ranks, and
+    opens the samplers of directories again.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str],
+        *,
+        layout: Layout | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        ray: str | None = None,
+        **limits: Any,
+    ) -> None:
+        if ray is not None:
+            raise ValueError("ranks of `postlude tinker` run on this machine, not on Ray. Leave out --ray.")
+        if not models:
+            raise ValueError("give at least one MODEL.")
+        self.settings: dict[str, WorkerSettings] = {}
+        for text in models:
+            name, source = parse_model(text)
+            if name in self.settings:
+                raise ValueError(f"two models have the name {name!r}. Give one another name: NAME=MODEL.")
+            self.settings[name] = WorkerSettings(
+                name=name, source=source, layout=layout or Layout(), dtype=dtype, device=device, **limits
+            )
+        self._workers: dict[str, WorkerProcess] = {}
+        self._starting = asyncio.Lock()
+        self._models: dict[str, tuple[str, WorkerProcess]] = {}  # by model id, its base and the ranks that have it
+        self._samplers: dict[str, _Sampler] = {}
+        self._opened: dict[tuple[str, WorkerProcess], asyncio.Task[None]] = {}
+        self._infos: dict[str, BaseModelInfo] = {}
+        self._stopped = False
+
+    @property
+    def base_models(self) -> Sequence[BaseModelInfo]:
+        """The base models; empty before `start`."""
+        return tuple(self._infos.values())
+
+    async def start(self) -> None:
+        """Starts the ranks of all base models. If one cannot be loaded, all are ended and it raises."""
+        try:
+            for name in self.settings:
+                await self._worker(name)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Ends all ranks."""
+        self._stopped = True
+        await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
+
+    async def create_model(self, model_id: str, spec: ModelSpec) -> None:
+        """Makes a model."""
+        worker = await self._worker(spec.base_model)
+        await self._call(worker, "create_model", model_id=model_id, spec=spec)
+        self._models[model_id] = (spec.base_model, worker)
+
+    async def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        forward_only: bool,
+    ) -> ForwardBackwardResult:
+        """Runs a pass."""
+        arguments = {"data": data, "loss_fn": loss_fn, "config": config, "forward_only": forward_only}
+        result: ForwardBackwardResult = await self._train("forward_backward", model_id, **arguments)
+        return result
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        """Updates the weights."""
+        metrics: Mapping[str, float] = await self._train("optim_step", model_id, adam=adam)
+        return metrics
+
+    async def discard_gradients(self, model_id: str) -> None:
+        """Sets the gradients to zero."""
+        await self._train("discard_gradients", model_id)
+
+    async def save_state(self, model_id: str, directory: Path) -> None:
+        """Writes weights and optimizer state."""
+        await self._train("save_state", model_id, directory=directory)
+
+    async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """Reads weights and, if asked, the optimizer state."""
+        await self._train("load_state", model_id, directory=directory, optimizer=optimizer)
+
+    async def save_for_sampler(self, model_id: str, directory: Path) -> None:
+        """Writes the weights for sampling."""
+        await self._train("save_for_sampler", model_id, directory=directory)
+
+    async def remove_model(self, model_id: str) -> None:
+        """Frees a model."""
+        _, worker = self._models.pop(model_id, ("", None))
+        if worker is not None and worker.death is None:
+            await self._call(worker, "remove_model", model_id=model_id)
+
+    async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
+        """Opens a sampler."""
+        self._samplers[sampler_id] = _Sampler(base_model, directory)
+        try:
+            await self._sampler_worker(sampler_id)
+        except BaseException:
+            self._samplers.pop(sampler_id, None)
+            raise
+
+    async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
+        """Opens a sampler of a model's weights as they are now."""
+        base_model, worker = self._model(model_id)
+        await self._train("snapshot_sampler", model_id, sampler_id=sampler_id)
+        self._samplers[sampler_id] = _Sampler(base_model, None, worker)
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        """Frees a sampler."""
+        self._samplers.pop(sampler_id, None)
+        for key in [key for key in self._opened if key[0] == sampler_id]:
+            del self._opened[key]
+        for worker in self._workers.values():
+            if worker.death is None:
+                await self._call(worker, "close_sampler", sampler_id=sampler_id)
+
+    async def sample(
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+    ) -> SampleResult:
+        """Samples."""
+        worker = await self._sampler_worker(sampler_id)
+        result: SampleResult = await self._call(
+            worker, "sample", progress, sampler_id=sampler_id, request=request, streamed=progress is not None
+        )
+        return result
+
+    async def _worker(self, base_model: str) -> WorkerProcess:
+        """Returns the ranks of a base model, started if they do not run."""
+        if base_model not in self.settings:
+            raise ValueError(f"there is no base model {base_model!r} here: there are {', '.join(self.settings)}.")
+        async with self._starting:
+            worker = self._workers.get(base_model)
+            if worker is None or worker.death is not None:
+                if self._stopped:
+                    raise RuntimeError("the server has stopped.")
+                worker = WorkerProcess(self.settings[base_model])
+                self._workers[base_model] = worker
+                self._infos[base_model] = await worker.start()
+            return worker
+
+    def _model(self, model_id: str) -> tuple[str, WorkerProcess]:
+        if model_id not in self._models:
+            raise ValueError(f"there is no model {model_id!r}: create it first.")
+        base_model, worker = self._models[model_id]
+        if worker.death is not None:
+            raise ModelLost(f"model {model_id} is lost: {worker.death} Load its last checkpoint into a new model.")
+        return base_model, worker
+
+    async def _train(self, method: str, model_id: str, **arguments: Any) -> Any:
+        _, worker = self._model(model_id)
+        try:
+            return await self._call(worker, method, model_id=model_id, **arguments)
+        except WorkerDied as error:
+            raise ModelLost(f"model {model_id} is lost: {error} Load its last checkpoint into a new model.") from error
+
+    async def _sampler_worker(self, sampler_id: str) -> WorkerProcess:
+        """Returns the ranks that have a sampler, with its weights loaded."""
+        if sampler_id not in self._samplers:
+            raise ValueError(f"there is no sampler {sampler_id!r}: open it first.")
+        sampler = self._samplers[sampler_id]
+        if sampler.snapshot is not None:
+            if sampler.snapshot.death is not None:
+                raise ModelLost(f"the weights of sampler {sampler_id} are lost: {sampler.snapshot.death}")
+            return sampler.snapshot
+        worker = await self._worker(sampler.base_model)
+        key = (sampler_id, worker)
+        if key not in self._opened:
+            opening = self._call(worker, "open_sampler", sampler_id=sampler_id, directory=sampler.directory)
+            self._opened[key] = asyncio.ensure_future(opening)
+        try:
+            await asyncio.shield(self._opened[key])
+        except BaseException:
+            if self._opened.get(key) is not None and self._opened[key].done():
+                del self._opened[key]
+            raise
+        return worker
+
+    async def _call(
+        self,
+        worker: WorkerProcess,
+        method: str,
+        progress: Callable[[SampleProgress], None] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        return await worker.call(method, progress, **arguments)

@@ -1,0 +1,141 @@
+"""Log-probs of given tokens: of prompts, of the likeliest tokens at each position, of targets that a client names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from postlude.data import pack, unpack
+from postlude.generate.protocol import Completion
+from postlude.model import LanguageModel, OutputInputs
+from postlude.tinker.backend import FloatArray, SampleRequest, TopK
+
+NO_TOKEN, NO_LOGPROB = 0, -99999.0
+"""An empty cell of `TopK`."""
+TARGETS = "score_ids"
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """What a request asks about its prompt; None for what it does not ask."""
+
+    logprobs: FloatArray | None = None
+    """[N], NaN at position 0 and where it is not asked for."""
+    top: TopK | None = None
+    """[N, k]; empty at position 0 and where it is not asked for."""
+    targets: FloatArray | None = None
+    """[N - 1, K], from position 1 on; NaN where the target is -1."""
+
+
+def score_prompts(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:
+    """Returns the scores of each request's prompt. Prompts that have something to score run as one batch."""
+    asked = [index for index, request in enumerate(requests) if _asks(request)]
+    scores = [PromptScores()] * len(requests)
+    with_targets = [index for index in asked if requests[index].target_prompt_tokens is not None]
+    for group in ([index for index in asked if index not in with_targets], *([index] for index in with_targets)):
+        if group:
+            for index, one in zip(group, _score(model, [requests[index] for index in group], budget), strict=True):
+                scores[index] = one
+    return scores
+
+
+def score_completions(
+    model: LanguageModel, request: SampleRequest, completions: Sequence[Completion], budget: int
+) -> list[TopK]:
+    """Returns the likeliest tokens at each position of completions, at the temperature they were sampled with."""
+    prompt, k = torch.from_numpy(request.prompt.astype(np.int64)), request.topk_sample_logprobs
+    sequences = [torch.cat([prompt, torch.tensor(completion.tokens)]) for completion in completions]
+    values = _evaluate(model, sequences, budget, k=k, temperature=request.params.temperature or 1.0)
+    return [
+        _top(ids[len(prompt) :], logprobs[len(prompt) :], k)
+        for ids, logprobs in zip(values["ids"], values["top"], strict=True)
+    ]
+
+
+def check_prompt_scores(request: SampleRequest, vocab_size: int) -> None:
+    """Raises ValueError for a k or targets that the model does not have."""
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= vocab_size:
+            raise ValueError(f"{name} is {getattr(request, name)}, but the vocabulary has {vocab_size} tokens.")
+    targets = request.target_prompt_tokens
+    if targets is None:
+        return
+    rows = len(request.prompt) - 1
+    if targets.ndim != 2 or len(targets) != rows or not targets.size:
+        raise ValueError(
+            f"target_prompt_logprobs has shape {list(targets.shape)}, but a prompt of {rows + 1} tokens takes "
+            f"[{rows}, K]: nothing predicts the first."
+        )
+    if targets.min() < -1 or targets.max() >= vocab_size:
+        worst = targets.min() if targets.min() < -1 else targets.max()
+        raise ValueError(f"target_prompt_logprobs has token {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
+
+
+def _asks(request: SampleRequest) -> bool:
+    return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.target_prompt_tokens is not None
+
+
+def _score(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:
+    sequences = [torch.from_numpy(request.prompt.astype(np.int64)) for request in requests]
+    targets = requests[0].target_prompt_tokens
+    values = _evaluate(
+        model,
+        sequences,
+        budget,
+        k=max(request.topk_prompt_logprobs for request in requests),
+        targets=None if targets is None else torch.from_numpy(np.pad(targets.clip(0), ((1, 0), (0, 0)))),
+    )
+    scores = []
+    for index, request in enumerate(requests):
+        length, k, last_n = len(request.prompt), request.topk_prompt_logprobs, request.prompt_logprobs_last_n
+        empty = 1 if last_n is None else max(1, length - last_n)
+        logprobs = values["logprobs"][index].numpy().astype(np.float32)
+        logprobs[:empty] = np.nan
+        top = _top(values["ids"][index], values["top"][index], k, empty=empty) if k else None
+        at_targets = None
+        if targets is not None:
+            at_targets = np.where(targets < 0, np.nan, values["targets"][index][1:].numpy()).astype(np.float32)
+        scores.append(PromptScores(logprobs if request.prompt_logprobs else None, top, at_targets))
+    return scores
+
+
+@torch.no_grad()
+def _evaluate(
+    model: LanguageModel,
+    sequences: Sequence[Tensor],
+    budget: int,
+    *,
+    k: int = 0,
+    targets: Tensor | None = None,
+    temperature: float = 1.0,
+) -> dict[str, list[Tensor]]:
+    """Returns values per token of each sequence, on the CPU: entry i is of token i, and entry 0 is 0."""
+
+    def processor(inputs: OutputInputs, context: Any) -> dict[str, Tensor]:
+        head, microbatch = inputs.head, inputs.microbatch
+        values = {"logprobs": head.logprobs(inputs.hidden, microbatch.targets, temperature=temperature).logprob}
+        if k:
+            values["top"], values["ids"] = head.topk(inputs.hidden, k, temperature=temperature)
+        if targets is not None:
+            values["targets"] = head.logprobs_at(inputs.hidden, microbatch.targets, microbatch.column(TARGETS))[1]
+        return values
+
+    columns = {} if targets is None else {TARGETS: [targets]}
+    longest = max(map(len, sequences))
+    device = next(model.parameters()).device
+    microbatches = [one.to(device) for one in pack(sequences, budget=max(budget, longest), columns=columns)]
+    results = [model(microbatch, output_processor=processor) for microbatch in microbatches]
+    return {
+        name: [row.cpu() for row in unpack(microbatches, [result[name] for result in results])] for name in results[0]
+    }
+
+
+def _top(ids: Tensor, logprobs: Tensor, k: int, *, empty: int = 0) -> TopK:
+    tokens, values = ids[:, :k].numpy().astype(np.int32), logprobs[:, :k].numpy().astype(np.float32)
+    tokens[:empty], values[:empty] = NO_TOKEN, NO_LOGPROB
+    return TopK(tokens, values)

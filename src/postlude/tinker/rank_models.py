@@ -1,0 +1,136 @@
+"""The models that clients train, on one rank. Every rank makes the same calls (SPMD)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from postlude.engine import Engine
+from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
+from postlude.engine.adapters import add_adapter, export_adapter, remove_adapter, stream_adapters
+from postlude.engine.result import Result
+from postlude.hf.linear_layers import linear_layers
+from postlude.lora import AdapterConfig, LoRA
+from postlude.optimizer import AdamW
+from postlude.tinker.backend import AdamParams, LoRAConfig
+from postlude.tinker.datums import Pass
+from postlude.tinker.settings import WorkerSettings
+
+ALPHA = 32.0
+"""Of all adapters: the scale is alpha / rank."""
+STATE = "state"
+"""The directory of the training state in that of a checkpoint."""
+
+
+class RankModels:
+    """Adapters on one frozen base. Each has its own gradients, optimizer and steps."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.engine = Engine(
+            settings.source,
+            layout=settings.layout,
+            budget=settings.budget,
+            compute_dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+            optimizer=to_adamw(AdamParams()),
+            lora={},
+        )
+        layers = linear_layers(self.engine.config, self.engine.block_types).values()
+        self._groups = {layer.group for layer in layers}
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the engine cannot be used any more; None if it can."""
+        return self.engine.failure_state.refusal
+
+    def create(self, model_id: str, lora: LoRAConfig) -> None:
+        """Makes a model with fresh adapters."""
+        add_adapter(self.engine, model_id, to_lora(lora, self._groups), seed=lora.seed or 0)
+
+    def remove(self, model_id: str) -> None:
+        """Frees a model, if it exists."""
+        if model_id in self.engine.adapters.names:
+            remove_adapter(self.engine, model_id)
+
+    @contextlib.contextmanager
+    def using(self, model_id: str) -> Iterator[Engine]:
+        """Gives the engine with the adapter of a model in use."""
+        if model_id not in self.engine.adapters.names:
+            raise ValueError(f"there is no model {model_id!r}: create it first.")
+        self.engine.use(model_id)
+        try:
+            yield self.engine
+        finally:
+            if self.refusal is None:
+                self.engine.use(None)
+
+    def run_pass(self, model_id: str, request: Pass) -> Result:
+        """Runs forward, and unless `forward_only` backward, which adds to the gradients."""
+        with self.using(model_id) as engine:
+            run = engine.evaluate_loss if request.forward_only else engine.forward_backward
+            return run(request.batch, request.objective, counts=request.counts)
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """Updates the weights, and frees the gradients."""
+        config = to_adamw(adam)
+        with self.using(model_id) as engine:
+            result = engine.optimizer_step(config)
+        return {"grad_norm": result.grad_norm, "lr": result.lr, "step": result.step, "skipped": float(result.skipped)}
+
+    def discard_gradients(self, model_id: str) -> None:
+        """Frees the gradients."""
+        with self.using(model_id) as engine:
+            engine.zero_grad()
+
+    def save_state(self, model_id: str, directory: Path) -> None:
+        """Writes weights and optimizer state."""
+        with self.using(model_id) as engine:
+            save_adapter_state(engine, directory / STATE)
+
+    def load_state(self, model_id: str, directory: Path, optimizer: bool) -> None:
+        """Reads weights and, if `optimizer`, the optimizer state."""
+        with self.using(model_id) as engine:
+            load_adapter_state(engine, directory / STATE)
+            if not optimizer:
+                engine.set_optimizer(to_adamw(AdamParams()))
+
+    def save_for_sampler(self, model_id: str, directory: Path) -> None:
+        """Writes a PEFT adapter."""
+        with self.using(model_id) as engine:
+            export_adapter(engine, directory)
+
+    def adapter(self, model_id: str) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
+        """Returns the configs and the whole matrices of a model's adapter, by layer, on every rank."""
+        with self.using(model_id) as engine:
+            tensors = {name: tensor.clone() for name, tensor in stream_adapters(engine)}
+            configs = dict(engine.adapters.configs)
+        return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
+
+
+def to_lora(lora: LoRAConfig, groups: Collection[str]) -> LoRA:
+    """Returns the adapters that a client asks for, of a model whose layers are in `groups`.
+
+    The output head takes no adapter, whatever `train_unembed` is. Raises ValueError if nothing would be trained.
+    """
+    wanted = {"attention": lora.train_attn, "mlp": lora.train_mlp, "experts": lora.train_mlp}
+    targets = tuple(group for group, trained in wanted.items() if trained and group in groups)
+    if not targets:
+        raise ValueError(
+            f"lora_config would train nothing: train_attn is {lora.train_attn}, train_mlp is {lora.train_mlp}, and the "
+            "output head takes no adapter here. Set train_attn or train_mlp."
+        )
+    return LoRA(rank=lora.rank, alpha=ALPHA, targets=targets)
+
+
+def to_adamw(adam: AdamParams) -> AdamW:
+    """Returns the optimizer settings of one step."""
+    return AdamW(
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        max_grad_norm=adam.grad_clip_norm or None,
+    )

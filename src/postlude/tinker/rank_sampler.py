@@ -1,0 +1,176 @@
+"""Sampling on one rank: a whole copy of the base model, adapters by name, and requests that join while others run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.engine import Engine
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion, Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
+from postlude.hf.read_model import end_tokens
+from postlude.lora import AdapterConfig
+from postlude.model import LanguageModel
+from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest, SampleResult, TopK
+from postlude.tinker.prompt_scores import PromptScores, score_completions, score_prompts
+from postlude.tinker.settings import WorkerSettings
+
+
+@dataclass(frozen=True)
+class SampleCall:
+    """A request as all ranks get it: it has a seed and a length limit. `rank` runs it."""
+
+    call_id: int
+    sampler_id: str
+    adapter: str | None
+    """The adapter; None for the base."""
+    request: SampleRequest
+    sampling: SamplingParams
+    streamed: bool
+    rank: int
+
+
+@dataclass(frozen=True)
+class SampleEvents:
+    """What happened to the requests of a rank since the last step."""
+
+    finished: Mapping[int, SampleResult | Exception]
+    """By call."""
+    progress: Sequence[tuple[int, SampleProgress]]
+    busy: bool
+
+
+@dataclass(eq=False)
+class _Running:
+    call: SampleCall
+    scores: PromptScores
+    completions: dict[int, Completion] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
+    """Tokens of each completion that were reported."""
+
+
+class RankSampler:
+    """Samples the base model and named adapters. Requests of the same adapter run as one batch."""
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, settings: WorkerSettings) -> None:
+        with torch.device("meta"):
+            model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
+        model = model.to_empty(device=engine.device).eval()
+        engine.copy_weights(model)
+        self.generator = Generator(
+            model,
+            tokenizer,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_sequences=settings.max_sequences,
+            eos_tokens=end_tokens(engine.generation, tokenizer.eos_token_id),
+        )
+        self.budget = settings.budget
+        self._session = Session(self.generator)
+        self._running: dict[int, _Running] = {}  # by ticket of the session
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are left."""
+        return bool(self._running)
+
+    def load(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Loads an adapter under a name."""
+        self.generator.load_adapter(name, configs, pairs)
+
+    def remove(self, name: str) -> None:
+        """Removes an adapter. Its running requests fail."""
+        if name in self.generator.adapters.names:
+            self.generator.remove_adapter(name)
+
+    def add(self, calls: Sequence[SampleCall]) -> dict[int, Exception]:
+        """Adds requests, and scores their prompts. Returns the errors of those that cannot be run, by call."""
+        errors: dict[int, Exception] = {}
+        for adapter in dict.fromkeys(call.adapter for call in calls):
+            mine = [call for call in calls if call.adapter == adapter]
+            with self.generator.inference_mode(adapter):
+                scores = score_prompts(self.generator.model, [call.request for call in mine], self.budget)
+            for call, own in zip(mine, scores, strict=True):
+                request = call.request
+                prompt = tuple(request.prompt.tolist())
+                try:
+                    ticket = self._session.add(Request(prompt, call.sampling, request.num_samples, adapter=adapter))
+                except (ValueError, TypeError) as error:
+                    errors[call.call_id] = error
+                else:
+                    self._running[ticket] = _Running(call, own)
+        return errors
+
+    def cancel(self, call_ids: Sequence[int]) -> None:
+        """Ends requests without a result."""
+        for ticket, running in list(self._running.items()):
+            if running.call.call_id in call_ids:
+                self._session.abort(ticket)
+                del self._running[ticket]
+
+    def step(self) -> SampleEvents:
+        """Samples a token of every running completion."""
+        finished: dict[int, SampleResult | Exception] = {}
+        for result in self._session.step() if self._running else ():
+            running = self._running.get(result.ticket)
+            if running is None:
+                continue  # another completion of the request has failed
+            if result.completion is None:
+                assert result.error is not None
+                self.cancel([running.call.call_id])
+                finished[running.call.call_id] = result.error
+                continue
+            running.completions[result.number] = result.completion
+            if len(running.completions) == running.call.request.num_samples:
+                del self._running[result.ticket]
+                finished[running.call.call_id] = self._result(running)
+        return SampleEvents(finished, self._progress(), self.busy)
+
+    def fail_all(self) -> list[int]:
+        """Drops all requests after a step that failed. Returns their calls."""
+        calls = [running.call.call_id for running in self._running.values()]
+        self._running.clear()
+        self.generator.release()
+        self._session = Session(self.generator)
+        return calls
+
+    def _progress(self) -> list[tuple[int, SampleProgress]]:
+        events = []
+        for ticket, running in self._running.items():
+            if running.call.streamed:
+                for number, state in self._session.progress(ticket).items():
+                    done = running.reported.get(number, 0)
+                    if len(state.tokens) > done:
+                        running.reported[number] = len(state.tokens)
+                        new = SampleProgress(number, list(state.tokens[done:]), list(state.logprobs[done:]))
+                        events.append((running.call.call_id, new))
+        return events
+
+    def _result(self, running: _Running) -> SampleResult:
+        request = running.call.request
+        completions = [running.completions[number] for number in range(request.num_samples)]
+        tops: Sequence[TopK | None] = [None] * len(completions)
+        if request.topk_sample_logprobs:
+            with self.generator.inference_mode(running.call.adapter):
+                tops = score_completions(self.generator.model, request, completions, self.budget)
+        return SampleResult(
+            [
+                SampledSequence(
+                    completion.finish_reason,
+                    np.asarray(completion.tokens, dtype=np.int32),
+                    np.asarray(completion.logprobs, dtype=np.float32),
+                    top,
+                    completion.text,
+                )
+                for completion, top in zip(completions, tops, strict=True)
+            ],
+            running.scores.logprobs,
+            running.scores.top,
+            running.scores.targets,
+        )

@@ -1,0 +1,356 @@
+"""The ranks of one base model. Rank 0 gets calls from the HTTP process and makes all ranks run them.
+
+A call is checked on rank 0, so that a client's mistake is found before any rank begins. Sampling runs step by step
+between training calls: while both wait, they get equal time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.load import load_tokenizer
+from postlude.hf.peft import read_adapter
+from postlude.hf.read_model import read_description
+from postlude.hf.read_peft import from_peft
+from postlude.objectives.summed import SUMMED_LOSSES
+from postlude.tinker.backend import (
+    AdamParams,
+    BaseModelInfo,
+    Datum,
+    ForwardBackwardResult,
+    ModelSpec,
+    SampleRequest,
+)
+from postlude.tinker.datums import EXTRA_TOKENS, read_pass, to_result
+from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
+from postlude.tinker.prompt_scores import check_prompt_scores
+from postlude.tinker.rank_models import RankModels
+from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents
+from postlude.tinker.settings import WorkerSettings
+from postlude.world.agreement import Rank0Controller, if_picklable
+
+SEED_BITS = 48
+STEP_SECONDS = 0.05
+"""How long ranks sample before rank 0 looks for new calls, if there are several: a call of all of them costs time."""
+LOG = logging.getLogger("postlude")
+
+
+@dataclass(frozen=True)
+class _OnRanks:
+    """A method of `RankWorker` and its arguments, for all ranks."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class RankWorker:
+    """What one rank does: `run` is called on all ranks together."""
+
+    def __init__(self, settings: WorkerSettings, tokenizer: Any) -> None:
+        self.index = dist.get_rank()
+        self.models = RankModels(settings)
+        self.sampler = RankSampler(self.models.engine, tokenizer, settings)
+
+    def run(self, command: _OnRanks) -> Any:
+        """Runs a command. Only rank 0's result is used, except of `sample`."""
+        return getattr(self, command.method)(*command.arguments)
+
+    def train(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the models."""
+        return getattr(self.models, method)(*arguments)
+
+    def snapshot(self, model_id: str, adapter: str) -> None:
+        """Gives the sampler a copy of a model's adapter."""
+        self.sampler.load(adapter, *self.models.adapter(model_id))
+
+    def load_adapter(self, adapter: str, directory: Path) -> None:
+        """Gives the sampler the adapter of a directory."""
+        engine = self.models.engine
+        self.sampler.load(
+            adapter, *from_peft(*read_adapter(directory), engine.config, engine.family, engine.block_types)
+        )
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Takes an adapter from the sampler."""
+        self.sampler.remove(adapter)
+
+    def sample(self, calls: Sequence[SampleCall], cancelled: Sequence[int], seconds: float) -> SampleEvents:
+        """Adds this rank's share of new calls, and samples for about so many seconds, one step at least."""
+        self.sampler.cancel(cancelled)
+        finished: dict[int, Any] = dict(self.sampler.add([call for call in calls if call.rank == self.index]))
+        progress: list[Any] = []
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                events = self.sampler.step()
+            except Exception as error:
+                if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+                    raise  # the device is unusable in this process
+                LOG.exception("a step of sampling failed")
+                failure = RuntimeError(f"sampling failed: {error}")
+                finished |= dict.fromkeys(self.sampler.fail_all(), failure)
+                return SampleEvents(finished, progress, busy=False)
+            finished |= events.finished
+            progress += events.progress
+            if not events.busy or time.monotonic() >= end:
+                return SampleEvents(finished, progress, events.busy)
+
+
+class Worker:
+    """Rank 0: the methods that the HTTP process calls, and the loop that serves them."""
+
+    def __init__(self, settings: WorkerSettings, rank: RankWorker, controller: Rank0Controller[_OnRanks, Any]) -> None:
+        self.settings, self.rank, self.controller = settings, rank, controller
+        self.vocab_size = rank.models.engine.config.vocab_size
+        self.max_context_length = _max_context_length(settings)
+        self.samplers: dict[str, str | None] = {}
+        """The adapter of each sampler; None for the base."""
+        self._new: list[SampleCall] = []
+        self._cancelled: list[int] = []
+        self._sampling: dict[int, str] = {}
+        """The sampler of each unfinished sample call."""
+        self._next_rank = 0
+
+    def describe(self, tokenizer: Any, directory: Path) -> BaseModelInfo:
+        """Returns what clients are told of the base. A tokenizer that is in no directory is written to one."""
+        source = Path(self.settings.source)
+        files = source
+        if not source.is_dir():
+            files = directory / "tokenizer" / self.settings.source.replace("/", "-")
+            tokenizer.save_pretrained(files)
+        return BaseModelInfo(
+            name=self.settings.name,
+            tokenizer=str(files.absolute()),
+            vocab_size=self.vocab_size,
+            max_context_length=self.max_context_length,
+            losses=tuple(SUMMED_LOSSES),
+        )
+
+    # --- training
+
+    def create_model(self, model_id: str, spec: ModelSpec) -> None:
+        """Makes a model."""
+        if spec.lora is None:
+            raise ValueError("create_model has no lora_config, but only adapters are trained here. Give a lora_config.")
+        self._train("create", model_id, spec.lora)
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        forward_only: bool,
+    ) -> ForwardBackwardResult:
+        """Runs a pass."""
+        request = read_pass(
+            data,
+            loss_fn,
+            config,
+            forward_only=forward_only,
+            vocab_size=self.vocab_size,
+            max_context_length=self.max_context_length,
+        )
+        return to_result(data, self._train("run_pass", model_id, request))
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        """Updates the weights."""
+        metrics: Mapping[str, float] = self._train("optim_step", model_id, adam)
+        return metrics
+
+    def discard_gradients(self, model_id: str) -> None:
+        """Frees the gradients."""
+        self._train("discard_gradients", model_id)
+
+    def save_state(self, model_id: str, directory: Path) -> None:
+        """Writes weights and optimizer state."""
+        self._train("save_state", model_id, directory)
+
+    def load_state(self, model_id: str, directory: Path, optimizer: bool) -> None:
+        """Reads weights, and the optimizer state if asked."""
+        self._train("load_state", model_id, directory, optimizer)
+
+    def save_for_sampler(self, model_id: str, directory: Path) -> None:
+        """Writes the weights for sampling."""
+        self._train("save_for_sampler", model_id, directory)
+
+    def remove_model(self, model_id: str) -> None:
+        """Frees a model."""
+        self._train("remove", model_id)
+
+    # --- sampling
+
+    def open_sampler(self, sampler_id: str, directory: Path | None) -> None:
+        """Opens a sampler of a directory, or of the base."""
+        if directory is not None:
+            self._on_ranks("load_adapter", sampler_id, directory)
+        self.samplers[sampler_id] = None if directory is None else sampler_id
+
+    def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
+        """Opens a sampler of a model's weights as they are now."""
+        self._on_ranks("snapshot", model_id, sampler_id)
+        self.samplers[sampler_id] = sampler_id
+
+    def close_sampler(self, sampler_id: str) -> None:
+        """Closes a sampler."""
+        if self.samplers.pop(sampler_id, None) is not None:
+            self._on_ranks("remove_adapter", sampler_id)
+
+    def _train(self, method: str, *arguments: Any) -> Any:
+        return self._on_ranks("train", method, *arguments)
+
+    def _on_ranks(self, method: str, *arguments: Any) -> Any:
+        return self.controller.call_all(_OnRanks(method, arguments))[0]
+
+    def _read_sample(self, call: Call) -> SampleCall:
+        """Returns a checked sample call. Raises ValueError or TypeError with a sentence for the client."""
+        sampler_id, request = call.arguments["sampler_id"], call.arguments["request"]
+        if sampler_id not in self.samplers:
+            raise ValueError(f"there is no sampler {sampler_id!r}: open it first.")
+        check_prompt_scores(request, self.vocab_size)
+        sampling = to_sampling(request, self.vocab_size, self.max_context_length)
+        self._next_rank = (self._next_rank + 1) % (dist.get_world_size() if dist.is_initialized() else 1)
+        adapter = self.samplers[sampler_id]
+        return SampleCall(
+            call.call_id, sampler_id, adapter, request, sampling, call.arguments["streamed"], self._next_rank
+        )
+
+    # --- the loop
+
+    def serve(self, connection: Connection) -> None:
+        """Runs calls until the HTTP process closes the connection."""
+        training: deque[Call] = deque()
+        sampling_time = 0.0  # seconds of sampling that are owed before the next training call
+        while True:
+            idle = not training and not self._sampling
+            while idle or connection.poll():
+                try:
+                    message = connection.recv()
+                except (EOFError, ConnectionError):
+                    message = None
+                if message is None:
+                    return
+                idle = False
+                self._receive(message, training, connection)
+            if training and (not self._sampling or sampling_time <= 0):
+                began = time.monotonic()
+                self._run(training.popleft(), connection)
+                sampling_time = time.monotonic() - began
+            elif self._sampling:
+                began = time.monotonic()
+                self._sample(connection)
+                sampling_time -= time.monotonic() - began
+
+    def _receive(self, message: Call | Cancel, training: deque[Call], connection: Connection) -> None:
+        if isinstance(message, Cancel):
+            if self._sampling.pop(message.call_id, None) is not None:
+                self._new = [call for call in self._new if call.call_id != message.call_id]
+                self._cancelled.append(message.call_id)
+        elif message.method != "sample":
+            training.append(message)
+        else:
+            try:
+                call = self._read_sample(message)
+            except (ValueError, TypeError) as error:
+                connection.send((ERROR, message.call_id, error))
+            else:
+                self._new.append(call)
+                self._sampling[call.call_id] = call.sampler_id
+
+    def _run(self, call: Call, connection: Connection) -> None:
+        method: Callable[..., Any] = getattr(self, call.method)
+        try:
+            result = method(**call.arguments)
+        except (ValueError, TypeError, LookupError, OSError, RuntimeError, ArithmeticError) as error:
+            if not isinstance(error, (ValueError, TypeError)):
+                LOG.exception("%s failed", call.method)
+            if self.rank.models.refusal is not None:
+                raise  # all models of these ranks are lost: they end, and the reason is reported
+            connection.send((ERROR, call.call_id, _sendable(error)))
+        else:
+            connection.send((RESULT, call.call_id, result))
+
+    def _sample(self, connection: Connection) -> None:
+        calls, self._new = self._new, []
+        cancelled, self._cancelled = self._cancelled, []
+        seconds = 0.0 if self.controller.group is None else STEP_SECONDS
+        for events in self.controller.call_all(_OnRanks("sample", (calls, cancelled, seconds))):
+            for call_id, progress in events.progress:
+                connection.send((PROGRESS, call_id, progress))
+            for call_id, result in events.finished.items():
+                self._sampling.pop(call_id, None)
+                kind = ERROR if isinstance(result, Exception) else RESULT
+                connection.send((kind, call_id, _sendable(result) if isinstance(result, Exception) else result))
+
+
+def run_worker(settings: WorkerSettings, address: str, key: bytes) -> None:
+    """Runs on every rank until the HTTP process closes the connection at `address`."""
+    tokenizer = load_tokenizer(settings.source)
+    rank = RankWorker(settings, tokenizer)
+    controller: Rank0Controller[_OnRanks, Any] = Rank0Controller(rank.run)
+
+    def serve() -> None:
+        with tempfile.TemporaryDirectory(prefix="postlude-") as directory:
+            worker = Worker(settings, rank, controller)
+            with Client(address, authkey=key) as connection:
+                connection.send((READY, None, worker.describe(tokenizer, Path(directory))))
+                worker.serve(connection)
+
+    controller.on_rank0(serve)
+    controller.close()
+
+
+def to_sampling(request: SampleRequest, vocab_size: int, max_context_length: int) -> SamplingParams:
+    """Returns the sampling parameters of a request. Raises ValueError or TypeError with a sentence for the client."""
+    params, length = request.params, len(request.prompt)
+    if not length:
+        raise ValueError("the prompt is empty: give at least one token.")
+    low, high = int(request.prompt.min()), int(request.prompt.max())
+    if low < 0 or high >= vocab_size:
+        worst = low if low < 0 else high
+        raise ValueError(f"the prompt has token {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
+    if request.num_samples < 1:
+        raise ValueError(f"num_samples is {request.num_samples}, but the least is 1.")
+    left = max_context_length - length
+    if left < 1 or (params.max_tokens or 1) > left:
+        more = "" if params.max_tokens is None else f" and may get {params.max_tokens} more"
+        raise ValueError(
+            f"the prompt has {length} tokens{more}, but prompt and completion have at most {max_context_length} "
+            "together. Shorten the prompt, or lower max_tokens."
+        )
+    if params.top_k < -1 or params.top_k == 0:
+        raise ValueError(f"top_k is {params.top_k}: give how many tokens to choose from, or -1 for all.")
+    return SamplingParams(
+        max_new_tokens=left if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+        stop=tuple(params.stop),
+        stop_tokens=tuple(params.stop_tokens),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _max_context_length(settings: WorkerSettings) -> int:
+    """Returns the longest sequence that the model, a microbatch and the KV cache can hold."""
+    described = getattr(read_description(settings.source), "max_position_embeddings", None)
+    limits = [settings.budget - EXTRA_TOKENS, settings.max_batch_tokens]
+    return min([*limits, described] if described else limits)
+
+
+def _sendable(error: Exception) -> Exception:
+    return if_picklable(error) or RuntimeError(f"{type(error).__name__}: {error}")

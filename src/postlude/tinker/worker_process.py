@@ -1,0 +1,170 @@
+"""WorkerProcess: the ranks of one base model as seen from the HTTP process. Calls go to rank 0, results come back.
+
+Two threads send and receive, so the event loop never waits for a worker that is busy. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import queue
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from postlude.tinker.backend import BaseModelInfo, SampleProgress
+from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
+from postlude.tinker.settings import WorkerSettings
+
+CLOSE_SECONDS = 10.0
+"""For ranks to end by themselves."""
+
+
+class WorkerDied(RuntimeError):
+    """The ranks ended. The text says why."""
+
+
+class WorkerProcess:
+    """Starts the ranks. `start` returns when they have loaded the model; after they end, every call raises."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.info: BaseModelInfo | None = None
+        self.death: str | None = None
+        """Why the ranks ended; None while they run."""
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._progress: dict[int, Callable[[SampleProgress], None]] = {}
+        self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
+        self._process: Any = None
+
+    async def start(self) -> BaseModelInfo:
+        """Starts the ranks, and waits until they are ready. Raises `WorkerDied` if they end before."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[BaseModelInfo] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._directory = tempfile.TemporaryDirectory(prefix="postlude-tinker-")
+        key, address = secrets.token_bytes(32), str(Path(self._directory.name, "rank0"))
+        listener = Listener(address, authkey=key)
+        context = multiprocessing.get_context("spawn")
+        report, child_report = context.Pipe(duplex=False)
+        self._process = context.Process(target=run_ranks, args=(self.settings, address, key, child_report))
+        self._process.start()
+        child_report.close()
+        threading.Thread(target=self._receive, args=(listener,), name="tinker results", daemon=True).start()
+        threading.Thread(target=self._watch, args=(report, listener), name="tinker ranks", daemon=True).start()
+        self.info = await self._ready
+        return self.info
+
+    async def call(
+        self, method: str, progress: Callable[[SampleProgress], None] | None = None, **arguments: Any
+    ) -> Any:
+        """Returns the result of a method of `Worker`, or raises its error. If a task is cancelled, sampling ends."""
+        if self.death is not None:
+            raise WorkerDied(self.death)
+        call_id = next(self._ids)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending[call_id] = future
+        if progress is not None:
+            self._progress[call_id] = progress
+        self._outbox.put(Call(call_id, method, arguments))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._outbox.put(Cancel(call_id))
+            raise
+        finally:
+            self._pending.pop(call_id, None)
+            self._progress.pop(call_id, None)
+
+    async def stop(self) -> None:
+        """Ends the ranks."""
+        self._outbox.put(None)
+        if self._process is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_SECONDS)
+        except TimeoutError:
+            self._process.terminate()  # its ranks end with it
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_SECONDS)
+
+    # --- in threads
+
+    def _receive(self, listener: Listener) -> None:
+        try:
+            with listener.accept() as connection:
+                threading.Thread(target=self._send, args=(connection,), name="tinker calls", daemon=True).start()
+                while True:
+                    message = connection.recv()
+                    self._loop.call_soon_threadsafe(self._deliver, *message)
+        except (EOFError, OSError, RuntimeError):
+            return  # the ranks ended, and `_watch` says why; or the event loop did
+
+    def _send(self, connection: Connection) -> None:
+        with suppress(OSError, ValueError):
+            while (message := self._outbox.get()) is not None:
+                connection.send(message)
+            connection.send(None)  # the last one
+
+    def _watch(self, report: Connection, listener: Listener) -> None:
+        reason = "its process was killed"
+        with suppress(EOFError, OSError):
+            reason = report.recv()
+        self._process.join()
+        listener.close()
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._die, reason)
+
+    # --- in the event loop
+
+    def _deliver(self, kind: str, call_id: int, value: Any) -> None:
+        if kind == READY:
+            if not self._ready.done():
+                self._ready.set_result(value)
+        elif kind == PROGRESS:
+            if call_id in self._progress:
+                self._progress[call_id](value)
+        elif (future := self._pending.get(call_id)) is not None and not future.done():
+            if kind == ERROR:
+                future.set_exception(value)
+            elif kind == RESULT:
+                future.set_result(value)
+
+    def _die(self, reason: str) -> None:
+        self.death = f"the ranks of {self.settings.name} have ended: {reason.rstrip('.')}."
+        for future in (self._ready, *self._pending.values()):
+            if not future.done():
+                future.set_exception(WorkerDied(self.death))
+        self._outbox.put(None)
+        self._directory.cleanup()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+def run_ranks(settings: WorkerSettings, address: str, key: bytes, report: Connection) -> None:
+    """Runs the ranks in this new process and those that it starts. Reports why they ended."""
+    from postlude.tinker.worker import run_worker
+    from postlude.world.launcher import run_on_ranks
+
+    try:
+        run_on_ranks(
+            run_worker,
+            settings,
+            address,
+            key,
+            nproc=settings.layout.world_size,
+            timeout=settings.timeout,
+            device=settings.device,
+        )
+        report.send("the server closed the connection")
+    except BaseException as error:
+        report.send(str(error) or type(error).__name__)
+        if not isinstance(error, (OSError, ValueError, RuntimeError, SystemExit, KeyboardInterrupt)):
+            raise

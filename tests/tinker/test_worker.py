@@ -1,0 +1,349 @@
+"""Models that share a base give the results of each alone, in every layout; sampling and training agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from postlude.hf.load import load_tokenizer
+from postlude.layout import Layout
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, SampleParams, SampleRequest, SampleResult
+from postlude.tinker.messages import ERROR, PROGRESS, Call, Cancel
+from postlude.tinker.rank_models import to_lora
+from postlude.tinker.settings import WorkerSettings, parse_model
+from postlude.tinker.worker import RankWorker, Worker
+from postlude.world.agreement import Rank0Controller
+from tests.conftest import Ranks
+from tests.equality import TOLERANCE
+
+ADAM = AdamParams(learning_rate=5e-3, eps=1e-4)
+SPECS = {
+    "one": ModelSpec("tiny", LoRAConfig(4, seed=1)),
+    "two": ModelSpec("tiny", LoRAConfig(8, seed=2, train_mlp=False)),
+}
+Replies = dict[int, Any]
+Script = Callable[[Replies], Iterator[list[Call | Cancel]]]
+
+
+class ScriptedConnection:
+    """Gives the worker the messages of a script: a list at once, when all before it is done."""
+
+    def __init__(self, script: Script) -> None:
+        self.replies: Replies = {}
+        self.order: list[int] = []
+        self.progress: list[tuple[int, Any]] = []
+        self._script = script(self.replies)
+        self._waiting: list[Call | Cancel] = []
+
+    def poll(self) -> bool:
+        return bool(self._waiting)
+
+    def recv(self) -> Call | Cancel | None:
+        if not self._waiting:
+            with suppress(StopIteration):
+                self._waiting = list(next(self._script))
+        return self._waiting.pop(0) if self._waiting else None
+
+    def send(self, message: tuple[str, int, Any]) -> None:
+        kind, call_id, value = message
+        if kind == PROGRESS:
+            self.progress.append((call_id, value))
+            return
+        assert call_id not in self.replies
+        self.order.append(call_id)
+        self.replies[call_id] = str(value) if kind == ERROR else value
+
+
+class Calls:
+    """Numbers calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, method: str, **arguments: Any) -> Call:
+        self.count += 1
+        return Call(self.count, method, arguments)
+
+    def step(self, model_id: str, seed: int) -> list[Call]:
+        """Two passes, which add up, and an optimizer step."""
+        passes = [self.forward_backward(model_id, seed), self.forward_backward(model_id, seed + 100)]
+        return [*passes, self("optim_step", model_id=model_id, adam=ADAM)]
+
+    def forward_backward(self, model_id: str, seed: int, **changes: Any) -> Call:
+        arguments = {"data": data(seed), "loss_fn": "cross_entropy", "config": {}, "forward_only": False}
+        return self("forward_backward", model_id=model_id, **(arguments | changes))
+
+    def sample(self, sampler_id: str, request: SampleRequest, streamed: bool = False) -> Call:
+        return self("sample", sampler_id=sampler_id, request=request, streamed=streamed)
+
+
+def data(seed: int) -> list[Datum]:
+    generator, rows = np.random.default_rng(seed), []
+    for length in (12, 5, 9):
+        tokens = generator.integers(0, 256, length + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+        rows.append(Datum(tokens[:-1].astype(np.int32), inputs))
+    return rows
+
+
+def run(group: dist.ProcessGroup, layout: str, script: Script) -> ScriptedConnection | None:
+    """Runs a script on all ranks; rank 0 returns what the worker sent."""
+    settings = WorkerSettings(
+        name="tiny", source="tiny-dense", layout=Layout.parse(layout), budget=64, max_batch_tokens=512, device="cpu"
+    )
+    rank = RankWorker(settings, load_tokenizer("tiny-dense"))
+    controller: Rank0Controller[Any, Any] = Rank0Controller(rank.run)
+    connection = ScriptedConnection(script)
+    controller.on_rank0(lambda: Worker(settings, rank, controller).serve(connection))  # type: ignore[arg-type]
+    controller.close()
+    return connection if dist.get_rank() == 0 else None
+
+
+def losses(replies: Mapping[int, Any]) -> list[float]:
+    return [reply.metrics["loss:sum"] for reply in replies.values() if hasattr(reply, "loss_fn_outputs")]
+
+
+def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], disturbed: bool) -> list[Any]:
+    """Trains models in turn. `disturbed`: with mistakes, passes without a backward and sampling in between."""
+    call = Calls()
+
+    def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
+        yield [call("create_model", model_id=name, spec=SPECS[name]) for name in models]
+        yield [call("open_sampler", sampler_id="base", directory=None)]
+        for step in range(3):
+            for name in models:
+                first, second, update = call.step(name, step)
+                yield [first]
+                if disturbed:
+                    yield [
+                        call.forward_backward(name, 7, forward_only=True),
+                        call.forward_backward(name, 7, loss_fn="unknown"),
+                        call.forward_backward("three", 7),
+                        call.sample("base", SampleRequest(np.arange(5, dtype=np.int32), SampleParams(max_tokens=3))),
+                        call("snapshot_sampler", model_id=name, sampler_id=f"{name}-{step}"),
+                    ]
+                yield [second]
+                yield [update]
+        yield [call.forward_backward(name, 50, forward_only=True) for name in models]
+
+    connection = run(group, layout, script)
+    if connection is None:
+        return []
+    last = list(connection.replies.values())[-len(models) :]
+    return [[output["logprobs"] for output in reply.loss_fn_outputs] for reply in last]
+
+
+def test_models_that_take_turns_equal_each_alone_to_the_bit(ranks: Ranks) -> None:
+    ((one, two),) = ranks(1, train, "tp=1", ("one", "two"), True)
+    ((alone,),) = ranks(1, train, "tp=1", ("one",), False)
+    ((other,),) = ranks(1, train, "tp=1", ("two",), False)
+    for shared, separate in ((one, alone), (two, other)):
+        assert all(np.array_equal(a, b) for a, b in zip(shared, separate, strict=True))
+    assert not np.array_equal(one[0], two[0])
+
+
+def everything(group: dist.ProcessGroup, layout: str, directory: Path) -> dict[str, Any]:
+    """Trains, samples, saves and loads."""
+    call, prompt = Calls(), np.arange(60, 72, dtype=np.int32)
+    asked = SampleRequest(
+        prompt,
+        SampleParams(max_tokens=6, seed=3, ignore_eos=True),
+        num_samples=3,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=1,
+        target_prompt_tokens=np.stack([prompt[1:], np.full(11, -1)], 1),
+    )
+    results: dict[str, Any] = {}
+
+    def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
+        yield [call("create_model", model_id="one", spec=SPECS["one"])]
+        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield call.step("one", 1)
+        yield [call("snapshot_sampler", model_id="one", sampler_id="first")]
+        (directory / "state").mkdir(exist_ok=True), (directory / "peft").mkdir(exist_ok=True)
+        yield [call("save_state", model_id="one", directory=directory / "state")]
+        yield [call("save_for_sampler", model_id="one", directory=directory / "peft")]
+        scored = call.forward_backward("one", 0, forward_only=True, data=[_score(prompt)])
+        yield [scored]
+        results["trained"] = replies[scored.call_id].loss_fn_outputs[0]["logprobs"]
+        update = call.step("one", 2)
+        yield update
+        yield [call("open_sampler", sampler_id="saved", directory=directory / "peft")]
+        requests = {name: call.sample(name, asked) for name in ("first", "saved", "base")}
+        yield [*requests.values(), call.forward_backward("one", 9, forward_only=True)]  # all at once
+        results["samples"] = {name: replies[request.call_id] for name, request in requests.items()}
+        yield [call("create_model", model_id="loaded", spec=SPECS["one"])]
+        yield [call("load_state", model_id="loaded", directory=directory / "state", optimizer=True)]
+        resumed = call.step("loaded", 2)
+        yield resumed
+        pair = [call.forward_backward(name, 5, forward_only=True) for name in ("one", "loaded")]
+        yield pair
+        results["resumed"] = [replies[one.call_id].loss_fn_outputs[0]["logprobs"] for one in pair]
+        results["losses"] = losses(replies)
+        results["errors"] = [reply for reply in replies.values() if isinstance(reply, str)]
+        yield [call("close_sampler", sampler_id="first"), call("remove_model", model_id="loaded")]
+        gone = [call.sample("first", asked), call.forward_backward("loaded", 5)]
+        yield gone
+        results["gone"] = [replies[one.call_id] for one in gone]
+
+    return results if run(group, layout, script) is not None else {}
+
+
+def _score(tokens: Any) -> Datum:
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.zeros(len(tokens) - 1, np.float32)}
+    return Datum(tokens[:-1], inputs)
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (results,) = ranks(1, everything, "tp=1", tmp_path_factory.mktemp("tinker"))
+    return dict(results)
+
+
+def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_steps(one_rank: dict[str, Any]) -> None:
+    sampled: SampleResult = one_rank["samples"]["first"]
+    assert sampled.prompt_logprobs is not None
+    assert np.isnan(sampled.prompt_logprobs[0])
+    np.testing.assert_allclose(sampled.prompt_logprobs[1:], one_rank["trained"], rtol=1e-5, atol=1e-5)
+    assert not np.allclose(one_rank["samples"]["base"].prompt_logprobs[1:], one_rank["trained"], atol=1e-3)
+
+
+def test_a_saved_adapter_samples_as_the_snapshot(one_rank: dict[str, Any]) -> None:
+    first, saved = one_rank["samples"]["first"], one_rank["samples"]["saved"]
+    for one, other in zip(first.sequences, saved.sequences, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.stop_reason == "length"
+        assert np.array_equal(one.logprobs, other.logprobs)
+    assert len({tuple(one.tokens.tolist()) for one in first.sequences}) == 3  # each sample has a seed of its own
+
+
+def test_top_and_target_logprobs_agree_with_those_of_the_prompt(one_rank: dict[str, Any]) -> None:
+    sampled: SampleResult = one_rank["samples"]["first"]
+    assert sampled.topk_prompt is not None
+    assert sampled.target_prompt_logprobs is not None
+    assert (sampled.topk_prompt.tokens[0] == 0).all()
+    assert (sampled.topk_prompt.logprobs[0] == -99999).all()
+    np.testing.assert_allclose(sampled.target_prompt_logprobs[:, 0], sampled.prompt_logprobs[1:], rtol=1e-5)
+    assert np.isnan(sampled.target_prompt_logprobs[:, 1]).all()
+    best = sampled.topk_prompt.logprobs[1:]
+    assert (best[:, 0] >= best[:, 1]).all()
+    assert (best[:, 0] >= sampled.prompt_logprobs[1:] - 1e-5).all()
+    for one in sampled.sequences:
+        assert one.topk is not None
+        assert one.topk.logprobs.shape == (6, 1)
+        assert (one.topk.logprobs[:, 0] >= one.logprobs - 1e-4).all()
+
+
+def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str, Any]) -> None:
+    assert np.array_equal(*one_rank["resumed"])
+    assert one_rank["errors"] == []
+    assert one_rank["gone"] == [
+        "there is no sampler 'first': open it first.",
+        "there is no model 'loaded': create it first.",
+    ]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_layouts_give_the_losses_and_samples_of_one_rank(
+    ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    found, _ = ranks(2, everything, layout, tmp_path)
+    np.testing.assert_allclose(found["losses"], one_rank["losses"], rtol=10 * TOLERANCE)  # after optimizer steps
+    for name, sampled in found["samples"].items():
+        for one, other in zip(sampled.sequences, one_rank["samples"][name].sequences, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-4)
+
+
+def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Requests of the base model, and what they get."""
+    call, prompt = Calls(), np.frombuffer(b"abc", np.uint8).astype(np.int32)
+    tokenizer = load_tokenizer("tiny-dense")
+    requests: dict[str, Call] = {}
+
+    def ask(name: str, number: int = 1, streamed: bool = False, given: Any = prompt, **params: Any) -> Call:
+        request = SampleRequest(given, SampleParams(**({"max_tokens": 8, "seed": 1} | params)), number)
+        requests[name] = call.sample("base", request, streamed)
+        return requests[name]
+
+    def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
+        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield [ask("plain", ignore_eos=True), ask("greedy", temperature=0.0), ask("again", ignore_eos=True)]
+        plain = replies[requests["plain"].call_id].sequences[0].tokens.tolist()
+        text = tokenizer.decode(plain[3:5])
+        yield [
+            ask("stop token", stop_tokens=(plain[2],), ignore_eos=True),
+            ask("stop string", stop=(text,), ignore_eos=True),
+            ask("one choice", top_k=1),
+            ask("unseeded", seed=None, max_tokens=30, ignore_eos=True),
+            ask("unseeded too", seed=None, max_tokens=30, ignore_eos=True),
+            ask("streamed", streamed=True, ignore_eos=True),
+            ask("cancelled", max_tokens=60, ignore_eos=True),
+            Cancel(requests["cancelled"].call_id),
+            ask("all that fit", max_tokens=None, ignore_eos=True, given=np.zeros(60, np.int32)),
+        ]
+        yield [
+            ask("long", max_tokens=61),
+            ask("no prompt", given=np.zeros(0, np.int32)),
+            ask("not in the vocabulary", given=np.array([999], np.int32)),
+            ask("no temperature", temperature=-1.0),
+            ask("top-k", top_k=0),
+        ]
+
+    connection = run(group, "tp=1", script)
+    assert connection is not None
+    found = {name: connection.replies.get(request.call_id) for name, request in requests.items()}
+    found["progress"] = [progress.tokens for _, progress in connection.progress]
+    return found
+
+
+def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
+    (found,) = ranks(1, sampling)
+
+    def tokens(name: str) -> list[int]:
+        return list(found[name].sequences[0].tokens.tolist())
+
+    plain = tokens("plain")
+    assert len(plain) == 8
+    assert tokens("again") == plain
+    assert tokens("greedy") == tokens("one choice")
+    assert tokens("stop token") == plain[: plain.index(plain[2]) + 1]
+    assert found["stop token"].sequences[0].stop_reason == "stop"
+    assert found["stop string"].sequences[0].stop_reason == "stop"
+    assert len(tokens("stop string")) <= 5
+    assert tokens("unseeded") != tokens("unseeded too")
+    assert found["cancelled"] is None
+    assert len(tokens("all that fit")) == 3  # of a context of 63
+    streamed = [token for piece in found["progress"] for token in piece]
+    assert streamed == plain[: len(streamed)]
+    assert len(streamed) >= 7
+    for name, sentence in (
+        ("long", "the prompt has 3 tokens and may get 61 more, but prompt and completion have at most 63 together."),
+        ("no prompt", "the prompt is empty"),
+        ("not in the vocabulary", "the prompt has token 999, but the vocabulary is 0 to 263."),
+        ("no temperature", "temperature=-1.0"),
+        ("top-k", "top_k is 0: give how many tokens to choose from, or -1 for all."),
+    ):
+        assert sentence in found[name]
+
+
+def test_layer_flags_choose_the_adapted_layers() -> None:
+    groups = {"attention", "mlp", "none"}
+    assert to_lora(LoRAConfig(4), groups).targets == ("attention", "mlp")
+    assert to_lora(LoRAConfig(4, train_mlp=False), groups).targets == ("attention",)
+    with pytest.raises(ValueError, match="would train nothing: train_attn is False, train_mlp is False"):
+        to_lora(LoRAConfig(4, train_mlp=False, train_attn=False), groups)
+
+
+def test_a_model_may_have_another_name() -> None:
+    assert parse_model("tiny-dense") == ("tiny-dense", "tiny-dense")
+    assert parse_model("org/model=/data/model") == ("org/model", "/data/model")
+    with pytest.raises(ValueError, match="write NAME=MODEL"):
+        parse_model("=x")
