@@ -12,6 +12,7 @@ from postlude.data import Batch
 from postlude.objectives import (
     SFT,
     ActorCritic,
+    BradleyTerry,
     Distill,
     PolicyGradient,
     Preference,
@@ -91,6 +92,7 @@ OBJECTIVES: dict[str, Any] = {
     "value": ValueLoss,
     "ppo": ppo,
     "distill": Distill,
+    "reward": BradleyTerry,
 }
 
 # The first of each kind is what the others are to differ from.
@@ -157,6 +159,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "value head alone": {"stop_trunk": True},
     },
     "ppo": {"policy and critic": {}, "critic counts more": {"coefficient": 2.0}},
+    "reward": {"plain": {}, "margin": {"margin": 0.7}, "centred": {"centring": 0.3}},
     "distill": {
         "forward": {},
         "reverse": {"forward": 0.0},

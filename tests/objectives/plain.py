@@ -259,6 +259,19 @@ def distill(
     return average(tokens_of(model, batch, temperature), over, loss)
 
 
+def reward(model: LanguageModel, batch: Batch, *, margin: float = 0.0, centring: float = 0.0) -> Tensor:
+    scores = []
+    for sequence in batch.sequences:
+        (alone,) = pack([sequence], budget=len(sequence))
+        hidden = model(alone, output_processor=lambda inputs, _: inputs.hidden)
+        scores.append((hidden[-1] * model.value_head.weight).sum())
+    losses = [
+        -torch.sigmoid(chosen - rejected - margin).log() + centring * (chosen + rejected) ** 2
+        for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)
+    ]
+    return sum(losses) / len(losses)
+
+
 PLAIN: Mapping[str, Callable[..., Tensor]] = {
     "sft": sft,
     "preference": preference,
@@ -266,4 +279,5 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
     "value": value,
     "ppo": ppo,
     "distill": distill,
+    "reward": reward,
 }

@@ -40,8 +40,9 @@ CASES = [
     ("ppo", "policy and critic"),
     ("distill", "mixed"),
     ("distill", "with labels"),
+    ("reward", "centred"),
 ]
-CRITIC = [case for case in CASES if case[0] in ("value", "ppo")]
+CRITIC = [case for case in CASES if case[0] in ("value", "ppo", "reward")]
 
 
 def tiny() -> Any:

@@ -107,6 +107,11 @@ HEARD: dict[str, Heard] = {
         "objective.nll": ("0.5",),
         "objective.margin": ("0.5",),
     },
+    "rm": {
+        **{f"data.{name}": (f"other_{name}",) for name in ("prompt", "chosen", "rejected")},
+        "objective.margin": ("0.5",),
+        "objective.centring": ("0.5",),
+    },
     "distill": {
         **EXAMPLES,
         "teacher": ("tiny-moe",),
@@ -297,6 +302,9 @@ ELSEWHERE = {
     "environment.timeout": "tests/rollout/test_rewards.py",
     "environment.path": "test_grpo.py: test_a_conversation",
     "environment.reward": "tests/rollout/test_rewards.py",
+    "environment.model": "test_reward_model.py",
+    "environment.device": "test_reward_model.py",
+    "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",
     "environment.prompt": "test_grpo.py: test_a_conversation",
     "environment.chat": "tests/rollout/test_environments.py",
     "environment.reply": "test_grpo.py: test_a_conversation",
@@ -391,6 +399,7 @@ HELD_OUT = ("--batch_size=4", "--held_out.rows=3", "--held_out.every=2")
 PLAIN = {
     "sft": (*SMALL, *HELD_OUT, "--data.path=FILES/conversations.jsonl"),
     "dpo": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
+    "rm": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
     "distill": (*SMALL, *HELD_OUT, "--teacher=tiny-dense", "--data=examples", "--data.path=FILES/conversations.jsonl"),
     "grpo": (
         *SMALL,

@@ -19,13 +19,19 @@ from postlude.recipes.dataset import EncodedRows, RowBatches
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
 from postlude.recipes.registry import RECIPES
+from postlude.recipes.rm import RMTrainer
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import run_training
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "distill": DistillTrainer}
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "sft": SFTTrainer,
+    "dpo": DPOTrainer,
+    "rm": RMTrainer,
+    "distill": DistillTrainer,
+}
 COMMON = ("--budget=128", "--batch_size=4", "--steps=4", "--save_every=2", "--held_out.rows=3", "--held_out.every=2")
 OBJECTIVE = """
 from postlude.objectives import Loss, mean
@@ -48,7 +54,7 @@ def dataset(directory: Path, command: str) -> Path:
     for _ in range(19):
         one, other = numbers.randrange(50), numbers.randrange(50)
         question, answer = f"{one}+{other}=", str(one + other)
-        if command == "dpo":
+        if command in ("dpo", "rm"):
             rows.append({"prompt": question, "chosen": answer, "rejected": str(one)})
         else:
             said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -76,7 +82,7 @@ def trained(group: Any, command: str, directory: str, *overrides: str) -> list[d
     ]
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "distill"])
 def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (rows,) = ranks(1, trained, command, str(tmp_path))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -120,7 +126,7 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "distill"))]
+    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "rm", "distill"))]
 )
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "one").mkdir()
@@ -148,7 +154,7 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo", "distill"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "distill"])
 def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()

@@ -13,11 +13,19 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from postlude.engine.streaming import DistributedModel, InterruptibleStream, plan_buckets, plan_tensors
+from postlude.engine.streaming import (
+    DistributedModel,
+    InterruptibleStream,
+    StreamedTensor,
+    plan_buckets,
+    plan_tensors,
+)
 from postlude.hf.export import ModelFiles, export_config, untied, write_model_directory
 from postlude.hf.family import Family
 from postlude.hf.model_card import ModelCard
+from postlude.hf.postlude_format import PostludeConfig
 from postlude.hf.read_model import read_model_with_mtp
+from postlude.hf.sequence_classification import SCORE, VALUE_HEAD, as_classifier, score_mapping
 from postlude.model import ModelConfig
 from postlude.model.blocks import Block
 from postlude.model.recast import RecastPlan, plan_recast
@@ -84,11 +92,24 @@ def export(
     *,
     card: ModelCard | None,
     overwrite: bool,
+    classifier: bool = False,
 ) -> Path:
-    """Writes the directory. If rank 0 cannot, every rank raises before the next bucket."""
+    """Writes the directory. If rank 0 cannot, every rank raises before the next bucket.
+
+    `classifier` writes a reward model that transformers' AutoModelForSequenceClassification reads: the value head is
+    its `score.weight`. The output head is written too, so that the directory is a model of ours as well.
+    """
     family, config = export_config(model.config, dtype, model.families, model.block_types)
     # By the family that describes it: a model that was read out of a larger one is written as itself.
     tensors = plan_tensors(model.config, family, model.block_types)
+    if classifier:
+        if isinstance(config, PostludeConfig):
+            raise ValueError(
+                "no Hugging Face family describes this model, so that transformers cannot read a reward model of it. "
+                "Set export to false, and load its checkpoint with Engine(..., critic=True)."
+            )
+        config, size = as_classifier(config), model.config.hidden_size
+        tensors.append(StreamedTensor(SCORE, (1, size), ((VALUE_HEAD, score_mapping(size)),), torch.float32))
     stream = InterruptibleStream(plan_buckets(tensors, BUCKET_BYTES, dtype), model, dtype)
 
     def write() -> None:

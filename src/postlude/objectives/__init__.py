@@ -12,6 +12,7 @@ from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, sma
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
 from postlude.objectives.policy import PolicyGradient
 from postlude.objectives.preference import Preference
+from postlude.objectives.reward_model import BradleyTerry
 from postlude.objectives.sft import SFT
 from postlude.objectives.value import ValueLoss
 from postlude.objectives.weights import weights
@@ -20,6 +21,7 @@ __all__ = [
     "MTP",
     "SFT",
     "ActorCritic",
+    "BradleyTerry",
     "Distill",
     "Loss",
     "MTPProcessor",

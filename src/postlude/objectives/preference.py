@@ -89,18 +89,18 @@ class Preference:
             deltas = sequence_mean(microbatch, delta, kept)
         else:
             deltas = microbatch.sequence_sum(delta.where(kept, 0.0))
-        chosen, rejected = _pairs(deltas)
+        chosen, rejected = pairs(deltas)
         losses = self.loss(chosen - rejected)
         if self.nll:
-            losses = losses - self.nll * _pairs(sequence_mean(microbatch, logprob, kept))[0]
+            losses = losses - self.nll * pairs(sequence_mean(microbatch, logprob, kept))[0]
         values = {
             "accuracy": ((chosen - rejected).sign() + 1) / 2,  # a tie counts half
             "margin": self.beta * (chosen - rejected),
             "chosen_reward": self.beta * chosen,
             "rejected_reward": self.beta * rejected,
         }
-        metrics = {name: mean(_both(value), "sequences") for name, value in values.items()}
-        return Loss(_both(losses), "sequences", metrics)
+        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
+        return Loss(for_both(losses), "sequences", metrics)
 
     def loss(self, difference: Tensor) -> Tensor:
         """Returns the loss of each pair, given Δ_c - Δ_r."""
@@ -126,12 +126,12 @@ def check_pairs(microbatch: Microbatch) -> None:
             )
 
 
-def _pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the values of the chosen and of the rejected completions: [2 · pairs] -> [pairs] each."""
     chosen, rejected = values.view(-1, 2).unbind(1)
     return chosen, rejected
 
 
-def _both(values: Tensor) -> Tensor:
+def for_both(values: Tensor) -> Tensor:
     """Returns each pair's value for both of its sequences, so that a mean over sequences is one over pairs."""
     return values.repeat_interleave(2)

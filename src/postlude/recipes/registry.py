@@ -60,6 +60,7 @@ class Recipe:
         return {
             "sft": recipe_configs.SFTConfig,
             "dpo": recipe_configs.DPOConfig,
+            "rm": recipe_configs.RMConfig,
             "grpo": policy_configs.GRPOConfig,
             "ppo": policy_configs.PPOConfig,
             "distill": recipe_configs.DistillConfig,
@@ -123,6 +124,12 @@ def _dpo() -> RecipeCode:
     return checks, run
 
 
+def _rm() -> RecipeCode:
+    from postlude.recipes.rm import checks, run
+
+    return checks, run
+
+
 def _grpo() -> RecipeCode:
     from postlude.recipes.grpo import checks, run
 
@@ -156,6 +163,7 @@ RECIPES = {
     for recipe in (
         Recipe("sft", "train on the completions of a dataset", _sft),
         Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO", _dpo),
+        Recipe("rm", "train a reward model on pairs of completions, one preferred", _rm),
         Recipe("grpo", "train on rewards of sampled completions", _grpo),
         Recipe("ppo", "train on rewards of sampled completions, with a critic", _ppo),
         Recipe("distill", "train on a teacher's distribution", _distill),

@@ -323,11 +323,14 @@ class Trainer(ABC):
         if self.config.export:
             card = self._model_card() if is_rank0() else None
             # The directory belongs to the run: an earlier export is replaced.
-            path = self.run.path / EXPORTED_MODEL
-            self.engine.export_model(path, tokenizer=self.tokenizer, card=card, overwrite=True)
+            self.export(self.run.path / EXPORTED_MODEL, card)
             if self.config.lora is not None:
                 export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER)
         return self._end(RunOutcome("finished", self.step))
+
+    def export(self, path: Path, card: ModelCard | None) -> None:
+        """Writes the trained model. Every rank calls it."""
+        self.engine.export_model(path, tokenizer=self.tokenizer, card=card, overwrite=True)
 
     def stop(self, request: StopRequested | None = None) -> RunOutcome:
         """Saves and ends the run after a signal. A step that `request` interrupted is repeated on resume."""

@@ -16,6 +16,7 @@ from postlude.data.chat import EncodedSequence
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
+from postlude.model.parallel import ValueHead
 from postlude.objectives import SFT, Objective
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.recipes.config.settings import MTPSettings
@@ -36,14 +37,16 @@ def try_objective(
     dtype: torch.dtype,
     devices: Sequence[str],
     kind: str = "objective",
+    value_head: bool = False,
 ) -> None:
     """Calls an objective and its backward. Raises if it fails on all of `devices`.
 
-    `where` is path/to/file.py:name, or the name of a built-in objective; messages call it a `kind`.
+    `where` is path/to/file.py:name, or the name of a built-in objective; messages call it a `kind`. With `value_head`
+    the head has one.
     """
     for last, device in enumerate(devices, start=1):
         try:
-            _call(objective, batch, config, dtype, device)
+            _call(objective, batch, config, dtype, device, value_head)
         except (Exception, SystemExit) as error:
             if last == len(devices):
                 raise UserCodeError(_failure(error, kind, where, batch)) from error
@@ -60,7 +63,9 @@ def try_mtp_processor(
     try_objective(objective, mtp.processor, batch, config, dtype, devices, "MTP processor")
 
 
-def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+def _call(
+    objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.dtype, device: str, value_head: bool
+) -> None:
     (microbatch,) = pack(
         batch.sequences,
         budget=sum(batch.lengths),
@@ -71,7 +76,9 @@ def _call(objective: Objective, batch: Batch, config: ModelConfig, dtype: torch.
     microbatch = microbatch.to(device)
     hidden = torch.randn(len(microbatch), config.hidden_size, dtype=dtype, device=device, requires_grad=True)
     logits = LogitConfig(vocab_size=config.vocab_size, logit_scale=config.logit_scale, softcap=config.logit_softcap)
-    head = OutputHead(torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype, device=device), logits)
+    values = ValueHead(config.hidden_size).to(device) if value_head else None
+    weight = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    head = OutputHead(weight, logits, value_head=values)
 
     def depths(inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         for depth in microbatch.mtp_microbatches:

@@ -443,7 +443,8 @@ def _objective(inputs: PreflightInputs, trial: Batch) -> str:
     objective = inputs.config.objective
     built = build_objective(objective)
     name = objective.file if isinstance(objective, ObjectiveFile) else type(built).__name__
-    try_objective(built, name, trial, inputs.model[1], inputs.dtype, _trial_devices(inputs.launch))
+    options: Any = {"devices": _trial_devices(inputs.launch), "value_head": inputs.config.has_value_head}
+    try_objective(built, name, trial, inputs.model[1], inputs.dtype, **options)
     return f"{name}, which returns a loss"
 
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.data.datasets import read_rows
 from postlude.pool.worker_pool import PoolFactory
@@ -118,6 +118,31 @@ class DatasetSettings(PromptSettings, WorkerSettings):
         return SingleTurn(self.tasks(), _reward_pool(self, _reward(self.reward), self.workers, pool_factory))
 
 
+class RewardModelSettings(PromptSettings):
+    """Prompts of a file. A reward model scores prompt and completion, in rank 0."""
+
+    model: Annotated[str, InputPath("model")]
+    """Directory of a reward model: model/ of a run of `postlude rm`, or one for AutoModelForSequenceClassification."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device of the reward model; none takes the GPU if there is one."""
+    budget: PositiveInt = 8192
+    """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""
+
+    @model_validator(mode="after")
+    def _check_timeout(self) -> Self:
+        if self.timeout != RewardSettings().timeout:
+            raise ValueError("timeout is for calls of functions; a reward model has no time limit. Leave it out.")
+        return self
+
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """Returns the environment. The reward model is loaded when it first scores a completion."""
+        from postlude.rollout.reward_model import RewardModelEnvironment  # imports torch
+
+        return RewardModelEnvironment(
+            self.tasks(), self.model, device=self.device, budget=self.budget, failed_reward=self.failed_reward
+        )
+
+
 class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
     """Prompts of a file, each the start of a conversation with a function of yours."""
 
@@ -190,10 +215,17 @@ class OpenEnvSettings(TurnSettings):
 
 
 EnvironmentSettings: TypeAlias = Annotated[
-    ReasoningGymSettings | DatasetSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings,
+    ReasoningGymSettings
+    | DatasetSettings
+    | RewardModelSettings
+    | ConversationSettings
+    | ToolSettings
+    | EpisodeSettings
+    | OpenEnvSettings,
     TaggedUnion(
         reasoning_gym=ReasoningGymSettings,
         dataset=DatasetSettings,
+        reward_model=RewardModelSettings,
         conversation=ConversationSettings,
         tools=ToolSettings,
         episodes=EpisodeSettings,

@@ -1,4 +1,4 @@
-"""The whole config of SFT, DPO, distillation and evaluation; `policy_configs.py` has those of GRPO and PPO.
+"""The whole config of SFT, DPO, reward models, distillation and evaluation; `policy_configs.py` has GRPO and PPO.
 
 `settings.py`, `environments.py` and `rollout.py` have the parts that they share.
 
@@ -11,7 +11,7 @@ from typing import Annotated, Self, TypeAlias
 
 from pydantic import PositiveInt, model_validator
 
-from postlude.objectives import SFT, Distill, Preference
+from postlude.objectives import SFT, BradleyTerry, Distill, Preference
 from postlude.optimizer import AdamW
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
@@ -33,6 +33,9 @@ MASK = "response_mask"
 SUPERVISED_LR = 2e-5  # a token's own target bears larger steps than a reward or a preference, whose default is 1e-6
 SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]
 PairObjective: TypeAlias = Annotated[Preference | ObjectiveFile, TaggedUnion(preference=Preference, file=ObjectiveFile)]
+RewardObjective: TypeAlias = Annotated[
+    BradleyTerry | ObjectiveFile, TaggedUnion(bradley_terry=BradleyTerry, file=ObjectiveFile)
+]
 DistillObjective: TypeAlias = Annotated[Distill | ObjectiveFile, TaggedUnion(distill=Distill, file=ObjectiveFile)]
 
 
@@ -89,6 +92,26 @@ class DPOConfig(SupervisedConfig):
     def other_models(self) -> tuple[str, ...]:
         """The reference. That of LoRA is the frozen model."""
         return (self.model,) if self.has_reference and self.lora is None else ()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Both completions of each pair."""
+        return 2 * self.batch_size
+
+
+class RMConfig(SupervisedConfig):
+    """Config of a run that trains a reward model."""
+
+    data: Pairs
+    """Pairs to train on."""
+    objective: RewardObjective = BradleyTerry()
+    """Objective to minimise. One of yours finds the column "response_mask", the two completions of a pair side by side,
+    and the value head as inputs.head.values."""
+
+    @property
+    def has_value_head(self) -> bool:
+        """The score is read from it."""
+        return True
 
     @property
     def sequences_per_step(self) -> int:

@@ -1,0 +1,65 @@
+"""The loss of a reward model on pairs of completions (Bradley-Terry), and how it scores a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from postlude.checks import NonNegative, check_bounds
+from postlude.objectives.loss import Loss, mean
+from postlude.objectives.preference import check_pairs, for_both, pairs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.model import OutputInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerry:
+    """-log σ(s_c - s_r - margin) + centring · (s_c + s_r)²
+
+    averaged over the pairs of the batch, for the scores s of the chosen completion c and the rejected one r. The score
+    of a sequence is the value head's output at its last token (`sequence_scores`). Sequence 2i of a batch is the chosen
+    completion of a pair, sequence 2i + 1 the rejected one, both in one microbatch.
+    """
+
+    margin: NonNegative = 0.0
+    """The margin by which the chosen completion should lead."""
+    centring: NonNegative = 0.0
+    """Weight of the penalty that keeps the scores of a pair around 0."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """Returns (column name, MTP depth) of the weights of each mean."""
+        return (("sequences", 0),)
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Returns the loss of one microbatch."""
+        from torch.nn.functional import logsigmoid
+
+        check_pairs(inputs.microbatch)
+        chosen, rejected = pairs(sequence_scores(inputs))
+        difference = chosen - rejected
+        losses = -logsigmoid(difference - self.margin)
+        if self.centring:
+            losses = losses + self.centring * (chosen + rejected).square()
+        values = {
+            "accuracy": (difference.sign() + 1) / 2,  # a tie counts half
+            "margin": difference,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
+        return Loss(for_both(losses), "sequences", metrics)
+
+
+def sequence_scores(inputs: OutputInputs) -> Tensor:
+    """Returns the value head's output at the last token of each sequence, [n] fp32."""
+    from postlude.data import IGNORE
+
+    microbatch = inputs.microbatch
+    last = microbatch.targets == IGNORE  # and padding, which a sum over sequences ignores
+    return microbatch.sequence_sum(inputs.head.values(inputs.hidden).where(last, 0.0))

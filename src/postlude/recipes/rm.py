@@ -1,0 +1,72 @@
+"""Reward models: train a score of completions on pairs, one of them preferred (Bradley-Terry)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from postlude.data import Batch
+from postlude.data.chat import EncodedSequence, preference_batch
+from postlude.engine.export import export
+from postlude.hf.model_card import ModelCard
+from postlude.hf.sequence_classification import as_classifier
+from postlude.hf.tensor_sources import hf_config
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
+from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.config.recipe_configs import RMConfig
+from postlude.recipes.config.settings import build_objective
+from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.trainer import StepMetrics, run_training
+
+
+class RMTrainer(SupervisedTrainer[tuple[EncodedSequence, EncodedSequence]]):
+    """A run that trains a reward model: a model with a value head, which is read at the last token."""
+
+    name = "rm"
+    config: RMConfig
+
+    def __init__(self, config: RMConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
+        super().__init__(config, device, build_objective(config.objective), runtime)
+
+    def read_rows(self) -> EncodedRows[tuple[EncodedSequence, EncodedSequence]]:
+        """Returns the pairs as tokens."""
+        return self.encode_rows(self.config.data)
+
+    def make_batch(
+        self, rows: Sequence[tuple[EncodedSequence, EncodedSequence]], *, held_out: bool = False
+    ) -> tuple[Batch, StepMetrics]:
+        """Returns both completions of each pair."""
+        return preference_batch(rows), {}
+
+    def export(self, path: Path, card: ModelCard | None) -> None:
+        """Writes a model that transformers' AutoModelForSequenceClassification reads, with one label."""
+        export(self.engine, path, self.tokenizer, self.engine.compute_dtype, card=card, overwrite=True, classifier=True)
+
+
+def _check_export(inputs: PreflightInputs) -> str:
+    family = inputs.model[0]
+    if family is None:
+        raise ValueError(
+            f"no Hugging Face family describes {inputs.config.model}, so that its reward model cannot be exported. Set "
+            "export to false."
+        )
+    as_classifier(hf_config(inputs.model[1]))
+    return "a model that transformers' AutoModelForSequenceClassification reads"
+
+
+def checks(inputs: PreflightInputs) -> list[Check]:
+    """Returns the preflight checks."""
+    trial = preference_batch([(TRIAL_SEQUENCES[0], TRIAL_SEQUENCES[1]), (TRIAL_SEQUENCES[2], TRIAL_SEQUENCES[3])])
+    exported = [Check("export", lambda: _check_export(inputs), after=("model",))] if inputs.config.export else []
+    return [*training_checks(inputs, trial), *exported, *dataset_checks(inputs, inputs.config.data)]
+
+
+def run(
+    config: RMConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
+    """Runs or resumes `config`. Every rank calls it."""
+    return run_training(RMTrainer(config, device, runtime), start_mode)

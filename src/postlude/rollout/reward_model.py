@@ -1,0 +1,104 @@
+"""RewardModelEnvironment: scores completions with a reward model, all that wait together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from math import isfinite
+
+import torch
+
+from postlude.data import pack
+from postlude.data.chat import EncodedSequence, Encoder
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.sequence_classification import check_value_head
+from postlude.model import LanguageModel
+from postlude.objectives.reward_model import sequence_scores
+from postlude.rollout.environments import AssistantTurn, Environment, Episode, TurnResult
+from postlude.rollout.rewards import FailureCounter, Score
+from postlude.rollout.tasks import Task, Tasks
+
+WAIT_SECONDS = 0.02
+
+
+class RewardModelEnvironment(Environment):
+    """One completion per episode. Its reward is the score that a reward model gives prompt and completion.
+
+    The reward model has its own tokenizer and chat template, and encodes both as `postlude rm` does. It is loaded by
+    the process that first scores a completion. A completion that it cannot encode, or that is longer than `budget`
+    with its prompt, counts as a failed call.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        model: str,
+        *,
+        device: str | None = None,
+        budget: int = 8192,
+        failed_reward: float | None = None,
+    ) -> None:
+        self.tasks, self.failed_reward, self.source, self.budget = tasks, failed_reward, model, budget
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._failures = FailureCounter(f"the reward model {model}", failed_reward)
+        self._waiting: list[Episode] = []
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        """The reward model, in bf16 on a GPU and in fp32 elsewhere."""
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        return load_model(self.source, dtype=dtype, device=self.device, value_head=True).eval()
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Encodes a prompt with its completion."""
+        return Encoder(tokenizer=load_tokenizer(self.source), max_length=self.budget)
+
+    def trial_call(self, task: Task, completion: str) -> None:
+        """Loads the reward model and scores one completion. Raises ValueError if that fails."""
+        check_value_head(self.source)
+        episode = Episode(task, [AssistantTurn(completion)])
+        (score,) = self._scores([self._encode(episode)])
+        if not isfinite(score):
+            raise ValueError(f"the reward model {self.source} gives {task.name} a score of {score}. Check its weights.")
+
+    def close(self) -> None:
+        """Releases the reward model."""
+        self.__dict__.pop("model", None)
+
+    def _submit(self, episode: Episode) -> None:
+        self._waiting.append(episode)
+
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
+        episodes, self._waiting = self._waiting, []
+        if not episodes:
+            time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
+            return []
+        encoded: dict[int, EncodedSequence] = {}
+        results: dict[int, Score] = {}
+        for index, episode in enumerate(episodes):
+            try:
+                encoded[index] = self._encode(episode)
+            except ValueError as error:
+                results[index] = self._failures.invalid(ValueError(f"could not encode a completion: {error}"))
+        scores = dict(zip(encoded, self._scores(list(encoded.values())), strict=True)) if encoded else {}
+        for index, score in scores.items():
+            results[index] = self._score(score)
+        return [(episode, TurnResult(results[index])) for index, episode in enumerate(episodes)]
+
+    def _encode(self, episode: Episode) -> EncodedSequence:
+        return self.encoder.completion(episode.task.prompt, episode.turns[-1].text, episode.task.name)
+
+    def _score(self, score: float) -> Score:
+        if not isfinite(score):
+            return self._failures.invalid(ValueError(f"returned {score}, but a reward is finite."))
+        return Score(score)
+
+    @torch.no_grad()
+    def _scores(self, sequences: Sequence[EncodedSequence]) -> list[float]:
+        scores: dict[int, float] = {}
+        for microbatch in pack([sequence.tokens for sequence in sequences], budget=self.budget):
+            values = self.model(microbatch.to(self.device), output_processor=lambda inputs, _: sequence_scores(inputs))
+            scores |= dict(zip(microbatch.sequences, values.tolist(), strict=True))
+        return [scores[index] for index in range(len(sequences))]

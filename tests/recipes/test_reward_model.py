@@ -1,0 +1,148 @@
+"""A reward model: transformers scores what it exports as its engine does, and a policy is rewarded by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from postlude.cli import main
+from postlude.data import Batch
+from postlude.engine import AdamW, Engine
+from postlude.engine.export import export
+from postlude.hf.builtin import BUILTIN
+from postlude.hf.load import load_model, load_tokenizer
+from postlude.layout import Layout
+from postlude.model import OutputInputs
+from postlude.objectives import BradleyTerry
+from postlude.objectives.reward_model import sequence_scores
+from postlude.rollout.environments import AssistantTurn
+from postlude.rollout.reward_model import RewardModelEnvironment
+from postlude.rollout.tasks import Task
+from tests.conftest import Ranks
+
+SEQUENCES = [list(b"2+2=4"), list(b"2+2=five"), list(b"1+1="), list(b"1+1=11!")]
+
+
+def scores(engine: Engine, batch: Batch) -> list[float]:
+    """As `sequence_scores` says of one sequence after the other."""
+    found = []
+    for sequence in batch.sequences:
+
+        def processor(inputs: OutputInputs) -> dict[str, torch.Tensor]:
+            whole = sequence_scores(inputs)
+            return {"score": whole[inputs.microbatch.packing.sequence_index()]}
+
+        (values,) = engine.evaluate_tokens(Batch([sequence]), processor, shifted=False)["score"]
+        found.append(float(values[0]))
+    return found
+
+
+def train_and_export(group: Any, layout: str, hf: dict[str, Any], directory: str) -> list[float]:
+    config = BUILTIN["tiny-dense"]()
+    for name, value in {"num_hidden_layers": 2, "initializer_range": 0.1, **hf}.items():
+        setattr(config, name, value)
+    engine = Engine(config, layout=Layout.parse(layout), optimizer=AdamW(lr=1e-2), critic=True, budget=64)
+    batch = Batch(SEQUENCES, groups=[0, 0, 1, 1])
+    losses = []
+    for _ in range(4):
+        losses.append(engine.forward_backward(batch, BradleyTerry()).loss)
+        engine.optimizer_step()
+    assert losses[-1] < 0.8 * losses[0] == pytest.approx(0.8 * 0.6931472)
+    tokenizer = load_tokenizer("tiny-dense")
+    export(engine, directory, tokenizer, torch.float32, card=None, overwrite=False, classifier=True)
+    again = Engine(directory, layout=Layout.parse(layout), critic=True, budget=64)
+    whole = scores(engine, batch)
+    assert scores(again, batch) == pytest.approx(whole, rel=1e-5, abs=1e-6), "it is loaded with its value head"
+    return whole
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("pp=2", True), ("dp_shard=2", False)])
+def test_transformers_reads_the_scores_of_an_export(ranks: Ranks, tmp_path: Path, layout: str, tied: bool) -> None:
+    (found, _) = ranks(2, train_and_export, layout, {"tie_word_embeddings": tied}, str(tmp_path / "model"))
+    theirs, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert theirs.config.num_labels == 1
+    with torch.no_grad():
+        expected = [float(theirs(torch.tensor([sequence])).logits) for sequence in SEQUENCES]
+    assert max(expected) - min(expected) > 0.1
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token is not None
+
+
+def export_one(group: Any, directory: str) -> None:
+    train_and_export(group, "tp=1", {}, directory)
+
+
+@pytest.fixture(scope="module")
+def reward_model(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    ranks(1, export_one, str(directory))
+    return directory
+
+
+def tasks_of(*prompts: str) -> list[Task]:
+    return [Task(prompt, {}, f"row {index}") for index, prompt in enumerate(prompts)]
+
+
+def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward_model: Path) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    tasks = tasks_of("1+1=", "a longer question: 2+2=")
+    environment = RewardModelEnvironment(tasks, str(reward_model), device="cpu", budget=64)
+    episodes = [environment.reset(task) for task in tasks for _ in range(2)]
+    texts = ["2", "three", "4", ""]
+    for episode, text in zip(episodes, texts, strict=True):
+        environment.submit(episode, AssistantTurn(text))
+    results = environment.collect(4, 5.0)
+    end = load_tokenizer("tiny-dense").eos_token_id
+    for episode, text in zip(episodes, texts, strict=True):
+        tokens = [*str(episode.task.prompt).encode(), *text.encode(), end]
+        with torch.no_grad():
+            expected = float(theirs(torch.tensor([tokens])).logits)
+        assert results[id(episode)][1].score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    environment.close()
+
+
+def test_a_published_reward_model_without_an_output_head_is_read(reward_model: Path, tmp_path: Path) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    theirs.config.tie_word_embeddings = False
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs", value_head=True)
+    assert ours.value_head is not None
+    torch.testing.assert_close(ours.value_head.weight.data, theirs.score.weight.data[0].float())
+    with pytest.raises(ValueError, match=r"lacks 1 tensor\(s\) .*lm_head\.weight"):
+        load_model(tmp_path / "theirs")
+
+
+def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path) -> None:
+    (task,) = tasks = tasks_of("1+1=")
+    environment = RewardModelEnvironment(tasks, str(reward_model), device="cpu", budget=8)
+    long, short = environment.reset(task), environment.reset(task)
+    environment.submit(long, AssistantTurn("much longer than that"))
+    environment.submit(short, AssistantTurn("2"))
+    results = environment.collect(2, 5.0)
+    assert results[id(long)][1].score.excluded
+    assert not results[id(short)][1].score.excluded
+
+
+def test_a_model_without_a_value_head_is_refused(tmp_path: Path) -> None:
+    environment = RewardModelEnvironment(tasks_of("1"), "tiny-dense", device="cpu")
+    with pytest.raises(ValueError, match=r"tiny-dense has no tensor score\.weight, so that it is no reward model"):
+        environment.trial_call(environment.tasks[0], "1")
+
+
+@pytest.mark.slow
+def test_a_policy_is_rewarded_by_it(ranks: Ranks, tmp_path: Path, reward_model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
+    words = ["grpo", f"--environment.path={rows}", f"--environment.model={reward_model}", "--environment.device=cpu"]
+    words += ["--environment=reward_model", "--steps=2", "--prompts_per_step=2", "--samples_per_prompt=4"]
+    words += ["--sampling.max_new_tokens=4", "--evaluation.every=0", "--budget=64", "--export=false"]
+    assert main([*words, f"--run={tmp_path / 'run'}", "--loggers=[]", "--device=cpu"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(len(set(line["rewards"])) > 2 and line["grad_norm"] > 0 for line in lines)
