@@ -10,6 +10,8 @@ from torch import Tensor
 from postlude import LanguageModel, ModelConfig
 from postlude.data import Batch
 from postlude.objectives import (
+    KTO,
+    ORPO,
     SFT,
     ActorCritic,
     BradleyTerry,
@@ -62,6 +64,8 @@ def batch_for(model: LanguageModel) -> Batch:
             "reference_logprobs": [a + b for a, b in zip(own, noise(0.7), strict=True)],
             "advantages": noise(1.0),
             "positive": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+            "desirable": [1.0, 0.0, 0.0, 1.0, 0.0, 1.0],
+            "batch_kl": [0.4] * len(LENGTHS),
             "returns": noise(1.0),
             "old_values": noise(0.5),
             "teacher_ids": [each.indices for each in top],
@@ -93,6 +97,8 @@ OBJECTIVES: dict[str, Any] = {
     "ppo": ppo,
     "distill": Distill,
     "reward": BradleyTerry,
+    "orpo": ORPO,
+    "kto": KTO,
 }
 
 # The first of each kind is what the others are to differ from.
@@ -160,6 +166,14 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ppo": {"policy and critic": {}, "critic counts more": {"coefficient": 2.0}},
     "reward": {"plain": {}, "margin": {"margin": 0.7}, "centred": {"centring": 0.3}},
+    "orpo": {"plain": {}, "beta": {"beta": 0.5}, "no NLL": {"nll": 0.0}, "all tokens": {"mask": "tokens"}},
+    "kto": {
+        "plain": {},
+        "beta": {"beta": 0.5},
+        "desirable counts more": {"desirable_weight": 2.0},
+        "undesirable counts less": {"undesirable_weight": 0.3},
+        "all tokens": {"mask": "tokens"},
+    },
     "distill": {
         "forward": {},
         "reverse": {"forward": 0.0},

@@ -272,6 +272,40 @@ def reward(model: LanguageModel, batch: Batch, *, margin: float = 0.0, centring:
     return sum(losses) / len(losses)
 
 
+def orpo(
+    model: LanguageModel, batch: Batch, *, beta: float = 0.1, nll: float = 1.0, mask: str = "response_mask"
+) -> Tensor:
+    answers = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
+    means = [sum(token.logprob for token in answer) / len(answer) for answer in answers]
+    odds = [torch.log(torch.exp(each) / (1 - torch.exp(each))) for each in means]
+    losses = [
+        -nll * means[chosen] - beta * torch.sigmoid(odds[chosen] - odds[chosen + 1]).log()
+        for chosen in range(0, len(answers), 2)
+    ]
+    return sum(losses) / len(losses)
+
+
+def kto(
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: str = "response_mask",
+) -> Tensor:
+    losses = []
+    for tokens in by_sequence(tokens_of(model, batch)):
+        answer = [token for token in tokens if weight(token, mask)]
+        gain = sum(token.logprob - token["reference_logprobs"] for token in answer)
+        z = answer[0]["batch_kl"]
+        if answer[0]["desirable"]:
+            losses.append(desirable_weight * (1 - torch.sigmoid(beta * (gain - z))))
+        else:
+            losses.append(undesirable_weight * (1 - torch.sigmoid(beta * (z - gain))))
+    return sum(losses) / len(losses)
+
+
 PLAIN: Mapping[str, Callable[..., Tensor]] = {
     "sft": sft,
     "preference": preference,
@@ -280,4 +314,6 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
     "ppo": ppo,
     "distill": distill,
     "reward": reward,
+    "orpo": orpo,
+    "kto": kto,
 }

@@ -41,6 +41,8 @@ CASES = [
     ("distill", "mixed"),
     ("distill", "with labels"),
     ("reward", "centred"),
+    ("orpo", "plain"),
+    ("kto", "desirable counts more"),
 ]
 CRITIC = [case for case in CASES if case[0] in ("value", "ppo", "reward")]
 

@@ -63,7 +63,7 @@ def test_equals_the_plain_formula(kind: str, name: str) -> None:
     model, batch = model_and_batch()
     objective = OBJECTIVES[kind](**SETTINGS[kind][name])
     # Pairs must share a microbatch; everything else is cut into several.
-    loss, _ = run(model, batch, objective, budget=64 if kind in ("preference", "reward") else 20)
+    loss, _ = run(model, batch, objective, budget=64 if kind in ("preference", "reward", "orpo") else 20)
     wanted, wanted_gradients = expected(kind, name)
     assert_equal(loss, wanted, "loss")
     for parameter, gradient in gradients(model, loss).items():

@@ -107,6 +107,12 @@ HEARD: dict[str, Heard] = {
         "objective.nll": ("0.5",),
         "objective.margin": ("0.5",),
     },
+    "kto": {
+        "data.label": ("other_label",),
+        "objective.beta": ("0.3",),
+        "objective.desirable_weight": ("2",),
+        "objective.undesirable_weight": ("2",),
+    },
     "rm": {
         **{f"data.{name}": (f"other_{name}",) for name in ("prompt", "chosen", "rejected")},
         "objective.margin": ("0.5",),
@@ -228,6 +234,7 @@ ELSEWHERE = {
     "objective.settings": "test_an_objective_of_your_own",
     "ppo objective.temperature": "as of grpo",
     "grpo objective.temperature": "it is taken from the answers; test_grpo.py: test_what_cannot_be_is_said",
+    "kto objective.mask": "as of dpo",
     "dpo objective.mask": "a run has one mask; tests/objectives/test_plain.py",
     "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
     "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_answers",
@@ -331,6 +338,7 @@ def test_every_option_is_tested(command: str) -> None:
         shared = path.removeprefix("data.") if path.startswith("data.environment.") else path
         by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
         by_the_same_code |= path in SUPERVISED and command != "eval"
+        by_the_same_code |= path in EXAMPLES and command == "kto"
         by_the_same_code |= path in HEARD["grpo"] and command == "ppo"
         if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not by_the_same_code:
             missing.append(path)
@@ -361,8 +369,15 @@ def write_files(directory: Path) -> None:
             {"messages": said(ask, right, ask, right), "other_messages": said(ask, wrong)} for ask, right, wrong in sums
         ],
         "rows": [
-            {"prompt": ask, "completion": right, "other_prompt": f"say {ask}", "other_completion": wrong}
-            for ask, right, wrong in sums
+            {
+                "prompt": ask,
+                "completion": right,
+                "other_prompt": f"say {ask}",
+                "other_completion": wrong,
+                "label": number % 2,
+                "other_label": number % 3 == 0,
+            }
+            for number, (ask, right, wrong) in enumerate(sums)
         ],
         "texts": [{"text": ask + right, "other_text": ask + wrong} for ask, right, wrong in sums],
         "pairs": [
@@ -399,6 +414,7 @@ HELD_OUT = ("--batch_size=4", "--held_out.rows=3", "--held_out.every=2")
 PLAIN = {
     "sft": (*SMALL, *HELD_OUT, "--data.path=FILES/conversations.jsonl"),
     "dpo": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
+    "kto": (*SMALL, *HELD_OUT, "--data.path=FILES/rows.jsonl"),
     "rm": (*SMALL, *HELD_OUT, "--data.path=FILES/pairs.jsonl"),
     "distill": (*SMALL, *HELD_OUT, "--teacher=tiny-dense", "--data=examples", "--data.path=FILES/conversations.jsonl"),
     "grpo": (

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from postlude.data.chat import EncodedSequence
 from postlude.data.encoded_dataset import EncodedDataset
 from postlude.hf.load import load_model
+from postlude.recipes.config.data import LabelledExamples
 from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.dataset import EncodedRows, RowBatches
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
+from postlude.recipes.kto import KTOTrainer, read_labels, unrelated_pairs
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.rm import RMTrainer
 from postlude.recipes.run.outcome import read_outcome
@@ -29,6 +32,7 @@ from tests.conftest import Ranks
 TRAINERS: dict[str, Callable[..., Any]] = {
     "sft": SFTTrainer,
     "dpo": DPOTrainer,
+    "kto": KTOTrainer,
     "rm": RMTrainer,
     "distill": DistillTrainer,
 }
@@ -56,6 +60,9 @@ def dataset(directory: Path, command: str) -> Path:
         question, answer = f"{one}+{other}=", str(one + other)
         if command in ("dpo", "rm"):
             rows.append({"prompt": question, "chosen": answer, "rejected": str(one)})
+        elif command == "kto":
+            right = bool(len(rows) % 2)
+            rows.append({"prompt": question, "completion": answer if right else str(one), "label": right})
         else:
             said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             rows.append({"messages": said})
@@ -82,7 +89,7 @@ def trained(group: Any, command: str, directory: str, *overrides: str) -> list[d
     ]
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "distill"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
 def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (rows,) = ranks(1, trained, command, str(tmp_path))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -93,6 +100,26 @@ def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
     assert rows[-1]["epoch"] == pytest.approx(1.0)
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
+
+
+def test_prompts_are_paired_with_the_completions_of_others() -> None:
+    rows = [EncodedSequence([1, 2, 10], [0, 0, 1]), EncodedSequence([3, 20, 21, 22], [0, 1, 0, 1])]
+    pairs = unrelated_pairs(rows, budget=4)
+    assert [pair.tokens for pair in pairs] == [[1, 2, 20, 21], [3, 10]]
+    assert [pair.mask for pair in pairs] == [[0, 0, 1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ([True, "yes"], r"row 2 .*'yes' as its label, but a label is true or false"),
+        ([1, 1], "every row of .* is desirable"),
+    ],
+)
+def test_labels_that_say_nothing_are_refused(tmp_path: Path, labels: list[Any], sentence: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1", "completion": "2", "label": label} for label in labels])
+    with pytest.raises(ValueError, match=sentence):
+        read_labels(LabelledExamples(path=path))
 
 
 def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
@@ -126,7 +153,7 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "rm", "distill"))]
+    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "kto", "rm", "distill"))]
 )
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "one").mkdir()
@@ -154,7 +181,7 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo", "rm", "distill"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
 def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()

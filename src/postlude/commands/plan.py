@@ -29,7 +29,7 @@ from postlude.recipes.report.formatting import format_bytes, format_duration
 from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
-PLANNED = ("sft", "dpo", "rm", "grpo", "ppo", "distill")  # recipes with a layout
+PLANNED = ("sft", "dpo", "kto", "rm", "grpo", "ppo", "distill")  # recipes with a layout
 MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 

@@ -8,8 +8,10 @@ from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
 from postlude.objectives.kl import ReferenceKL, RewardKL
+from postlude.objectives.kto import KTO
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
+from postlude.objectives.orpo import ORPO
 from postlude.objectives.policy import PolicyGradient
 from postlude.objectives.preference import Preference
 from postlude.objectives.reward_model import BradleyTerry
@@ -18,7 +20,9 @@ from postlude.objectives.value import ValueLoss
 from postlude.objectives.weights import weights
 
 __all__ = [
+    "KTO",
     "MTP",
+    "ORPO",
     "SFT",
     "ActorCritic",
     "BradleyTerry",

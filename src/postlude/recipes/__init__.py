@@ -4,9 +4,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from postlude.recipes.api import RunResult, distill, dpo, evaluate, grpo, ppo, rm, sft
+from postlude.recipes.api import RunResult, distill, dpo, evaluate, grpo, kto, ppo, rm, sft
 
-__all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "ppo", "rm", "sft"]
+__all__ = ["RunResult", "distill", "dpo", "evaluate", "grpo", "kto", "ppo", "rm", "sft"]
 
 
 class _Package(ModuleType):

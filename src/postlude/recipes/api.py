@@ -51,6 +51,11 @@ def dpo(config: Config = None, /, *, device: str | None = None, nproc: int | Non
     return start("dpo", config, settings, device=device, nproc=nproc)
 
 
+def kto(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
+    """Trains on completions with labels, as `postlude kto` does; see `start`."""
+    return start("kto", config, settings, device=device, nproc=nproc)
+
+
 def rm(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
     """Trains a reward model on pairs of completions, as `postlude rm` does; see `start`."""
     return start("rm", config, settings, device=device, nproc=nproc)

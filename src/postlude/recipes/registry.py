@@ -60,6 +60,7 @@ class Recipe:
         return {
             "sft": recipe_configs.SFTConfig,
             "dpo": recipe_configs.DPOConfig,
+            "kto": recipe_configs.KTOConfig,
             "rm": recipe_configs.RMConfig,
             "grpo": policy_configs.GRPOConfig,
             "ppo": policy_configs.PPOConfig,
@@ -124,6 +125,12 @@ def _dpo() -> RecipeCode:
     return checks, run
 
 
+def _kto() -> RecipeCode:
+    from postlude.recipes.kto import checks, run
+
+    return checks, run
+
+
 def _rm() -> RecipeCode:
     from postlude.recipes.rm import checks, run
 
@@ -162,7 +169,8 @@ RECIPES = {
     recipe.command: recipe
     for recipe in (
         Recipe("sft", "train on the completions of a dataset", _sft),
-        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO", _dpo),
+        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", _dpo),
+        Recipe("kto", "train on single completions, each desirable or not", _kto),
         Recipe("rm", "train a reward model on pairs of completions, one preferred", _rm),
         Recipe("grpo", "train on rewards of sampled completions", _grpo),
         Recipe("ppo", "train on rewards of sampled completions, with a critic", _ppo),

@@ -51,6 +51,13 @@ class Examples(Settings):
         return "completion", (self.prompt, self.completion)
 
 
+class LabelledExamples(Examples):
+    """Completions of a file, each with a label that says whether it is desirable."""
+
+    label: str = "label"
+    """Column of the label: true or false, or 1 or 0."""
+
+
 class Pairs(Settings):
     """Pairs of completions, one preferred, of a JSONL, JSON, CSV or parquet file."""
 

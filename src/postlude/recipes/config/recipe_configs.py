@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Self, TypeAlias
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from postlude.objectives import SFT, BradleyTerry, Distill, Preference
+from postlude.objectives import KTO, ORPO, SFT, BradleyTerry, Distill, Preference
 from postlude.optimizer import AdamW
-from postlude.recipes.config.data import Examples, Pairs
+from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
@@ -32,7 +32,10 @@ from postlude.recipes.config.settings import (
 MASK = "response_mask"
 SUPERVISED_LR = 2e-5  # a token's own target bears larger steps than a reward or a preference, whose default is 1e-6
 SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]
-PairObjective: TypeAlias = Annotated[Preference | ObjectiveFile, TaggedUnion(preference=Preference, file=ObjectiveFile)]
+PairObjective: TypeAlias = Annotated[
+    Preference | ORPO | ObjectiveFile, TaggedUnion(preference=Preference, orpo=ORPO, file=ObjectiveFile)
+]
+LabelObjective: TypeAlias = Annotated[KTO | ObjectiveFile, TaggedUnion(kto=KTO, file=ObjectiveFile)]
 RewardObjective: TypeAlias = Annotated[
     BradleyTerry | ObjectiveFile, TaggedUnion(bradley_terry=BradleyTerry, file=ObjectiveFile)
 ]
@@ -75,7 +78,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class DPOConfig(SupervisedConfig):
-    """Config of a run of DPO, IPO or SimPO."""
+    """Config of a run of DPO, IPO, SimPO or ORPO."""
 
     data: Pairs
     """Pairs to train on."""
@@ -97,6 +100,23 @@ class DPOConfig(SupervisedConfig):
     def sequences_per_step(self) -> int:
         """Both completions of each pair."""
         return 2 * self.batch_size
+
+
+class KTOConfig(SupervisedConfig):
+    """Config of a KTO run."""
+
+    data: LabelledExamples
+    """Completions to train on, each with a label."""
+    batch_size: Annotated[int, Field(ge=2)] = 32
+    """Rows a step. The KL is estimated from completions after the prompts of other rows."""
+    objective: LabelObjective = KTO()
+    """Objective to minimise. One of yours finds the columns "response_mask", "reference_logprobs", "desirable" and
+    "batch_kl"."""
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """The reference. That of LoRA is the frozen model."""
+        return (self.model,) if self.lora is None else ()
 
 
 class RMConfig(SupervisedConfig):

@@ -1,0 +1,77 @@
+"""ORPO: a preference loss on odds, beside the likelihood of the preferred completion. It needs no reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from postlude.checks import NonNegative, Positive, check_bounds
+from postlude.objectives.checks import check_per_token
+from postlude.objectives.loss import Loss, mean
+from postlude.objectives.preference import check_pairs, for_both, pairs
+from postlude.objectives.weights import sequence_mean, weighted_targets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from postlude.model import OutputInputs
+
+LARGEST = -1e-6
+"""Mean log-probs are at most this in odds, which are infinite at 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO:
+    """nll · (-log p_c) - β · log σ(log odds_c - log odds_r),   odds = p / (1 - p)
+
+    averaged over the pairs of the batch. log p is the mean log-prob of the completion's tokens, for the chosen
+    completion c and the rejected one r.
+
+    Columns: `mask`, 1 for the tokens of the completions ("tokens" for all).
+    """
+
+    reference: ClassVar[bool] = False
+    """It reads no reference model."""
+    beta: Positive = 0.1
+    """β, the weight of the odds ratio."""
+    nll: NonNegative = 1.0
+    """Weight of the chosen completions' negative log-likelihood."""
+    mask: str = "response_mask"
+    """The column that marks completions."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_per_token(self.mask)
+
+    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+        """Returns (column name, MTP depth) of the weights of each mean."""
+        return (("sequences", 0),)
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Returns the loss of one microbatch."""
+        from torch.nn.functional import logsigmoid
+
+        from postlude.data import IGNORE
+
+        microbatch = inputs.microbatch
+        check_pairs(microbatch)
+        targets, _, count = weighted_targets(microbatch, self.mask)
+        logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
+        chosen, rejected = pairs(sequence_mean(microbatch, logprob, targets != IGNORE))
+        difference = log_odds(chosen) - log_odds(rejected)
+        losses = -self.nll * chosen - self.beta * logsigmoid(difference)
+        values = {
+            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # a tie counts half
+            "margin": self.beta * (chosen - rejected),
+            "chosen_reward": self.beta * chosen,
+            "rejected_reward": self.beta * rejected,
+            "log_odds_ratio": difference,
+        }
+        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
+        return Loss(for_both(losses), "sequences", metrics)
+
+
+def log_odds(logprob: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)), given log p < 0."""
+    bounded = logprob.clamp(max=LARGEST)
+    return bounded - (-bounded.expm1()).log()

@@ -1,0 +1,145 @@
+"""KTO: train on single completions, each desirable or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from postlude.data import Batch
+from postlude.data.chat import EncodedSequence
+from postlude.data.datasets import read_rows
+from postlude.objectives.kto import BATCH_KL, DESIRABLE
+from postlude.objectives.preference import REFERENCE
+from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
+from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.config.data import LabelledExamples
+from postlude.recipes.config.recipe_configs import MASK, KTOConfig
+from postlude.recipes.config.settings import build_objective
+from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.trainer import StepMetrics, run_training
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """A completion as tokens, and whether it is desirable."""
+
+    sequence: EncodedSequence
+    desirable: bool
+
+
+class LabelledRows:
+    """Encoded rows with the labels of their source rows."""
+
+    def __init__(self, rows: EncodedRows[EncodedSequence], labels: Sequence[bool]) -> None:
+        self.rows, self.labels = rows, labels
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> LabelledRow:
+        return LabelledRow(self.rows[index], self.labels[int(self.rows.rows.sources[index])])
+
+    def content(self, index: int) -> bytes:
+        """Returns the content by which held-out rows are told from the others."""
+        return self.rows.content(index)
+
+
+class KTOTrainer(SupervisedTrainer[LabelledRow]):
+    """A KTO run. The reference is the model that the run started from."""
+
+    name = "kto"
+    config: KTOConfig
+
+    def __init__(self, config: KTOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
+        super().__init__(config, device, build_objective(config.objective), runtime)
+        self.reference = self.engine.reference()
+
+    def read_rows(self) -> LabelledRows:
+        """Returns the rows as tokens with their labels."""
+        return LabelledRows(self.encode_rows(self.config.data), read_labels(self.config.data))
+
+    def make_batch(self, rows: Sequence[LabelledRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
+        """Returns the completions with their reference log-probs, labels and the estimate of the KL."""
+        sequences = [row.sequence for row in rows]
+        batch = _batch(sequences, [float(row.desirable) for row in rows])
+        unrelated = _batch(unrelated_pairs(sequences, self.config.budget), [0.0] * len(rows))
+        with self.timer("reference"):
+            reference = self.reference.logprobs(batch).logprob
+            gaps = zip(
+                self.engine.logprobs(unrelated).logprob,
+                self.reference.logprobs(unrelated).logprob,
+                unrelated.columns[MASK],
+                strict=True,
+            )
+            deltas = [float(((own - theirs) * torch.as_tensor(mask)).sum()) for own, theirs, mask in gaps]
+        kl = max(sum(deltas) / len(deltas), 0.0)
+        columns = {**batch.columns, REFERENCE: reference, BATCH_KL: [kl] * len(rows)}
+        return replace(batch, columns=columns), {}
+
+
+def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[EncodedSequence]:
+    """Returns the prompt of each sequence with the completion of the next, cut off at `budget` tokens."""
+    starts = [sequence.mask.index(1) for sequence in sequences]
+    pairs = []
+    for index, sequence in enumerate(sequences):
+        other = (index + 1) % len(sequences)
+        tokens = [*sequence.tokens[: starts[index]], *sequences[other].tokens[starts[other] :]]
+        mask = [*[0] * starts[index], *sequences[other].mask[starts[other] :]]
+        pairs.append(EncodedSequence(tokens[:budget], mask[:budget]))
+    return pairs
+
+
+def read_labels(data: LabelledExamples) -> list[bool]:
+    """Returns the label of each row of the file. Raises ValueError if one is no label, or if all are equal."""
+    rows = read_rows(data.path)
+    rows.require(data.label)
+    labels: list[bool] = []
+    for index, row in enumerate(rows):
+        label: Any = row.get(data.label)
+        if not (isinstance(label, bool | int) and label in (0, 1)):
+            raise ValueError(
+                f"{rows.location(index)} has {label!r} as its {data.label}, but a label is true or false, or 1 or 0."
+            )
+        labels.append(bool(label))
+    if len(set(labels)) < 2:
+        kind = "desirable" if labels and labels[0] else "undesirable"
+        raise ValueError(
+            f"every row of {rows.name} is {kind}, but KTO needs both kinds. Use postlude sft, or add rows."
+        )
+    return labels
+
+
+def _batch(sequences: Sequence[EncodedSequence], desirable: Sequence[float]) -> Batch:
+    columns = {MASK: [sequence.mask for sequence in sequences], DESIRABLE: list(desirable)}
+    return Batch([sequence.tokens for sequence in sequences], columns)
+
+
+def checks(inputs: PreflightInputs) -> list[Check]:
+    """Returns the preflight checks."""
+    trial = _batch(TRIAL_SEQUENCES, [1.0, 0.0, 1.0, 0.0])
+    numbers = [torch.full((length,), -1.0) for length in trial.lengths]
+    trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})
+
+    def labels() -> str:
+        found = read_labels(inputs.config.data)
+        return f"{sum(found)} desirable rows of {len(found)}"
+
+    return [
+        *training_checks(inputs, trial),
+        *dataset_checks(inputs, inputs.config.data),
+        Check("labels", labels),
+    ]
+
+
+def run(
+    config: KTOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+) -> RunOutcome:
+    """Runs or resumes `config`. Every rank calls it."""
+    return run_training(KTOTrainer(config, device, runtime), start_mode)
