@@ -112,7 +112,7 @@ def test_prompts_are_paired_with_the_completions_of_others() -> None:
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
-        ([True, "yes"], r"row 2 .*'yes' as its label, but a label is true or false"),
+        ([True, "yes"], r"line 2 .*'yes' as its label, but a label is true or false"),
         ([1, 1], "every row of .* is desirable"),
     ],
 )

@@ -124,6 +124,8 @@ class RMConfig(SupervisedConfig):
 
     data: Pairs
     """Pairs to train on."""
+    optimizer: OptimizerSettings = AdamW(lr=1e-5)
+    """Optimizer."""
     objective: RewardObjective = BradleyTerry()
     """Objective to minimise. One of yours finds the column "response_mask", the two completions of a pair side by side,
     and the value head as inputs.head.values."""
