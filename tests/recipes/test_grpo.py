@@ -21,7 +21,7 @@ from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollout_columns import RolloutRows, routing_column
+from postlude.recipes.rollout_columns import RolloutRows, overlong_share, routing_column
 from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
@@ -223,6 +223,10 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
             id="kl",
             marks=pytest.mark.thorough,  # test_killed.py goes on with a reference, too
         ),
+        pytest.param(
+            (*SPREAD, "--objective.kl.coefficient=0.1", "--reference_every=2", "--save_every=1", "--optimizer.lr=1e-3"),
+            id="updated reference",
+        ),
         pytest.param(REPLAY, id="replay", marks=pytest.mark.thorough),
     ],
 )
@@ -236,6 +240,11 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
         ranks(1, interrupted, str(tmp_path / "parts"), at, *settings)
     (found,) = ranks(1, trained, str(tmp_path / "parts"), *settings)
     assert without_times(found) == without_times(expected)
+    if "--reference_every=2" in settings:
+        distances = [row["kl_reference"] for row in expected[2:]]
+        assert distances[0] == distances[2] == pytest.approx(0.0, abs=1e-9), "of steps 0 and 2, when it is the policy"
+        assert distances[1] > 1e-6
+        assert sorted(path.name for path in (tmp_path / "parts" / "run").glob("reference*")) == ["reference-000002"]
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
@@ -251,6 +260,8 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         ("--objective.correction.level=token", "Set old_logprobs to recompute"),
         ("--reference=true", "set objective.kl instead"),
         ("--sampling.max_new_tokens=255", "leaves no room for a prompt in a budget of 256"),
+        ("--overlong_buffer=2", "Set both, or neither"),
+        ("--reference_every=2", "nothing reads one"),
         ("--environment.template=5", None),
     ):
         if sentence is None:
@@ -457,6 +468,32 @@ def test_an_answer_cut_off_in_the_middle_of_a_conversation_is_overlong() -> None
     batches, found = rollout_of([drawn], overlong="mask")
     assert found["truncated"] == pytest.approx(1 / 3)
     assert len(batches[0].sequences) == 2
+
+
+def test_the_penalty_of_long_answers_grows_over_the_buffer() -> None:
+    """DAPO's: none up to max_new_tokens - buffer, all of it at max_new_tokens."""
+    shares = []
+    for lengths in ([6], [7], [9], [10], [10, 3], [2, 8]):
+        found = answered(0, 1.0)
+        found.completions = [Completion([2] * length, [0.0] * length, [], "stop") for length in lengths]
+        shares.append(overlong_share(found, 10, 4))
+    assert shares == [0.0, 0.25, 0.75, 1.0, 1.0, 0.5]
+    assert overlong_share(answered(0, 1.0, "length"), 10, 0) == 1.0
+    assert overlong_share(answered(0, 1.0), 10, 0) == 0.0
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_reinforce_plus_plus_normalises_over_the_rollout(baseline: bool) -> None:
+    rewards = [1.0, 0.0, 0.5, 3.0, 2.0, 2.0]
+    drawn = [answered(row // 3, reward, *["stop"] * (1 + row % 2)) for row, reward in enumerate(rewards)]
+    kind = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
+    (batch,), _ = rollout_of([drawn], advantages=kind)
+    kept = [rewards[row] - (mean(rewards[row // 3 * 3 :][:3]) if baseline else 0.0) for row in range(6)]
+    by_token = [reward for row, reward in enumerate(kept) for _ in range(1 + row % 2)]
+    average, deviation = mean(by_token), (mean([(each - mean(by_token)) ** 2 for each in by_token])) ** 0.5
+    for row, advantages in enumerate(batch.columns["advantages"]):
+        wanted = (kept[row] - average) / deviation
+        assert advantages.tolist() == pytest.approx([0.0, *[wanted] * (1 + row % 2)], rel=1e-5, abs=1e-6)
 
 
 def test_dynamic_sampling_sees_the_penalty_of_answers_that_are_cut_off() -> None:

@@ -41,7 +41,7 @@ save_every: 2
 keep_checkpoints: 1
 """
 KILLS = {  # the functions a run is in, the steps it has metrics of, those it has samples of, and its checkpoints
-    "reference": (("_start_grpo", "rename"), [1], [2], []),
+    "reference": (("_begin_step", "rename"), [1], [2], []),
     "rollout": (("select_trajectories", "generate"), [1, 2, 3], [2, 3], ["step-000002"]),
     "backward": (("forward_backward", "on_gradient"), [1, 2, 3], [2, 3, 4], ["step-000002"]),
     "save": (("run_training_step", "save", "finish"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),

@@ -122,7 +122,7 @@ def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
             if parameter.ndim == 1 and parameter.shape[0] == trainer.engine.config.hidden_size:
                 parameter.data.add_(0.1)  # the value head expects something
         if trainer.config.has_reference:
-            trainer._start_grpo()
+            trainer._begin_step(0)
             assert trainer.reference is not None
             for weight in trainer.reference.weights.values():
                 weight.mul_(0.9)

@@ -15,19 +15,24 @@ from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
+from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
-from postlude.objectives.advantages import grpo, rloo
+from postlude.objectives.advantages import grpo, reinforce_plus_plus
+from postlude.recipes.checks.critic import same_tokens_check
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
+from postlude.recipes.references import open_frozen_model, prune_references, reference_name
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
 from postlude.recipes.rollout_columns import (
     GROUP,
+    MASK,
     REWARD,
     RolloutRows,
+    overlong_share,
     penalty_mean,
     policy_columns,
     reward_penalties,
@@ -50,9 +55,9 @@ from postlude.recipes.trainer import StepMetrics, Trainer, run_training
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks, hold_out
+from postlude.world.agreement import on_rank0
 
 REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
-REFERENCE = "reference"  # subdirectory of the run with the weights of the reference model
 
 
 class GRPOTrainer(Trainer):
@@ -70,11 +75,13 @@ class GRPOTrainer(Trainer):
         self.warm_start_steps = config.warm_start.steps
         self.total_steps = self.warm_start_steps + config.steps
         self.evaluate_every = config.evaluation.every
-        self.reference: Reference | None = None
+        self.reference: Reference | Engine | None = None
         self.objective: Objective = build_objective(config.objective)
         if isinstance(self.objective, PolicyGradient):
             self.objective = replace(self.objective, temperature=config.sampling.temperature)
         with self.close_on_error():
+            if config.reference_model is not None:
+                self.reference = open_frozen_model(config.reference_model, self.engine, config)
             self._open_environment_and_queue()
 
     def _open_environment_and_queue(self) -> None:
@@ -119,11 +126,12 @@ class GRPOTrainer(Trainer):
 
     def restore(self, checkpoint: Path) -> None:
         """Loads a checkpoint, with the optimizer of its phase, and the reference model if GRPO has started."""
-        # A checkpoint of the last warm-start step still has the warm start's optimizer: see `_start_grpo`.
+        # A checkpoint of the last warm-start step still has the warm start's optimizer: see `_begin_step`.
         warm_start = checkpoint_step(checkpoint) <= self.warm_start_steps
         self.engine.set_optimizer(self.warm_start_optimizer if warm_start and self.warm_start_steps else self.optimizer)
-        if not warm_start and self.config.has_reference:
-            self.engine.load(self.run.path / REFERENCE)
+        if not warm_start and self.reference_is_policy:
+            last = checkpoint_step(checkpoint) - self.warm_start_steps - 1  # of the steps that are done
+            self.engine.load(self.run.path / reference_name(last, self.config.reference_every))
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
             self.engine.set_optimizer(self.optimizer)
         self.queue.restore(self.load_engine(checkpoint))
@@ -133,8 +141,9 @@ class GRPOTrainer(Trainer):
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
         batch = self.collect_rollouts()
-        if self.step == self.warm_start_steps:  # after sampling: a signal until then saves the warm start's state
-            self._start_grpo()
+        self._begin_step(
+            self.step - self.warm_start_steps
+        )  # after sampling: until then a signal saves the state before
         return batch.metrics | self.train_minibatches(batch)
 
     def evaluate(self) -> dict[str, float]:
@@ -205,21 +214,21 @@ class GRPOTrainer(Trainer):
 
     def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
         """Returns the minibatches of this rank with their advantages, and metrics. Every rank calls it."""
-        rewards = torch.tensor(rows.column(REWARD), dtype=torch.float64)
-        metrics: StepMetrics = {}
+        rewards, groups = rows.column(REWARD), rows.gather(rows.column(GROUP))
+        penalties, metrics = [torch.zeros(len(mask)) for mask in rows.column(MASK)], dict[str, Any]()
         if self.config.reward_kl is not None:
             penalties = reward_penalties(rows, self.config.reward_kl)
-            rewards -= torch.tensor([float(penalty.sum()) for penalty in penalties], dtype=torch.float64)
             metrics[REWARD_KL] = penalty_mean(rows, penalties)
         assert isinstance(self.config, GRPOConfig)
-        everyone, groups = rows.gather(rewards.tolist()), rows.gather(rows.column(GROUP))
-        match self.config.advantages:
-            case "rloo":
-                advantages = rloo(everyone, groups)
-            case "dr_grpo":
-                advantages = grpo(everyone, groups, scale_by_std=False)
-            case "grpo" | "grpo_loo" as kind:
-                advantages = grpo(everyone, groups, leave_one_out=kind == "grpo_loo")
+        kind = self.config.advantages
+        if kind.startswith("reinforce_plus_plus"):
+            if kind.endswith("_baseline"):
+                rewards = rows.local(grpo(rows.gather(rewards), groups, scale_by_std=False).tolist())
+            by_token = reinforce_plus_plus(rewards, rows.column(MASK), penalties=penalties, all_sum=rows.sum)
+            return rows.with_columns({"advantages": by_token}), metrics
+        left = [reward - float(penalty.sum()) for reward, penalty in zip(rewards, penalties, strict=True)]
+        options = {"leave_one_out": kind in ("grpo_loo", "rloo"), "scale_by_std": kind in ("grpo", "grpo_loo")}
+        advantages = grpo(rows.gather(left), groups, **options)
         return rows.with_columns({"advantages": rows.local(advantages.tolist())}), metrics
 
     def train_minibatch(self, minibatch: Batch) -> StepMetrics:
@@ -246,14 +255,22 @@ class GRPOTrainer(Trainer):
             metrics |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
-    def _start_grpo(self) -> None:
-        """Sets GRPO's optimizer, and makes the current weights the reference."""
-        if self.warm_start_steps:
+    def _begin_step(self, step: int) -> None:
+        """Sets the optimizer before the first step, and makes the current weights the reference if that is due."""
+        if step == 0 and self.warm_start_steps:
             self.engine.set_optimizer(self.optimizer)
-        if self.config.has_reference:
-            self.run.discard(REFERENCE)  # left by an earlier start of the run
-            self.engine.save(self.run.path / REFERENCE)
+        every = self.config.reference_every
+        if self.reference_is_policy and (step == 0 or (every and step % every == 0)):
+            name = reference_name(step, every)
+            self.run.discard(name)  # left by an earlier start of the run
+            self.engine.save(self.run.path / name)
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
+            on_rank0(lambda: prune_references(self.run, self.warm_start_steps, every))
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference has weights that the policy had."""
+        return self.config.has_reference and self.config.reference_model is None
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
         """Returns the minibatches, with the columns that are known without a pass. Groups are assigned round-robin."""
@@ -291,7 +308,9 @@ class GRPOTrainer(Trainer):
         return replace(batch, columns=columns)
 
     def _reward(self, trajectory: Trajectory) -> float:
-        return trajectory.reward - self.config.overlong_penalty * trajectory.truncated
+        config = self.config
+        share = overlong_share(trajectory, config.sampling.max_new_tokens, config.overlong_buffer)
+        return trajectory.reward - config.overlong_penalty * share
 
     def _groups_with_different_rewards(self, trajectories: Sequence[Trajectory]) -> set[int]:
         """Returns the groups whose rewards are not all equal."""
@@ -327,6 +346,7 @@ def checks(inputs: PreflightInputs, more_columns: Mapping[str, Any] | None = Non
     return [
         *training_checks(inputs, trial),
         *(replay if config.replay_routing else []),
+        *same_tokens_check(inputs, "reference_model", config.reference_model),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
         *server_checks(
             inputs,

@@ -51,6 +51,17 @@ def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
     return routing
 
 
+def overlong_share(trajectory: Trajectory, max_new_tokens: int, buffer: int) -> float:
+    """Returns the share of the overlong penalty that a trajectory gets: of its longest turn, 0 to 1.
+
+    It grows linearly over the last `buffer` tokens; without a buffer it is 1 if a turn was truncated.
+    """
+    if not buffer:
+        return float(trajectory.truncated)
+    longest = max(len(completion.tokens) for completion in trajectory.completions)
+    return min(max((longest - max_new_tokens + buffer) / buffer, 0.0), 1.0)
+
+
 class RolloutRows:
     """The sequences of a rollout, of which every data-parallel rank holds some. All ranks call its methods."""
 

@@ -1,4 +1,4 @@
-"""Preflight checks of a critic that has a model of its own."""
+"""Preflight checks of a second model with the policy's tokens: a critic or a reference."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs
 
 
 def critic_checks(inputs: PreflightInputs) -> Iterator[Check]:
-    """Checks of the critic: it can be read, has the policy's tokens and fits the layout."""
-    if (model := inputs.config.critic.model) is not None:
-        yield Check("critic", lambda: _critic(inputs, model), after=("model", "layout", "tokenizer"))
+    """Checks of a critic with a model of its own."""
+    return same_tokens_check(inputs, "critic.model", inputs.config.critic.model)
 
 
-def _critic(inputs: PreflightInputs, model: str) -> str:
-    policy, (_, critic) = inputs.model[1], read_model(model)
-    if critic.vocab_size != policy.vocab_size:
+def same_tokens_check(inputs: PreflightInputs, key: str, model: str | None) -> Iterator[Check]:
+    """Checks of the model that `key` names, if any: it can be read, has the policy's tokens and fits the layout."""
+    if model is not None:
+        yield Check(key, lambda: _compare(inputs, key, model), after=("model", "layout", "tokenizer"))
+
+
+def _compare(inputs: PreflightInputs, key: str, model: str) -> str:
+    policy, (_, other) = inputs.model[1], read_model(model)
+    fix = f"Give {key} a model with the policy's tokenizer."
+    if other.vocab_size != policy.vocab_size:
         raise ValueError(
-            f"the policy {inputs.config.model} has {policy.vocab_size} tokens and the critic {model} "
-            f"{critic.vocab_size}. Give a critic with the policy's tokenizer."
+            f"the policy {inputs.config.model} has {policy.vocab_size} tokens and {model} {other.vocab_size}. {fix}"
         )
-    critic.check_layout(inputs.config.layout)
+    other.check_layout(inputs.config.layout)
     try:
         difference = first_difference(inputs.tokenizer, load_tokenizer(model))
     except FileNotFoundError:
         difference = None
     if difference is not None:
         number, ours, theirs = difference
-        raise ValueError(
-            f"token {number} is {ours} to the policy {inputs.config.model} and {theirs} to the critic {model}. Give a "
-            "critic with the policy's tokenizer."
-        )
+        raise ValueError(f"token {number} is {ours} to the policy {inputs.config.model} and {theirs} to {model}. {fix}")
     tensors = check_weights(model)
     weights = "random weights" if tensors is None else f"{tensors} tensors"
-    return f"{model}, {total_parameters(critic):,} parameters, {weights}"
+    return f"{model}, {total_parameters(other):,} parameters, {weights}"

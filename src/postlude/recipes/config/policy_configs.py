@@ -69,6 +69,10 @@ class PolicyConfig(TrainingConfig):
     "rollout_logprobs"; "positive", 1 for completions with a reward of 1; and "reference_logprobs" if it needs them."""
     reference: bool = False
     """Give an objective of yours the log-probs of the model after the warm start, as "reference_logprobs"."""
+    reference_model: ModelSource | None = None
+    """Model of the reference, with the policy's vocabulary; none takes the policy after the warm start."""
+    reference_every: NonNegativeInt = 0
+    """Steps between updates of the reference to the policy's weights; 0 never updates it."""
     reward_kl: RewardKL | None = None
     """Penalty in the reward for leaving the reference policy, in place of objective.kl in the loss."""
     minibatches: PositiveInt = 1
@@ -85,6 +89,9 @@ class PolicyConfig(TrainingConfig):
     """Whether to train on completions that were truncated at max_new_tokens, or to mask them."""
     overlong_penalty: NonNegative = 0.0
     """Penalty subtracted from the reward of a truncated completion."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens before max_new_tokens over which the penalty grows from 0 to overlong_penalty (DAPO); 0 penalises only
+    truncated completions."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before the first rollout."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -100,6 +107,9 @@ class PolicyConfig(TrainingConfig):
             raise ValueError("replay_routing needs the experts that tokens were sent to, which servers do not report.")
         if self.asynchrony.max_staleness:
             self._check_asynchrony()
+        if self.overlong_buffer:
+            self._check_overlong()
+        self._check_reference()
         if self.sampling.temperature <= 0:
             raise ValueError("sampling.temperature is 0, but a group of equal completions has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):
@@ -122,6 +132,34 @@ class PolicyConfig(TrainingConfig):
             raise ValueError(
                 "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
                 "the sampler's for both. Set old_logprobs to recompute."
+            )
+
+    def _check_overlong(self) -> None:
+        buffer, limit = self.overlong_buffer, self.sampling.max_new_tokens
+        if not self.overlong_penalty:
+            raise ValueError(
+                f"overlong_buffer is {buffer}, but overlong_penalty is 0. Set a penalty, or leave both out."
+            )
+        if buffer > limit:
+            raise ValueError(
+                f"overlong_buffer is {buffer}, but completions end at sampling.max_new_tokens={limit}. Lower it."
+            )
+
+    def _check_reference(self) -> None:
+        if not self.has_reference and (self.reference_model is not None or self.reference_every):
+            raise ValueError(
+                "reference_model and reference_every are for a reference, but nothing reads one. Set objective.kl or "
+                "reward_kl, or with an objective of yours reference."
+            )
+        if self.reference_model is not None and self.reference_every:
+            raise ValueError(
+                "reference_every updates the reference to the policy's weights, but reference_model names another "
+                "model. Leave one of them out."
+            )
+        if self.reference_model is not None and self.rollout.share_gpu:
+            raise ValueError(
+                "rollout.share_gpu moves the policy to host memory, but reference_model stays on the GPU. Leave one of "
+                "them out."
             )
 
     def _check_asynchrony(self) -> None:
@@ -170,6 +208,8 @@ class PolicyConfig(TrainingConfig):
     @property
     def other_models(self) -> tuple[str, ...]:
         """The reference. That of LoRA is the frozen model."""
+        if self.reference_model is not None:
+            return (self.reference_model,)
         return (self.model,) if self.has_reference and self.lora is None else ()
 
     @property
@@ -183,9 +223,13 @@ class GRPOConfig(PolicyConfig):
 
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the size of a group."""
-    advantages: Literal["grpo", "grpo_loo", "dr_grpo", "rloo"] = "grpo"
+    advantages: Literal[
+        "grpo", "grpo_loo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
     """Advantages of a group: its rewards minus their mean ("grpo", "dr_grpo") or the mean of the others ("grpo_loo",
-    "rloo"), divided by the standard deviation ("grpo", "grpo_loo") or not."""
+    "rloo"), divided by the standard deviation ("grpo", "grpo_loo") or not. Or REINFORCE++: the sum of a token's and
+    later rewards, minus the mean and divided by the standard deviation of the whole rollout; its baseline subtracts the
+    group's mean reward first."""
 
 
 class CriticSettings(Settings):
