@@ -17,8 +17,8 @@ from postlude.checks import Bounds, check_bounds, check_choice
 ExpertAdapters = Literal["shared_outer", "per_expert"]
 """What the experts of a layer share: A of gate and up and B of down ("shared_outer"), or nothing ("per_expert")."""
 
-LoRAGroup = Literal["attention", "mlp", "experts", "named", "none"]
-"""What names a linear layer in `targets`: a group, only its own name ("named"), or nothing, as it takes no adapter."""
+LoRAGroup = Literal["attention", "mlp", "experts", "router", "embedding", "head", "named", "none"]
+"""What names a layer in `targets`: a group, only its own name ("named"), or nothing, as it takes no adapter."""
 SharedMatrix = Literal["", "a", "b"]
 
 
@@ -46,8 +46,8 @@ class LoRA:
     rslora: bool = False
     """The scale of an adapter is alpha / √rank."""
     targets: str | tuple[str, ...] = "all"
-    """Adapted layers: modules as Hugging Face names them (q_proj), or attention, mlp, experts, all; a list, or names
-    with commas between."""
+    """Adapted layers: modules as Hugging Face names them (q_proj), or attention, mlp, experts, all (of these three),
+    router, embedding, head; a list, or names with commas between."""
     experts: ExpertAdapters = "shared_outer"
     """What the adapters of a layer's experts share."""
     ranks: Mapping[str, int] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from tests.meshes import mesh
 from tests.model.small import small_config
 
 RANK4 = LoRA(rank=4, alpha=8.0)
+EVERY_LAYER = LoRA(rank=4, alpha=8.0, targets="all,router,embedding,head", ranks={"head": 3})
 
 
 def build(layout: str, source: Any, lora: LoRA = RANK4, **options: Any) -> Engine:
@@ -82,11 +83,14 @@ SOURCES = {
         pytest.param("moe", "pp=2,dp_shard=2,ep=2", {"recompute": "full"}, marks=pytest.mark.thorough),
         pytest.param("latent", "tp=2,ep=2", {"recompute": "selective"}, marks=pytest.mark.thorough),
         pytest.param("latent", "pp=2,cp=2,tp=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
+        ("moe", "tp=2,ep=2", {"lora": EVERY_LAYER}),
+        ("moe", "pp=2", {"lora": EVERY_LAYER, "overlap": "zero_bubble"}),
+        ("hybrid", "dp_shard=2", {"lora": EVERY_LAYER}),
     ],
     ids=str,
 )
 def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
-    expected = ranks(1, train, "", SOURCES[source], {})[0]
+    expected = ranks(1, train, "", SOURCES[source], {"lora": options.get("lora", RANK4)})[0]
     found = ranks(Layout.parse(layout).world_size, train, layout, SOURCES[source], options)[0]
     for key in ("losses", "logprobs"):
         assert_equal(found[key], expected[key], key)
@@ -96,10 +100,10 @@ def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, opt
             assert_equal(found[key][name], expected[key][name], f"{key} of {name}")
 
 
-def compare_with_merged(group: Any) -> dict[str, float]:
+def compare_with_merged(group: Any, lora: LoRA) -> dict[str, float]:
     """Returns how far log-probs of a model with adapters are from those of the merged one, and of the frozen one."""
     source = SOURCES["moe"]
-    engine, base = build("", source), Engine(source, mesh=mesh(Layout()), budget=BUDGET)
+    engine, base = build("", source, lora), Engine(source, mesh=mesh(Layout()), budget=BUDGET)
     adapted, plain = torch.cat(engine.logprobs(batch(0)).logprob), torch.cat(base.logprobs(batch(0)).logprob)
     model = LanguageModel(base.config)
     engine.copy_weights(model)
@@ -109,8 +113,9 @@ def compare_with_merged(group: Any) -> dict[str, float]:
     return {"merged": difference(adapted, merged), "frozen": difference(adapted, plain)}
 
 
-def test_streamed_weights_are_the_merged_model(ranks: Ranks) -> None:
-    (differences,) = ranks(1, compare_with_merged)
+@pytest.mark.parametrize("lora", [RANK4, LoRA(rank=3, targets="head"), LoRA(rank=70, targets="router,embedding,head")])
+def test_streamed_weights_are_the_merged_model(ranks: Ranks, lora: LoRA) -> None:
+    (differences,) = ranks(1, compare_with_merged, lora)
     assert differences["merged"] < TOLERANCE
     assert differences["frozen"] > 1e-3
 

@@ -52,6 +52,19 @@ def test_written_and_read_adapters_are_the_same_bits(name, experts, tmp_path):
     assert all(torch.equal(again[1][key], tensor) for key, tensor in written[1].items())
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "nemotron_h"])
+def test_router_embedding_and_head_are_written_and_read(name, tmp_path):
+    family, config = small_model(name)
+    configs = adapter_configs(LoRA(rank=3, targets="router,embedding,head"), config, family)
+    adapters = random_adapters(config, configs)
+    write_adapter(tmp_path, *to_peft(adapters, configs, config, family))
+    found_configs, found = from_peft(*read_adapter(tmp_path), config, family)
+    assert found_configs == configs
+    assert all(
+        torch.equal(one, other) for layer in adapters for one, other in zip(found[layer], adapters[layer], strict=True)
+    )
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_experts_are_read_stacked_and_one_by_one(separate):
     family, config = small_model("nemotron_h")
@@ -149,6 +162,7 @@ def merged_logits(base: Path, configs: Mapping[str, AdapterConfig], adapters: Ma
 
 MIXED = {"rank": 4, "alpha": 5, "rslora": True, "ranks": {"attention": 2}, "alphas": {"attention": 7}}
 SOME_LAYERS = {"targets": ("2.mlp.experts", "1.mlp.shared_experts.up_proj", "0.mlp.gate_proj"), "ranks": {"experts": 2}}
+EVERY_LAYER = {"rank": 3, "targets": "all,router,embedding,head", "ranks": {"lm_head": 2, "embedding": 5, "router": 4}}
 DIFFERENT_LAYERS = {"rank": 4, "ranks": {"1.mlp.experts": 2, "experts.down_proj": 3, "1.mlp.experts.down_proj": 5}}
 
 
@@ -156,6 +170,8 @@ DIFFERENT_LAYERS = {"rank": 4, "ranks": {"1.mlp.experts": 2, "experts.down_proj"
     ("name", "settings"),
     [
         *((name, MIXED) for name in (*FAMILIES, "mamba2", "qwen3_5_moe_text", "glm4_moe")),
+        *((name, EVERY_LAYER) for name in ("qwen3_moe", "nemotron_h", "granitemoehybrid")),
+        ("gpt_oss", {"rank": 3, "targets": "router,head"}),
         ("deepseek_v3", SOME_LAYERS),
         ("deepseek_v3", DIFFERENT_LAYERS),
     ],
@@ -189,6 +205,7 @@ def test_peft_computes_what_the_adapter_says(name, settings, tmp_path):
                 "rank_pattern": {"in_proj": 5},
             },
         ),
+        ("qwen3_moe", {"target_modules": ["lm_head", "embed_tokens", "q_proj"], "target_parameters": ["gate.weight"]}),
         ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
     ],
 )

@@ -333,7 +333,7 @@ def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
     """
     if value.requires_grad:
         return value
-    reached = inputs.hidden.float().sum() + inputs.head.weight.float().sum()
+    reached = inputs.head.gather(inputs.hidden).float().sum() + inputs.head.weight.float().sum()
     if inputs.head.value_head is not None:
         reached = reached + inputs.head.values(inputs.hidden).sum()
     return value + 0.0 * reached

@@ -46,7 +46,8 @@ class Unsharded:
 
     def __init__(self, stage: LanguageModel, compute_dtype: torch.dtype) -> None:
         self.stage, self.compute_dtype = stage, compute_dtype
-        self.fp32_modules = {unit.module for unit in stage.sharded_separately() if unit.fp32}
+        fp32_units = (unit.module for unit in stage.sharded_separately() if unit.fp32)
+        self.fp32_modules = {module for unit in fp32_units for module in unit.modules()}
         self.compute_parameters: list[ComputeParameter] = []  # from the first pass on, when parameters have memory
         self.copied: list[ComputeParameter] = []
         self.memory: list[tuple[UntypedStorage, int]] = []  # of the copies, and its size; empty between passes

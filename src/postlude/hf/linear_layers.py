@@ -15,7 +15,7 @@ from postlude.model.blocks import Block
 from postlude.model.blocks.moe import ExpertLinear
 from postlude.model.parallel import ColumnLinear, FP32Linear, Linear, RowLinear, VocabularyEmbedding
 
-ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear)
+ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear, FP32Linear, VocabularyEmbedding)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def linear_layers(config: ModelConfig, blocks: Mapping[str, type[Block]]) -> dic
         model = LanguageModel(config, blocks=blocks)
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, (*ADAPTABLE, FP32Linear, VocabularyEmbedding)):
-            group = _group_of(model, name) if isinstance(module, ADAPTABLE) else "none"
+        if isinstance(module, ADAPTABLE):
+            group = _group_of(model, name)
             parent, _, leaf = name.rpartition(".")
             shared: Mapping[str, SharedMatrix] = getattr(model.get_submodule(parent), "lora_shared", {})
             layers[name] = LinearLayer(name, tuple(module.weight.shape), group, shared.get(leaf, ""))
@@ -53,6 +53,13 @@ def _group_of(model: nn.Module, name: str) -> LoRAGroup:
             if inner in groups:
                 return groups[inner]
     return "none"
+
+
+def shared_use(config: ModelConfig) -> str:
+    """Returns why embedding and head take no adapter: another part of the model uses the same weight."""
+    if config.tied_head:
+        return "the head is the embedding here: an adapter of one of them could not be merged."
+    return "the depths of multi-token prediction use the embedding and the head too, without an adapter."
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +89,11 @@ class HFMatrix:
     def module(self) -> str:
         """The name without `.weight`."""
         return self.name.removesuffix(".weight")
+
+    @property
+    def group(self) -> LoRAGroup:
+        """The group of its layers."""
+        return self.parts[0].layer.group
 
     @property
     def in_files_one_by_one(self) -> bool:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from postlude.hf.family import EXPERT, Family
-from postlude.hf.linear_layers import LinearLayer, hf_matrices, linear_layers
+from postlude.hf.linear_layers import LinearLayer, hf_matrices, linear_layers, shared_use
 from postlude.lora import AdapterConfig, LoRA
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 
-GROUPS = ("attention", "mlp", "experts")
+IN_ALL = ("attention", "mlp", "experts")
+GROUPS = (*IN_ALL, "router", "embedding", "head")
 T = TypeVar("T")
 
 
@@ -45,6 +46,7 @@ class _Targets:
     """The names of a model's linear layers."""
 
     def __init__(self, config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]]) -> None:
+        self.config = config
         self.layers = linear_layers(config, blocks)
         self.matrices = hf_matrices(config, family, self.layers.values())
         self.names: dict[str, set[str]] = {name: set() for name in self.layers}
@@ -58,14 +60,15 @@ class _Targets:
     def layers_of(self, key: str, field: str) -> list[str]:
         """Returns the layers that a name matches."""
         matched = [layer for layer in self.layers.values() if self._matches(key, layer)]
+        if not matched and key in ("head", "lm_head") and self.config.tied_head:
+            raise ValueError(f'lora.{field} names "{key}", but {shared_use(self.config)} Leave it out.')
         if not matched:
             raise ValueError(f'lora.{field} names "{key}", which is no module of the model{self._suggestion(key)}')
         for layer in matched:
             if layer.group == "none":
-                raise ValueError(
-                    f'lora.{field} names "{key}", but {layer.name} takes no adapter: embedding, head and routers are '
-                    "not adapted. Leave it out."
-                )
+                raise ValueError(f'lora.{field} names "{key}", but {layer.name} takes no adapter. Leave it out.')
+            if layer.group in ("embedding", "head") and self.config.shared_parameters:
+                raise ValueError(f'lora.{field} names "{key}", but {shared_use(self.config)} Leave it out.')
         return [layer.name for layer in matched]
 
     def value_of(self, name: str, values: Mapping[str, T], default: T) -> T:
@@ -75,7 +78,7 @@ class _Targets:
 
     def _matches(self, key: str, layer: LinearLayer) -> bool:
         if key == "all":
-            return layer.group in GROUPS
+            return layer.group in IN_ALL
         if key in GROUPS:
             return layer.group == key
         return any(name == key or name.endswith(f".{key}") for name in self.names[layer.name])

@@ -1,6 +1,10 @@
 """PEFT's adapters, in and out: adapter_config.json and adapter_model.safetensors, as peft 0.21 and vLLM 0.32 read them.
 
     base_model.model.<module>.lora_A.weight  [rank, in]        .lora_B.weight  [out, rank]
+    base_model.model.<module>.lora_embedding_A  [rank, vocab]  .lora_embedding_B  [H, rank]
+
+An embedding's A is our B, transposed, and its B our A: we adapt its weight [vocab, H]. Transformers' routers are
+modules with a parameter, so peft names them in target_parameters.
 
 Where several of our layers are one matrix of transformers, its adapter has the sum of their ranks: A is stacked, and B
 has each layer's columns in its own rows, and zeros elsewhere. Experts are one by one in the file, or stacked:
@@ -94,6 +98,10 @@ def to_peft(
                     )
             continue
         a, b = _join(matrix, adapters)
+        if matrix.group == "embedding":
+            tensors[f"{PREFIX}{matrix.module}.lora_embedding_A"] = b.t().contiguous()
+            tensors[f"{PREFIX}{matrix.module}.lora_embedding_B"] = a.t().contiguous()
+            continue
         if not matrix.experts:
             _put(tensors, matrix.module, a, b)
             continue
@@ -147,10 +155,15 @@ def _config_json(
             for part in matrix.parts:
                 values[f"{holder}.{_leaf(part.file_module)}"] = _rank_alpha(configs, [part])
         if matrix not in single or not converted:
-            values[matrix.module] = _rank_alpha(configs, matrix.parts)
+            key = matrix.name if matrix.group == "router" else matrix.module
+            values[key] = _rank_alpha(configs, matrix.parts)
     default = next(iter(fused)) if fused and converted else Counter(values.values()).most_common(1)[0][0]
     different = {key: value for key, value in _suffixes(values).items() if value != default}
-    by_parameter = [m for m in adapted if (m.experts and not (converted and m in single)) or model.named_as_experts(m)]
+    by_parameter = [
+        m
+        for m in adapted
+        if (m.experts and not (converted and m in single)) or model.named_as_experts(m) or m.group == "router"
+    ]
     by_module = [m for m in adapted if not m.experts]
     existing = [m for m in model.matrices.values() if model.in_transformers(m) or m in adapted]
     modules = _suffixes({m.module: m in by_module and m not in by_parameter for m in existing if not m.experts})

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from postlude.hf.family import EXPERT, Family
-from postlude.hf.linear_layers import HFMatrix, module_name
+from postlude.hf.linear_layers import HFMatrix, module_name, shared_use
 from postlude.hf.peft import AdaptableModel, Adapters
 from postlude.lora import AdapterConfig
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, Block
 
-KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(embedding_[AB])(?:\.default)?)")
+SAVED_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices", "use_qalora")
+EMBEDDING_SIDES = {"embedding_A": "B", "embedding_B": "A"}  # ours adapts the weight [vocab, H]
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change the model's own weights
 
 
@@ -49,8 +51,11 @@ def from_peft(
     """
     _check_supported(adapter_config)
     model = AdaptableModel(config, family, blocks)
-    pairs = _pairs(tensors)
+    pairs = _pairs(_without_base(model, tensors))
     places = _places(model, pairs, adapter_config)
+    shared = [m for m in pairs if m in places and places[m].matrix.group in ("embedding", "head")]
+    if shared and config.shared_parameters:
+        raise ValueError(f"the adapter has weights for {shared[0]}, but {shared_use(config)}")
     for module in pairs:
         if module not in places:
             raise ValueError(f"the adapter has weights for {module}, which takes no adapter here{_hint(model, module)}")
@@ -108,6 +113,26 @@ def _check_supported(adapter_config: Mapping[str, Any]) -> None:
         )
 
 
+def _without_base(model: AdaptableModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors without the weights of embedding and head, which peft saves with their adapters."""
+    sizes = {
+        matrix.module: (matrix.out_features, matrix.in_features)
+        for matrix in model.matrices.values()
+        if matrix.group in ("embedding", "head")
+    }
+    lora = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        match = SAVED_BASE.fullmatch(name)
+        if match is None or match[1] not in sizes:
+            lora[name] = tensor
+        elif tuple(tensor.shape) != sizes[match[1]]:
+            raise ValueError(
+                f"the adapter holds {name} {tuple(tensor.shape)}, but the model's is {sizes[match[1]]}: it was trained "
+                "with another vocabulary."
+            )
+    return lora
+
+
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns A and B by module."""
     sides: dict[str, dict[str, Tensor]] = {}
@@ -117,7 +142,8 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             raise ValueError(
                 f"the adapter holds {name}, which is no lora_A or lora_B weight; only those are supported."
             )
-        sides.setdefault(match[1], {})[match[2]] = tensor
+        side = match[2] or EMBEDDING_SIDES[match[3]]
+        sides.setdefault(match[1], {})[side] = tensor if match[2] else tensor.t()
     for module, found in sides.items():
         if len(found) < 2:
             raise ValueError(f"the adapter of {module} has lora_{next(iter(found))} alone; A and B are needed.")

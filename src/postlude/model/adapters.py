@@ -26,8 +26,11 @@ class AdaptableLayer(Protocol):
         ...
 
 
-def add_adapters(blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig]) -> None:
-    """Gives each layer of these blocks its adapter. Those of other layers are of other pipeline stages."""
+def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig]) -> None:
+    """Gives each layer of the model and its blocks its adapter. Those of other layers are of other pipeline stages."""
+    for name, layer in model.named_children():
+        if config := adapters.get(name):
+            cast(AdaptableLayer, layer).add_adapter(config)
     for block in blocks:
         for name, layer in block.named_modules():
             if config := adapters.get(f"{block.name}.{name}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
-from postlude.lora import NO_ADAPTERS, AdapterConfig
+from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRAGroup
 from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
@@ -69,6 +69,8 @@ class LanguageModel(FSDPUnit):
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` they have no storage until loaded.
     """
 
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"embedding": "embedding", "head": "head"}
+
     def __init__(
         self,
         config: ModelConfig,
@@ -95,7 +97,7 @@ class LanguageModel(FSDPUnit):
         self.stage = stage or Stage()
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
-        add_adapters(self.blocks, adapters)
+        add_adapters(self, self.blocks, adapters)
         check_storage(self.named_parameters(), self.sharded_separately(), self.mesh)
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -294,11 +296,13 @@ class LanguageModel(FSDPUnit):
             ),
             tp=self.mesh.tp,
             value_head=self.value_head,
+            adapter=None if self.config.tied_head else self.head.adapter,
         )
 
     def _head_weight(self, embedding: Tensor | None) -> Tensor:
         if not self.config.tied_head:
-            return local(self.head.weight)
+            weight = local(self.head.weight)
+            return weight if self.head.adapter is None else self.head.adapter.extend_weight(weight)
         return local(self.embedding.weight) if embedding is None else embedding
 
     def _embedding_weight(self) -> Tensor | None:

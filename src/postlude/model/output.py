@@ -17,7 +17,7 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.layout import Layout
 from postlude.model.config import ModelConfig
-from postlude.model.parallel import ValueHead
+from postlude.model.parallel import Adapter, ValueHead
 from postlude.ops.collectives import gather_from_sequence, gather_replicated
 from postlude.ops.linear_logprobs import LogitConfig, TokenStats, linear_logprobs
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
@@ -33,19 +33,22 @@ class OutputHead:
 
     `weight` [vocab / tp, H], the embedding's if they are tied, holds the vocabulary entries from
     `logit_config.vocab_start` on. `logit_config` says how logits are computed and which ranks hold the other entries.
-    `value_head` is set if the model was built with one.
+    `value_head` is set if the model was built with one. With an `adapter` the weight is [vocab / tp, H + rank], with
+    B in its last columns, and `gather` puts scale · A · hidden beside hidden: their product is that of both.
     """
 
     weight: Tensor
     logit_config: LogitConfig
     tp: Axis = SINGLE_RANK
     value_head: ValueHead | None = None
+    adapter: Adapter | None = None
     known_target_count: tuple[Tensor, int] | None = None
     """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Gathers hidden states, [T / tp, H] -> [T, H], for a projection to this rank's vocabulary entries."""
-        return gather_from_sequence(hidden, self.tp.group)
+        gathered = gather_from_sequence(hidden, self.tp.group)
+        return gathered if self.adapter is None else self.adapter.extend_rows(gathered)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits, [T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.

@@ -166,6 +166,29 @@ class Adapter(nn.Module):
         low = _product(rows, local(self.a), counts)
         return _product(low if self.config.scale == 1.0 else low * self.config.scale, local(self.b), counts)
 
+    def extend_rows(self, rows: Tensor) -> Tensor:
+        """Returns rows [T, in] with scale · A · row beside each: [T, in + rank], rank rounded up to 64."""
+        return torch.cat([rows, _padded(linear(rows, local(self.a)) * self.config.scale)], -1)
+
+    def extend_weight(self, weight: Tensor) -> Tensor:
+        """Returns the layer's weight [out, in] with B beside it, for products with `extend_rows`."""
+        return torch.cat([weight, _padded(local(self.b))], -1)
+
+
+def _padded(columns: Tensor) -> Tensor:
+    """Returns columns with zeros after them, up to a multiple of 64, which kernels need."""
+    return F.pad(columns, (0, -columns.shape[-1] % 64))
+
+
+def _new_adapter(
+    config: AdapterConfig, in_features: int, out_features: int, tp: Axis, weight_dim: int | None
+) -> Adapter:
+    """Returns an adapter of a layer whose weight [out, in] is sharded along `weight_dim`."""
+    dims = {None: (None, None), 0: (None, 0), 1: (1, None)}[weight_dim]
+    a = sharded_parameter(config.rank, in_features, axis=tp, dim=dims[0], dtype=torch.float32)
+    b = sharded_parameter(out_features, config.rank, axis=tp, dim=dims[1], dtype=torch.float32)
+    return Adapter(config, a, b)
+
 
 def _product(rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
     return linear(rows, weight) if counts is None or weight.dim() == 2 else grouped_linear(rows, weight, counts)
@@ -187,10 +210,7 @@ class Linear(nn.Module):
 
     def add_adapter(self, config: AdapterConfig) -> None:
         """Gives the layer a new adapter."""
-        dims, fp32 = {None: (None, None), 0: (None, 0), 1: (1, None)}[self.weight_dim], torch.float32
-        a = sharded_parameter(config.rank, self.in_features, axis=self.tp, dim=dims[0], dtype=fp32)
-        b = sharded_parameter(self.out_features, config.rank, axis=self.tp, dim=dims[1], dtype=fp32)
-        self.adapter = Adapter(config, a, b)
+        self.adapter = _new_adapter(config, self.in_features, self.out_features, self.tp, self.weight_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -214,19 +234,30 @@ class FP32Linear(FSDPUnit):
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+    adapter: Adapter | None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
+        self.tp, self.adapter = tp, None
         self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=None, dtype=torch.float32)
         self.bias = sharded_parameter(out_features, axis=tp, dim=None, dtype=torch.float32) if bias else None
+
+    def add_adapter(self, config: AdapterConfig) -> None:
+        """Gives the layer a new adapter."""
+        out_features, in_features = self.weight.shape
+        self.adapter = _new_adapter(config, in_features, out_features, self.tp, None)
 
     def forward(self, hidden: Tensor, recompute: Recompute = "none") -> Tensor:
         """[T, in] -> [T, out] fp32."""
         return recomputed(self._work, recompute, hidden)
 
     def _work(self, hidden: Tensor) -> Tensor:
-        bias = _local_or_none(self.bias)
-        return linear(hidden.float(), local(self.weight).float(), None if bias is None else bias.float())
+        bias, rows = _local_or_none(self.bias), hidden.float()
+        product = linear(rows, local(self.weight).float(), None if bias is None else bias.float())
+        if self.adapter is None:
+            return product
+        a, b = local(self.adapter.a).float(), local(self.adapter.b).float()
+        return product + linear(linear(rows, a) * self.adapter.config.scale, b)
 
 
 class ValueHead(FSDPUnit):
@@ -356,18 +387,35 @@ class VocabularyEmbedding(nn.Module):
         self.tp = tp
         self.start, self.stop = tp.block(vocab_size)
         self.weight = sharded_parameter(vocab_size, hidden_size, axis=tp, dim=0)
+        self.adapter: Adapter | None = None
+
+    def add_adapter(self, config: AdapterConfig) -> None:
+        """Gives the layer a new adapter, which adds scale · B · A to the weight [vocab, H]."""
+        vocab_size, hidden_size = self.weight.shape
+        self.adapter = _new_adapter(config, hidden_size, vocab_size, self.tp, 0)
 
     def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
         """[T] -> [T / tp, H]. `weight` is this rank's part of the weight, if the caller has it."""
         weight = local(self.weight) if weight is None else weight
         if self.tp.group is None:
-            return F.embedding(tokens, weight)
+            return self._look_up(tokens, weight)
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
-        if self.start == self.stop:  # this rank has no part of the vocabulary
-            embedded = weight.new_zeros(len(tokens), weight.shape[1]) + weight.sum()
-        else:
-            embedded = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
+        embedded = self._look_up((tokens - self.start).masked_fill(elsewhere, 0), weight)
         return scatter_to_sequence(embedded.masked_fill(elsewhere[:, None], 0.0), self.tp.group)
+
+    def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Returns these rows of the weight and of what the adapter adds to it, [T, H]."""
+        embedded = self._rows_of(weight, rows)
+        if self.adapter is None:
+            return embedded
+        adapter = self.adapter
+        product: Tensor = (self._rows_of(local(adapter.b), rows) * adapter.config.scale) @ local(adapter.a)
+        return embedded + product
+
+    def _rows_of(self, table: Tensor, rows: Tensor) -> Tensor:
+        if self.start == self.stop:  # this rank has no part of the vocabulary
+            return table.new_zeros(len(rows), table.shape[1]) + table.sum()
+        return F.embedding(rows, table)
 
 
 class RMSNorm(nn.Module):

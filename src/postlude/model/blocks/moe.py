@@ -196,7 +196,7 @@ class MoE(Block):
     """
 
     Config = MoEConfig
-    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "none"}
+    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "router"}
     supports_decoding = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
