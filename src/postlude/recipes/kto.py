@@ -117,7 +117,7 @@ def read_labels(data: LabelledExamples) -> list[bool]:
 
 
 def _batch(sequences: Sequence[EncodedSequence], desirable: Sequence[float]) -> Batch:
-    columns = {MASK: [sequence.mask for sequence in sequences], DESIRABLE: list(desirable)}
+    columns: dict[str, Any] = {MASK: [sequence.mask for sequence in sequences], DESIRABLE: list(desirable)}
     return Batch([sequence.tokens for sequence in sequences], columns)
 
 
