@@ -8,7 +8,8 @@ from collections.abc import Callable
 from postlude.engine import Engine
 from postlude.generate.protocol import FinishedCompletion, Request
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.weights.sync import DiskSync, NetworkSync, SyncOptions, WeightSync
+from postlude.serving.weights.adapter_sync import make_sync
+from postlude.serving.weights.sync import SyncOptions, WeightSync
 from postlude.world.agreement import Rank0Controller, on_rank0
 
 
@@ -37,8 +38,7 @@ class ServerEngine:
             self._client = connect() if self.controller.is_rank0 else None
             self.start_id: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
             if engine is not None and sync is not None:
-                sync_class = NetworkSync if sync.method == "network" else DiskSync
-                self.sync = sync_class(engine, self._client, sync, self.controller.group)
+                self.sync = make_sync(engine, self._client, sync, self.controller.group)
         except BaseException:
             self.close()
             raise

@@ -117,8 +117,9 @@ class _Generation:
     max_length: int
     vocab_size: int
 
-    def check_model(self, name: str | None) -> None:
-        """Every name was resolved before."""
+    def adapter_of(self, name: str | None) -> str | None:
+        """Returns None: every name was resolved before."""
+        return None
 
     async def generate(
         self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]

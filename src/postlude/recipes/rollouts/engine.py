@@ -32,6 +32,7 @@ from postlude.recipes.rollouts.server_commands import (
     generator_limits,
     local_launcher,
     needs_untied_head,
+    peft_rank,
     vllm_max_length,
     write_model_files,
 )
@@ -82,7 +83,14 @@ def make_rollout_engine(
             model = write_model_files(engine, tokenizer, server_files / MODEL, untied_head=untied)
             limit = vllm_max_length(engine.config, tokenizer)
             command = build_server_command(
-                rollout, model, engine.compute_dtype, device, weights=False, budget=budget, model_limit=limit
+                rollout,
+                model,
+                engine.compute_dtype,
+                device,
+                weights=False,
+                budget=budget,
+                model_limit=limit,
+                adapter_rank=peft_rank(engine),
             )
             server_launcher = launcher or local_launcher(server_files, training_on=device)
             return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, server_launcher)

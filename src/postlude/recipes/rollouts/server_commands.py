@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from postlude.engine import Engine
+from postlude.engine.adapters import plan_adapter_tensors
 from postlude.hf.export import ModelFiles, hf_export_config, untied
+from postlude.hf.peft import to_peft
 from postlude.model import ModelConfig
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM
 from postlude.serving.clients.postlude import WEIGHTS
@@ -21,6 +23,7 @@ from postlude.serving.launch.launcher import LocalLauncher, ServerCommand
 VLLM_MODULE = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` needs a package of the name vllm
 VLLM_LENGTH, GENERATOR_LENGTH = "--max-model-len", "--max-batch-tokens"
 DEFAULT_GENERATOR_LENGTH = 65_536
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SCALED_ROPE = ("linear", "dynamic")  # where vLLM multiplies max_position_embeddings by the factor
 # A vLLM that was started with dummy weights would otherwise load dummy weights at every reload.
 LOAD_REAL_WEIGHTS = (
@@ -62,11 +65,12 @@ def build_server_command(
     weights: bool,
     budget: int,
     model_limit: int | None,
+    adapter_rank: int = 0,
 ) -> ServerCommand:
     """Returns the command of a server, with a new key. `device` is the trainer's.
 
     Without `weights` the server starts empty and gets them later. It takes `budget` tokens of prompt and completion
-    together; vLLM no more than `model_limit`.
+    together; vLLM no more than `model_limit`. `adapter_rank` is the rank of the adapters that it is to load; 0 if none.
     """
     dtype_name, key = str(dtype).removeprefix("torch."), secrets.token_urlsafe(32)
     setup: tuple[tuple[str, Any], ...] = ()
@@ -82,11 +86,13 @@ def build_server_command(
         command += ["--generation-config", "vllm"]  # read the model's eos tokens, but not its sampling values
         command += [VLLM_LENGTH, str(budget)] if model_limit is not None and budget < model_limit else []
         command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
+        command += ["--enable-lora", "--max-lora-rank", str(vllm_lora_rank(adapter_rank))] if adapter_rank else []
         if not weights:
             command += ["--load-format", "dummy"]
             setup = (LOAD_REAL_WEIGHTS,)
         cache = {} if rollout.gpus else {VLLM_CPU_CACHE: os.environ.get(VLLM_CPU_CACHE, "4")}
-        environment, key_variable, protected = VLLM_ENVIRONMENT | cache, VLLM_KEY, "/is_paused"
+        lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapter_rank else {}
+        environment, key_variable, protected = VLLM_ENVIRONMENT | cache | lora, VLLM_KEY, "/is_paused"
     return ServerCommand(
         command=(*command, *rollout.arguments),
         environment={**environment, **rollout.env, key_variable: key},
@@ -97,6 +103,38 @@ def build_server_command(
         key=key,
         protected_path=protected,
     )
+
+
+def vllm_lora_rank(rank: int) -> int:
+    """Returns the smallest --max-lora-rank of vLLM that takes adapters of this rank."""
+    fitting = [known for known in VLLM_LORA_RANKS if known >= rank]
+    if not fitting:
+        raise ValueError(
+            f"in Hugging Face's modules the adapters have rank {rank}, but vLLM takes at most {VLLM_LORA_RANKS[-1]}. "
+            "Use a smaller lora.rank, or rollout: native."
+        )
+    return fitting[0]
+
+
+def peft_rank(engine: Engine) -> int:
+    """Returns the largest rank of the engine's adapters as peft's files have them; 0 without adapters.
+
+    Where Hugging Face has one module for several of our layers, its rank is the sum of theirs.
+    """
+    configs = engine.adapters.configs
+    if not configs:
+        return 0
+    shapes = {tensor.name: tensor.shape for tensor in plan_adapter_tensors(engine.config, engine.block_types, configs)}
+    pairs = {
+        layer: (
+            torch.empty(shapes[f"{layer}.adapter.a"], device="meta"),
+            torch.empty(shapes[f"{layer}.adapter.b"], device="meta"),
+        )
+        for layer in configs
+    }
+    written, _ = to_peft(pairs, configs, engine.config, engine.family, separate_experts=True, blocks=engine.block_types)
+    ranks: list[int] = [written["r"], *written["rank_pattern"].values()]
+    return max(ranks)
 
 
 def needs_untied_head(rollout: LaunchedGenerators | LaunchedVLLM) -> bool:

@@ -101,6 +101,17 @@ class ServerAPI(ABC):
         """Reads weights from a directory and calls them `version`. Running completions continue with them."""
         raise NotImplementedError(f"{self.name} takes no new weights")
 
+    async def adapter_problem(self, send: SendRequest) -> str:
+        """Returns why it cannot load LoRA adapters while it runs, as text that follows its URL; "" if it can."""
+        return f"is {self.name}, which is not given adapters"
+
+    async def load_adapter(self, send: SendRequest, name: str, directory: str, version: str) -> None:
+        """Reads peft's files into the adapter `name`, new or not, and calls all its weights `version`.
+
+        A request with the model `name` uses it. Running completions continue with it.
+        """
+        raise NotImplementedError(f"{self.name} takes no adapters")
+
     async def worker_count(self, send: SendRequest) -> int:
         """Returns how many processes hold its model. Each joins the channel, a process group for weights."""
         raise NotImplementedError(f"{self.name} reads weights from disk only")

@@ -167,7 +167,11 @@ class GenerationClient:
         Without `wait`, servers read in the background; new requests go to servers that have the weights. With a
         `probe`, these are servers whose log-probs are the trainer's.
         """
-        self.run(self.pool.reload(Weights(directory, version, probe)))
+        self.load(Weights(directory, version, probe), wait=wait)
+
+    def load(self, weights: Weights, *, wait: bool = True) -> None:
+        """Makes every server use these weights: see `reload`."""
+        self.run(self.pool.reload(weights))
         if wait:
             self.wait_for_reload()
 
@@ -179,7 +183,8 @@ class GenerationClient:
         """Returns the directories that servers may read: that of the newest weights, and those being read now."""
         newest = self.pool.weights
         reading = (server.reading for server in self.pool.servers)
-        return {directory for directory in (newest and newest.directory, *reading) if directory}
+        needed = () if newest is None else (newest.directory, newest.adapter)
+        return {directory for directory in (*needed, *reading) if directory}
 
     def connect(self) -> list[RemoteServer]:
         """Connects every server and returns all, with their states. Raises `ServerError` if none is up."""

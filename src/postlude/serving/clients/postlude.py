@@ -5,6 +5,8 @@
                        versions: [[version, start, end]]}; `sampling` has the fields of `SamplingParams`
     GET  /weights      -> {version, checksum}, each null where there is none
     POST /weights      {directory, version} -> the same, after the weights are loaded
+    POST /adapters     {name, directory, version} -> the same, after the adapter of peft's files is loaded or replaced;
+                       requests whose model is `name` use it
 
 Floats keep every bit. An invalid request gets status 400 and {"error": sentence}. Types are strict: 1.0 is no token id,
 and "ab" is no list of stop strings.
@@ -25,7 +27,7 @@ from postlude.serving.errors import InvalidResponse
 from postlude.serving.request_body import Body, Tokens
 
 OWNER = "postlude"
-GENERATE, WEIGHTS = "/generate", "/weights"
+GENERATE, WEIGHTS, ADAPTERS = "/generate", "/weights", "/adapters"
 _TYPES = get_type_hints(SamplingParams)
 _FIELDS: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in fields(SamplingParams)}
 _SamplingBody = create_model("_SamplingBody", __base__=Body, **_FIELDS)
@@ -61,6 +63,14 @@ class PostludeAPI(ServerAPI):
         """Loads weights. Running completions continue: the new model prefills their tokens again."""
         await send("POST", WEIGHTS, {"directory": directory, "version": version})
 
+    async def adapter_problem(self, send: SendRequest) -> str:
+        """Returns "": every server loads adapters."""
+        return ""
+
+    async def load_adapter(self, send: SendRequest, name: str, directory: str, version: str) -> None:
+        """Loads or replaces an adapter. Running completions continue: their tokens are prefilled again."""
+        await send("POST", ADAPTERS, {"name": name, "directory": directory, "version": version})
+
 
 class GenerateBody(Body):
     """The body of POST /generate. `sampling` has the fields, types and defaults of `SamplingParams`."""
@@ -78,9 +88,17 @@ class WeightsBody(Body):
     version: str
 
 
-def read_request(body: GenerateBody) -> Request:
+class AdapterBody(Body):
+    """The body of POST /adapters."""
+
+    name: str
+    directory: str
+    version: str
+
+
+def read_request(body: GenerateBody, adapter: str | None = None) -> Request:
     """Returns the request in a body. Raises a ValueError where its values are invalid."""
-    return Request(body.prompt, SamplingParams(**dict(body.sampling)), first=body.first)
+    return Request(body.prompt, SamplingParams(**dict(body.sampling)), first=body.first, adapter=adapter)
 
 
 def write_completion(completion: Completion) -> dict[str, Any]:

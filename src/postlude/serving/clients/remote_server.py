@@ -35,6 +35,10 @@ class Weights:
     version: str
     probe: Probe | None = field(default=None, compare=False, repr=False)
     """Compares the log-probs of servers that were given them with the trainer's."""
+    adapter: str | None = None
+    """The directory of an adapter, as peft writes it. `directory` then has the frozen model, which never changes."""
+    adapter_name: str | None = None
+    """The name of the adapter at servers, which requests give as the model."""
     _checksums: list[asyncio.Task[str]] = field(default_factory=list, compare=False, repr=False)
     """Empty until `checksum` is called, then one task."""
 
@@ -102,6 +106,10 @@ class RemoteServer:
         """How far its log-probs were from the trainer's at the last update that it took."""
         self.differing_version: str | None = None
         """The version after which they were too far. It is given the same weights a second time."""
+        self.base: str | None = None
+        """The directory whose weights it has under the adapter."""
+        self.adapter: str | None = None
+        """The adapter that requests use if they name none."""
         self.pending_reloads = 0
         """Reloads to finish before it gets requests."""
         self.connect_count = 0
@@ -125,6 +133,7 @@ class RemoteServer:
         if weights is not None:
             self.version = await self.fetch_version()
             if not self.has_weights(weights) and weights.directory is not None:
+                self.base = None  # it may have been restarted
                 await self.reload(weights)
         elif await self.api.is_paused(self._send_status):
             raise InvalidResponse(
@@ -147,9 +156,16 @@ class RemoteServer:
         assert weights.directory is not None
         start = time.perf_counter()
         expected = weights.checksum() if self.api.reports_checksum else None
-        self.reading, self.update_unconfirmed = weights.directory, True
+        self.reading, self.update_unconfirmed = weights.adapter or weights.directory, True
         try:
-            await self.api.reload(self._send, weights.directory, weights.version)
+            if weights.adapter is None or self.base != weights.directory:
+                self.base = self.adapter = None
+                await self.api.reload(self._send, weights.directory, weights.version)
+                self.base = weights.directory
+            if weights.adapter is not None:
+                assert weights.adapter_name is not None
+                await self.api.load_adapter(self._send, weights.adapter_name, weights.adapter, weights.version)
+                self.adapter = weights.adapter_name
             await self.confirm_version(weights)
             if expected is not None and (actual := await self.api.weights_checksum(self._send_status)) != (
                 await expected
@@ -159,7 +175,7 @@ class RemoteServer:
                 )
             await self.probe(weights)
         except RequestRefused as error:
-            raise InvalidResponse(f"could not read new weights from {weights.directory}: {error}") from error
+            raise InvalidResponse(f"could not read new weights from {self.reading}: {error}") from error
         except OSError as error:  # from reading the files here
             raise ServerUnavailable(
                 f"could not be checked: the checksum of {weights.directory} cannot be computed here: {error}"
@@ -210,7 +226,7 @@ class RemoteServer:
         assert self.model is not None
         version = self.version
         try:
-            completion = await self.api.generate(self._send, self.model, request)
+            completion = await self.api.generate(self._send, request.adapter or self.adapter or self.model, request)
         except (AttributeError, LookupError, TypeError, OverflowError) as error:  # unexpected JSON
             raise InvalidResponse(f"gave a reply that cannot be read: {error!r}") from error
         except RequestRefused as error:
@@ -251,6 +267,10 @@ class RemoteServer:
         if over_network and not self.api.can_receive:
             return f"is {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
         return await self.api.update_problem(self._send, tied_head=tied_head, over_network=over_network)
+
+    async def adapter_problem(self) -> str:
+        """Returns why it cannot load adapters, as text that follows its URL; "" if it can."""
+        return await self.api.adapter_problem(self._send_status)
 
     async def _only_model(self) -> str:
         names = await self.api.model_names(self._send_status)

@@ -15,7 +15,7 @@ from postlude.serving.clients.api import SendRequest, TensorSpecs, make_completi
 from postlude.serving.clients.openai import OpenAIAPI, only_choice, sampling_fields
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
-GENERATE = "/inference/v1/generate"
+GENERATE, LOAD_ADAPTER = "/inference/v1/generate", "/v1/load_lora_adapter"
 OTHER_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # vLLM's other ways to transfer weights
 SEND_BYTES = 1 << 30
 """The most bytes of one broadcast of new weights, unless a single tensor has more."""
@@ -101,6 +101,23 @@ class VLLMAPI(OpenAIAPI):
         """
         await self._pause(send)
         await send("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
+        await self._clear_caches(send)
+        await send("POST", "/update_weight_version", {"new_version": version})
+        await send("POST", "/resume")
+
+    async def adapter_problem(self, send: SendRequest) -> str:
+        """Asks for an adapter without a name: a server that loads adapters refuses the request, others have no path."""
+        try:
+            await send("POST", LOAD_ADAPTER, {})
+        except RequestRefused as refused:
+            if refused.status != 404:
+                return ""
+        return "was started without --enable-lora, or without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+
+    async def load_adapter(self, send: SendRequest, name: str, directory: str, version: str) -> None:
+        """Loads an adapter in the place of that of the same name. Running completions continue, with new KV caches."""
+        await self._pause(send)
+        await send("POST", LOAD_ADAPTER, {"lora_name": name, "lora_path": directory, "load_inplace": True})
         await self._clear_caches(send)
         await send("POST", "/update_weight_version", {"new_version": version})
         await send("POST", "/resume")

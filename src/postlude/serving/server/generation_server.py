@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,16 @@ from postlude.generate.completion_state import CompletionState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Progress, Request
 from postlude.generate.session import Session
+from postlude.hf.families import FAMILIES
+from postlude.hf.peft import read_adapter
+from postlude.hf.read_peft import from_peft
 from postlude.hf.reload import PartialReloadError, reload_weights
 from postlude.serving.clients.postlude import (
+    ADAPTERS,
     GENERATE,
     OWNER,
     WEIGHTS,
+    AdapterBody,
     GenerateBody,
     WeightsBody,
     read_request,
@@ -100,6 +105,7 @@ class GenerationServer:
             ("GET", MODELS): self._get_models,
             ("GET", WEIGHTS): self._get_weights,
             ("POST", WEIGHTS): self._post_weights,
+            ("POST", ADAPTERS): self._post_adapters,
             ("POST", GENERATE): self._post_generate,
             ("POST", COMPLETIONS): openai.completions,
             ("POST", CHAT): openai.chat,
@@ -178,10 +184,14 @@ class GenerationServer:
         finally:
             self._cancel(pending)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuses the name of another model."""
-        if name not in (None, self.name):
-            raise ValueError(f"model is {name!r}, but {self.name!r} is served here.")
+    def adapter_of(self, name: str | None) -> str | None:
+        """Returns the adapter that a request with this model uses. Raises ValueError for an unknown name."""
+        if name in (None, self.name):
+            return None
+        if name not in self.generator.adapters.names:
+            served = ", ".join(map(repr, (self.name, *self.generator.adapters.names)))
+            raise ValueError(f"model is {name!r}, but {served} is served here.")
+        return name
 
     def _submit(self, pending: Sequence[_Pending]) -> Sequence[_Pending]:
         if self.weights.version is None:
@@ -207,7 +217,8 @@ class GenerationServer:
     async def _get_models(self, _: HTTPRequest) -> Any:
         max_length = self.generator.max_batch_tokens
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": OWNER, "max_model_len": max_length}
-        return {"object": "list", "data": [model]}
+        adapters = [{**model, "id": name, "parent": self.name} for name in self.generator.adapters.names]
+        return {"object": "list", "data": [model, *adapters]}
 
     async def _get_weights(self, _: HTTPRequest) -> Any:
         return vars(self.weights)
@@ -215,16 +226,26 @@ class GenerationServer:
     async def _post_generate(self, request: HTTPRequest) -> Any:
         with bad_request_on_error():
             body = parse(GenerateBody, request.body)
-            self.check_model(body.model)
-            generation = read_request(body)
+            generation = read_request(body, self.adapter_of(body.model))
         ((completion,),) = await self.generate([generation], request.is_gone)
         return write_completion(completion)
 
     async def _post_weights(self, request: HTTPRequest) -> Any:
         with bad_request_on_error():
             body = parse(WeightsBody, request.body)
+        return await self._update(partial(self._reload, body.directory, body.version))
+
+    async def _post_adapters(self, request: HTTPRequest) -> Any:
+        with bad_request_on_error():
+            body = parse(AdapterBody, request.body)
+            if body.name == self.name:
+                raise ValueError(f"{body.name!r} is the name of the model; give the adapter another.")
+        return await self._update(partial(self._load_adapter, body))
+
+    async def _update(self, change: Callable[[Future[None]], None]) -> Any:
+        """Lets the generating thread change weights between two steps, and waits for it."""
         future: Future[None] = Future()
-        self._tasks.put(lambda: self._reload(body.directory, body.version, future))
+        self._tasks.put(lambda: change(future))
         try:
             await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -321,6 +342,23 @@ class GenerationServer:
             _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {why}"))
             return
         self.weights = _WeightsInfo(version, checksums[0])
+        _resolve(future, None)
+
+    def _load_adapter(self, body: AdapterBody, future: Future[None]) -> None:
+        model = self.generator.model
+
+        def load() -> None:
+            family = FAMILIES[model.config.family] if model.config.family is not None else None
+            files = read_adapter(body.directory)
+            self.generator.load_adapter(body.name, *from_peft(*files, model.config, family, model.block_types))
+
+        try:
+            self._session.update_weights(load, body.version)
+        except Exception as error:  # before the adapter was changed
+            why = str(error) if isinstance(error, USER_ERRORS) else repr(error)
+            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {why}"))
+            return
+        self.weights = replace(self.weights, version=body.version)
         _resolve(future, None)
 
 

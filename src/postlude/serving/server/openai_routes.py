@@ -55,8 +55,8 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields tha
 class Backend(Protocol):
     """Generates completions for the routes."""
 
-    def check_model(self, name: str | None) -> None:
-        """Refuses the name of another model."""
+    def adapter_of(self, name: str | None) -> str | None:
+        """Returns the adapter that a request with this model uses. Raises ValueError for an unknown name."""
 
     async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
         """Returns the completions of each request."""
@@ -193,7 +193,11 @@ class OpenAIRoutes:
             n = self._count(body, len(prompts))
         encoded = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with bad_request_on_error():
-            requests = [Request(tuple(tokens), sampling, n=n, first=index * n) for index, tokens in enumerate(encoded)]
+            adapter = self.backend.adapter_of(body.model)
+            requests = [
+                Request(tuple(tokens), sampling, n=n, first=index * n, adapter=adapter)
+                for index, tokens in enumerate(encoded)
+            ]
         call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None)
         return await self._reply(call, request)
 
@@ -214,14 +218,15 @@ class OpenAIRoutes:
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
-            generation = Request(tuple(tokens), body.sampling(room if limit is None else limit), n=n)
+            sampling, adapter = body.sampling(room if limit is None else limit), self.backend.adapter_of(body.model)
+            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter)
         return await self._reply(self._call([generation], body, chat=True, logprobs=bool(body.logprobs)), request)
 
     def _check(self, body: _Common) -> None:
         body.check_extra()
         if body.stream_options is not None:
             body.stream_options.check_extra("stream_options.")
-        self.backend.check_model(body.model)
+        self.backend.adapter_of(body.model)
         if self._tokenizer is None:
             raise ValueError("this server has no tokenizer; send token ids to /generate.")
 
