@@ -138,20 +138,24 @@ class SyncedGenerator(ReplicatedGenerator):
         limits.setdefault("eos_tokens", end_tokens(engine.generation, eos_token))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.copied_step = -1
+        self._copied_adapter: str | None = None
 
     def refresh(self) -> None:
         """Copies the engine's weights, if they changed since the last copy."""
-        if self.copied_step != self.engine.step:
+        if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.in_use):
             self._copy()
-            self.copied_step = self.engine.step
+            self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.in_use
             self._pending_probe = None if self.probe is None else self.probe.score()
 
     def _copy(self) -> None:
-        if not self.engine.adapters.configs:
+        if not self.engine.adapters.enabled:
             self.engine.copy_weights(self.model)
             return
-        if self.adapter is None:
+        if self.copied_step < 0:
             copy_base(self.engine, self.model)
+        if self.engine.adapters.in_use is None:  # the model alone
+            self.adapter = None
+            return
         self.generator.load_adapter(POLICY, *adapter_matrices(self.engine))
         self.adapter = POLICY
 
