@@ -138,14 +138,14 @@ def _count_adapters(
         if (blocks, inner) not in counted:
             with torch.device("meta"):
                 layer = LogicalLayer(config.pattern.layer(index), config, mesh, BLOCKS)
-                add_adapters(layer.blocks, adapters)
+                add_adapters(layer, layer.blocks, adapters)
             counted[blocks, inner] = _count(layer, layer.blocks, only_adapters=True)
         counts.append(counted[blocks, inner])
     for index in range(config.mtp_module_count if adapters else 0):
         with torch.device("meta"):
             depth = MTPDepth(index, config, mesh, BLOCKS)
             inside = [block for layer in depth.layers.values() for block in cast(LogicalLayer, layer).blocks]
-            add_adapters(inside, adapters)
+            add_adapters(depth, inside, adapters)
         counts.append(_count(depth, inside, only_adapters=True))
     return tuple(counts)
 
