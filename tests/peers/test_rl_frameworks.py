@@ -77,8 +77,8 @@ def test_a_processor_gives_the_frameworks_numbers(workers: Ranks, device: str, c
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_verls_forward_of_a_transformers_model(family: str) -> None:
     """verl puts it in the place of the model's forward; `logprobs` calls the base model and leaves that alone."""
+    import_alone("verl.utils.experimental.torch_functional")  # which the function imports when it is called
     forward = import_alone("verl.models.transformers.dense_common").forward_with_torch_backend
-
     model, ids = model_of(family, torch.float32), tokens()
 
     def with_gradients(rows: Results) -> Results:
