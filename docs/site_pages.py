@@ -1,7 +1,8 @@
 """A hook of mkdocs: pages that are generated from the source, and links to files outside of docs/.
 
 The README is the home page. Commands and config keys come from the parser and the schema, notebooks become pages, and
-a file of the repository that a page links to is copied to source/ of the site.
+a file of the repository that a page links to is copied to source/ of the site. A page of docs/ that the navigation of
+mkdocs.yml does not have is put at its end.
 """
 
 from __future__ import annotations
@@ -158,6 +159,15 @@ def links_inside(text: str, page: str) -> tuple[str, set[str]]:
     outside_of_code = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     parts = [part if part.startswith("```") else LINK.sub(replaced, part) for part in outside_of_code]
     return "".join(parts), files
+
+
+def on_config(config: Any) -> Any:
+    """Adds the pages of docs/ that the navigation does not have, as its last section."""
+    listed = re.findall(r"[\w/.-]+\.md", json.dumps(config.nav))
+    missing = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in listed]
+    if missing:
+        config.nav.append({"More": missing})
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
