@@ -19,6 +19,7 @@ from postlude.generate.protocol import Completion
 from postlude.layout import Layout
 from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
+from postlude.recipes.references import prune_references, reference_name
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
 from postlude.recipes.rollout_columns import RolloutRows, overlong_share, routing_column
@@ -244,7 +245,21 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
         distances = [row["kl_reference"] for row in expected[2:]]
         assert distances[0] == distances[2] == pytest.approx(0.0, abs=1e-9), "of steps 0 and 2, when it is the policy"
         assert distances[1] > 1e-6
-        assert sorted(path.name for path in (tmp_path / "parts" / "run").glob("reference*")) == ["reference-000002"]
+        kept = sorted(path.name for path in (tmp_path / "parts" / "run").glob("reference*"))
+        assert kept == ["reference-000000", "reference-000002"]
+
+
+def test_references_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
+    for step in (0, 3, 6, 9):
+        (tmp_path / reference_name(step, 3)).mkdir()
+    run = Mock(path=tmp_path)
+    run.checkpoints.return_value = [
+        tmp_path / f"step-{step:06d}" for step in (2 + 8, 2 + 10)
+    ]  # after a warm start of 2
+    prune_references(run, 2, 3)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    # After a warm start of 2, the last step of the first checkpoint is step 7, which used the reference of step 6.
+    assert kept == ["reference-000006", "reference-000009"]
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
@@ -260,7 +275,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         ("--objective.correction.level=token", "Set old_logprobs to recompute"),
         ("--reference=true", "set objective.kl instead"),
         ("--sampling.max_new_tokens=255", "leaves no room for a prompt in a budget of 256"),
-        ("--overlong_buffer=2", "Set both, or neither"),
+        ("--overlong_buffer=2", "Set a penalty, or leave both out"),
         ("--reference_every=2", "nothing reads one"),
         ("--environment.template=5", None),
     ):
