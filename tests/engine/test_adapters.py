@@ -316,3 +316,17 @@ def step_settings(group: Any, layout: str) -> list[bool]:
 @pytest.mark.parametrize("layout", ["", "dp_shard=2"])
 def test_a_step_takes_settings_of_its_own_in_full_training(ranks: Ranks, layout: str) -> None:
     assert all(map(all, ranks(Layout.parse(layout).world_size, step_settings, layout)))
+
+
+def use_different_ones(group: Any) -> tuple[str, str]:
+    engine = build("tp=2", DENSE, lora={"a": LoRA(rank=2), "b": LoRA(rank=2)})
+    engine.use("ab"[engine.mesh.tp.rank])
+    refused = told(lambda: engine.forward_backward(batch(0), policy))
+    engine.use("a")
+    return refused, told(lambda: engine.forward_backward(batch(0), policy))
+
+
+def test_ranks_that_use_different_adapters_are_refused_before_the_pass(ranks: Ranks) -> None:
+    for refused, afterwards in ranks(2, use_different_ones):
+        assert "or use different adapters" in refused
+        assert afterwards == "nothing"

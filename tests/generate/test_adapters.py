@@ -80,6 +80,18 @@ def test_log_probs_are_those_of_a_model_built_with_the_adapter(pattern: str, exp
 
 
 @BOTH
+def test_routers_embedding_and_head_have_adapters_too(way: type[Generator]) -> None:
+    for target in ("router", "embedding", "head", "all,router,embedding,head"):
+        lora = LoRA(rank=3, alpha=5.0, targets=target)
+        model = adapted(small_config("[*E][*-]"), lora)
+        generator, asked = way(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
+        generator.load_adapter("one", *named(model, lora))
+        answered = generator.generate(asked, GREEDY, adapter="one")
+        assert scored_apart(model, asked, answered) < 1e-5
+        assert scored_apart(generator.model, asked, answered) > 1e-4, target
+
+
+@BOTH
 def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> None:
     """Adapters of different rank, targets and scale; one is replaced, one removed."""
     config = small_config("[*-][*E]")

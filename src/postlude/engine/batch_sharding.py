@@ -174,10 +174,12 @@ def shard_batch(
     budget: int,
     device: torch.device,
     step_counts: Mapping[str, float] | None = None,
+    adapter: str | None = None,
 ) -> LocalBatch:
     """Returns this rank's microbatches of a batch. Every rank raises if one does, or if their batches differ.
 
-    `step_counts` are the denominators of the step, if the caller gave them: they must be equal on every rank.
+    `step_counts` are the denominators of the step, if the caller gave them, and `adapter` is the one in use: they must
+    be equal on every rank.
     """
     rank, ranks, depths = mesh.dp.rank, mesh.dp.size, len(config.pattern.mtp)
     check = ConsistencyCheck(device)
@@ -190,13 +192,14 @@ def shard_batch(
                 [*map(len, plan.bins)],
                 plan.members(range(len(plan.bins))),
                 *batch.columns,
-                repr(sorted((step_counts or {}).items())),
+                repr((sorted((step_counts or {}).items()), adapter)),
             )
         )
     if check.differ([0]):
         raise ValueError(
-            "the ranks were given batches of different lengths, groups, owners or columns, or different counts. Give "
-            "every rank the same batch, or each its own sequences with Batch.sharded, and the same counts."
+            "the ranks were given batches of different lengths, groups, owners or columns, or different counts, or use "
+            "different adapters. Give every rank the same batch, or each its own sequences with Batch.sharded, and the "
+            "same counts and adapter."
         )
 
     bin_indices = range(rank, len(plan.bins), ranks)

@@ -458,9 +458,8 @@ class Engine(UsesTraining):
     def _shard(self, batch: Batch, step_counts: Mapping[str, float] | None = None) -> LocalBatch:
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
-        return shard_batch(
-            batch, self.mesh, self.config, budget=self.budget, device=self.device, step_counts=step_counts
-        )
+        options: dict[str, Any] = {"step_counts": step_counts, "adapter": self.adapters.in_use}
+        return shard_batch(batch, self.mesh, self.config, budget=self.budget, device=self.device, **options)
 
     @property
     def _reports_results(self) -> bool:
