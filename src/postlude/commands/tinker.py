@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from importlib import import_module
 from importlib.util import find_spec
 
 from postlude.commands.serve import check_address
@@ -21,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ImportError(f"`postlude tinker` needs {', '.join(missing)}: pip install 'postlude[tinker]'.")
-    engine_backend = import_module("postlude.tinker.engine_backend")
+    from postlude.tinker.engine_backend import EngineBackend
     from postlude.tinker.limits import Limits
     from postlude.tinker.server import check_key_file, read_keys, serve
     from postlude.tinker.state import StateDirectory
@@ -31,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     keys = read_keys(options.key_file) if options.key_file is not None else None
     limits = Limits(models=options.max_models, session_seconds=options.session_timeout)
     layout = Layout.parse(options.layout)
-    backend = engine_backend.EngineBackend(options.models, layout=layout, dtype=options.dtype, device=options.device)
+    backend = EngineBackend(options.models, layout=layout, dtype=options.dtype, device=options.device)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
