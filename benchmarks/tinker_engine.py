@@ -1,0 +1,224 @@
+"""Tokens per second through a Tinker server, beside those of the engine and the generator alone, on one machine.
+
+    python benchmarks/tinker_engine.py --model MODEL --json OUT.json
+
+Training: passes of `--sequences` sequences of `--length` tokens and an optimizer step, rank 32. The client sends the
+next pass before the last one is done, as the real client does. Sampling: `--sequences` prompts at once. The client is
+that of tinker_load.py, so the real one need not be installed. Without --model a model of 0.6B with random weights is
+made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.tinker_load import HTTPClient
+
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, SampleParams, SampleRequest
+from postlude.tinker.engine_backend import EngineBackend
+from postlude.tinker.limits import Limits
+from postlude.tinker.server import serve
+from postlude.tinker.settings import WorkerSettings
+from postlude.tinker.state import StateDirectory
+from postlude.tinker.wire import ForwardBackwardRequest
+
+NAME, RANK = "base", 32
+
+
+def make_model(directory: str) -> str:
+    """Writes a model of 0.6B, in the shape of Qwen3-0.6B, with random weights and a tokenizer of bytes."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from postlude.hf.load import load_tokenizer
+
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+    path = Path(directory, "0.6b")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    load_tokenizer("tiny-dense").save_pretrained(path)
+    return str(path)
+
+
+def data(options: argparse.Namespace) -> list[Datum]:
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, 256, (options.sequences, options.length + 1))
+    weights = np.ones(options.length, np.float32)
+    return [Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": weights}) for row in rows]
+
+
+def pass_body(model_id: str, seq_id: int, rows: list[Datum]) -> bytes:
+    message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    for row in rows:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = row.tokens.astype("<i4").tobytes()
+        for name, kind, dtype in (("target_tokens", 2, "<i8"), ("weights", 1, "<f4")):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = row.loss_fn_inputs[name].astype(dtype).tobytes(), kind
+            tensor.shape.append(len(row.tokens))
+    return bytes(message.SerializeToString())
+
+
+def alone(options: argparse.Namespace, pipe: Any) -> None:
+    """The same passes and samples by the engine and the generator, in this process."""
+    import torch
+
+    from postlude.hf.load import load_tokenizer
+    from postlude.tinker.datums import read_pass
+    from postlude.tinker.rank_models import RankModels
+    from postlude.tinker.rank_sampler import RankSampler, SampleCall
+    from postlude.tinker.worker import to_sampling
+    from postlude.world.launcher import ranks
+
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    with ranks(device=options.device):
+        settings = WorkerSettings(name=NAME, source=options.model, device=options.device, budget=options.budget)
+        models = RankModels(settings)
+        models.create("one", LoRAConfig(RANK, seed=1))
+        vocabulary = models.engine.config.vocab_size
+        request = read_pass(
+            data(options), "cross_entropy", {}, forward_only=False, vocab_size=vocabulary, max_context_length=1 << 20
+        )
+        seconds = []
+        for _ in range(options.warmup + options.steps):
+            synchronize()
+            began = time.perf_counter()
+            models.run_pass("one", request)
+            models.optim_step("one", AdamParams())
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+        sampler = RankSampler(models.engine, load_tokenizer(options.model), settings)
+        sampled = []
+        for _ in range(options.warmup + options.steps):
+            calls = [
+                SampleCall(number, NAME, None, one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
+                for number, one in enumerate(requests(options))
+            ]
+            began = time.perf_counter()
+            sampler.add(calls)
+            while sampler.busy:
+                sampler.step()
+            sampled.append(time.perf_counter() - began)
+    pipe.send((min(seconds[options.warmup :]), min(sampled[options.warmup :])))
+
+
+def requests(options: argparse.Namespace) -> list[SampleRequest]:
+    params = SampleParams(max_tokens=options.new_tokens, seed=1, ignore_eos=True)
+    return [SampleRequest(row.tokens[: options.prompt], params) for row in data(options)]
+
+
+def run_server(options: argparse.Namespace, state: str, pipe: Any) -> None:
+    backend = EngineBackend([f"{NAME}={options.model}"], device=options.device, budget=options.budget)
+    directory, limits = StateDirectory(Path(state)), Limits()
+    asyncio.run(serve(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send))
+
+
+async def through_server(url: str, options: argparse.Namespace) -> tuple[float, float]:
+    http = HTTPClient(url, "tml-benchmark")
+    session = json.loads((await http.post("create_session", {"sdk_version": "benchmark"}))[1])["session_id"]
+    body: Any = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    sampler = json.loads((await http.post("create_sampling_session", body))[1])["sampling_session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": RANK, "seed": 1}}
+    model = json.loads(await http.call("create_model", body))["model_id"]
+    rows, seq = data(options), 0
+
+    async def train(steps: int) -> float:
+        nonlocal seq
+        began, waiting = time.perf_counter(), list[Any]()
+        for _ in range(steps):
+            seq += 2
+            waiting.append(asyncio.create_task(http.call("forward_backward", pass_body(model, seq - 1, rows))))
+            step = {"model_id": model, "seq_id": seq, "adam_params": {}}
+            waiting.append(asyncio.create_task(http.call("optim_step", step)))
+            while len(waiting) > 4:
+                await waiting.pop(0)
+        await asyncio.gather(*waiting)
+        return (time.perf_counter() - began) / steps
+
+    async def sample(first: int) -> float:
+        bodies = [
+            {
+                "sampling_session_id": sampler,
+                "seq_id": first + number,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": one.prompt.tolist()}]},
+                "sampling_params": {"max_tokens": options.new_tokens, "seed": 1, "stop": []},
+                "num_samples": 1,
+            }
+            for number, one in enumerate(requests(options))
+        ]
+        began = time.perf_counter()
+        await asyncio.gather(*(http.call("asample", one) for one in bodies))
+        return time.perf_counter() - began
+
+    await train(options.warmup)
+    training = await train(options.steps)
+    rounds = [await sample(index * options.sequences) for index in range(options.warmup + options.steps)]
+    return training, min(rounds[options.warmup :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model directory; by default one of 0.6B with random weights is made")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--budget", type=int, default=16_384)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        options.model = options.model or make_model(directory)
+        receiver, sender = context.Pipe(duplex=False)
+        process: Any = context.Process(target=alone, args=(options, sender))
+        process.start()
+        training_alone, sampling_alone = receiver.recv()
+        process.join()
+        process = context.Process(target=run_server, args=(options, f"{directory}/state", sender))
+        process.start()
+        training, sampling = asyncio.run(through_server(receiver.recv(), options))
+        process.terminate()
+        process.join()
+    trained, sampled = options.sequences * options.length, options.sequences * options.new_tokens
+    results = {
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "training": {"engine": trained / training_alone, "server": trained / training},
+        "sampling": {"generator": sampled / sampling_alone, "server": sampled / sampling},
+        "training_share": training_alone / training,
+        "sampling_share": sampling_alone / sampling,
+    }
+    print(json.dumps(results, indent=2, default=str))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2, default=str))
+
+
+if __name__ == "__main__":
+    main()
