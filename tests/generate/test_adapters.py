@@ -91,6 +91,18 @@ def test_routers_embedding_and_head_have_adapters_too(way: type[Generator]) -> N
         assert scored_apart(generator.model, asked, answered) > 1e-4, target
 
 
+@pytest.mark.parametrize("targets", ["router,q_proj", "head", "embedding"])
+def test_router_head_and_embedding_have_adapters_too(targets: str) -> None:
+    lora = LoRA(rank=3, alpha=5.0, targets=targets)
+    model = adapted(small_config("[*E]"), lora)
+    asked = prompts(VOCABULARY, (5, 1, 9))
+    generator = Generator(base_of(model))
+    generator.load_adapter("one", *named(model, lora))
+    answered = generator.generate(asked, GREEDY, adapter="one")
+    assert scored_apart(model, asked, answered) < 1e-5
+    assert scored_apart(generator.model, asked, answered) > 1e-2
+
+
 @BOTH
 def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> None:
     """Adapters of different rank, targets and scale; one is replaced, one removed."""
