@@ -86,7 +86,8 @@ class FakeVLLM:
             return
         status = 400 if path == "/inference/v1/generate" and not body else 200
         try:
-            said = spoiled or json.dumps(self.say(path, body)).encode()
+            answer = None if spoiled else self.say(path, body)
+            said = spoiled or (answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
         except Refusal as refusal:
             status, said = refusal.status, json.dumps({"error": str(refusal)}).encode()
         with suppress(OSError):

@@ -65,6 +65,7 @@ class LoRAServer(TinyVLLM):
             files = read_adapter(body["lora_path"])
             loaded = self.spoil(*from_peft(*files, model.config, FAMILIES[model.config.family or ""]))
             self.generator.load_adapter(body["lora_name"], *loaded)
+            return "Success: LoRA adapter 'policy' added successfully."
         return super().say(path, body)
 
     def sampled(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:

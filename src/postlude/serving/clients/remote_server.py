@@ -288,7 +288,8 @@ class RemoteServer:
 def _json_or_raise(reply: Reply) -> Any:
     """Returns the JSON of a successful reply. Raises the error for any other status."""
     if 200 <= reply.status < 300:
-        return reply.json()
+        # vLLM confirms a loaded adapter with a sentence.
+        return reply.body.decode() if reply.body.startswith(b"Success") else reply.json()
     problem = f"status {reply.status}: {_message(reply)}"
     retry_after = reply.headers.get("retry-after", "")
     seconds = float(retry_after) if retry_after.isdigit() else 0.0
