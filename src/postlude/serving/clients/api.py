@@ -54,11 +54,11 @@ class ServerAPI(ABC):
         await send("GET", "/v1/models")
 
     async def model_names(self, send: SendRequest) -> list[str]:
-        """Returns the names of the models that it serves."""
+        """Returns the names of the models that it serves, without adapters, which have a parent."""
         models = await send("GET", "/v1/models")
         try:
-            return [str(model["id"]) for model in models["data"]]
-        except (KeyError, TypeError) as error:
+            return [str(model["id"]) for model in models["data"] if not model.get("parent")]
+        except (AttributeError, KeyError, TypeError) as error:
             raise InvalidResponse("gives no list of models at /v1/models") from error
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:
