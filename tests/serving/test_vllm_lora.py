@@ -1,0 +1,104 @@
+"""The real vLLM samples with an adapter that was trained here: its log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from postlude import Batch, Engine, Layout, export_hf, load_model, load_tokenizer
+from postlude.engine import AdamW
+from postlude.generate.probe import WeightProbe
+from postlude.generate.protocol import Request
+from postlude.generate.sampling_params import SamplingParams
+from postlude.lora import LoRA
+from postlude.objectives import SFT
+from postlude.recipes.rollouts.server_commands import peft_rank, vllm_lora_rank
+from postlude.serving.clients.client import GenerationClient
+from postlude.serving.engine import ServerEngine
+from postlude.serving.weights.sync import SyncOptions
+from tests.conftest import Ranks
+from tests.meshes import mesh
+from tests.serving.test_vllm import PROMPTS, SMALL
+from tests.serving.vllm_server import vllm
+
+pytestmark = pytest.mark.serving
+
+CLOSE = 1e-5
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SMALL,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    ),
+}
+SAMPLING = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
+
+
+def rank_of(group: Any, family: str) -> int:
+    return vllm_lora_rank(peft_rank(build(family)))
+
+
+def build(family: str) -> Engine:
+    lora = LoRA(rank=8, alpha=32.0)
+    return Engine(CONFIGS[family], mesh=mesh(Layout()), budget=256, lora=lora, optimizer=AdamW(lr=1e-2))
+
+
+def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], list[float], str]:
+    """How far a server's log-probs are from the engine's, and from those without the adapter, at each of 3 steps."""
+    engine, tokenizer = build(family), load_tokenizer("tiny-dense")
+    options = SyncOptions(Path(run), probe=WeightProbe(engine, tokenizer))
+    rollouts = ServerEngine(lambda: GenerationClient(url, tokenizer=tokenizer), engine=engine, sync=options)
+    gaps, moved = [], []
+    with closing(rollouts):
+        kind = type(rollouts.sync).__name__
+        for step in range(3):
+            if step:
+                engine.forward_backward(Batch(PROMPTS), SFT())
+                engine.optimizer_step()
+            rollouts.refresh()
+            for place, prompt in enumerate(PROMPTS):
+                rollouts.submit(Request(tuple(prompt), SamplingParams(**{**vars(SAMPLING), "seed": place})))
+            finished: list[Any] = []
+            while len(finished) < len(PROMPTS):
+                finished += rollouts.poll(60)
+            completions = [one.completion for one in sorted(finished, key=lambda one: one.ticket)]
+            batch = Batch([prompt + one.tokens for prompt, one in zip(PROMPTS, completions, strict=True)])
+            for values, adapter in ((gaps, "default"), (moved, None)):
+                engine.use(adapter)
+                rows = engine.logprobs(batch).logprob
+                engine.use("default")
+                values.append(
+                    max(
+                        float((row[-len(one.tokens) :] - torch.tensor(one.logprobs)).abs().max())
+                        for row, one in zip(rows, completions, strict=True)
+                    )
+                )
+    return gaps, moved, kind
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_with_an_adapter_are_the_trainers(
+    ranks: Ranks, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    directory = tmp_path / "model"
+    export_hf(load_model(CONFIGS[family]), directory)
+    load_tokenizer("tiny-dense").save_pretrained(directory)
+    (rank,) = ranks(1, rank_of, family)
+    flags = ("--enable-lora", "--max-lora-rank", str(rank), "--logprobs-mode", "processed_logprobs")
+    with vllm(directory, tmp_path, *flags) as url:
+        ((gaps, moved, kind),) = ranks(1, sampled, family, url, str(tmp_path / "run"))
+    print(f"{family}: gaps {gaps}, without the adapter {moved}")
+    assert kind == "AdapterSync"
+    assert max(gaps) < CLOSE
+    assert min(moved[1:]) > 1e-2
