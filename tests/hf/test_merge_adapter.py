@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, cap
     renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in whole.items()}
     message = refusal(renamed)
     assert "which takes no adapter here" in message
-    assert "There are down_proj, gate_proj" in message
+    assert "There are down_proj, embed_tokens, gate_proj" in message
     assert "--pattern changes the model that an adapter was made for" in refusal(whole, "--pattern", "[*-]{2}")
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "config.json").write_text("{}")

@@ -59,7 +59,8 @@ def test_a_key_that_a_kind_requires_is_named_where_it_is_missing(
     values = {"max_turns": "2", "tools": "[a.py:b]"}
     siblings = [each[3] for each in required_by_kinds() if each[:3] == (recipe, section, kind) and each[3] != key]
     given = [f"--{section}.kind={kind}", *(f"--{section}.{each}={values.get(each, 'a.py:b')}" for each in siblings)]
-    given += {"sft": ["--data.path=x"], "dpo": ["--data.path=x"], "distill": ["--teacher=x"]}.get(recipe, [])
+    paths = dict.fromkeys(("sft", "dpo", "kto", "rm"), ["--data.path=x"])
+    given += {**paths, "distill": ["--teacher=x"]}.get(recipe, [])
     with pytest.raises(ConfigError) as error:
         load(RECIPES[recipe].config, None, given)
     assert str(error.value).startswith(f'config key "{section}.{key}" is missing on the command line; give ')
