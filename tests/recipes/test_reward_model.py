@@ -141,7 +141,7 @@ def test_a_policy_is_rewarded_by_it(ranks: Ranks, tmp_path: Path, reward_model: 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
     words = ["grpo", f"--environment.path={rows}", f"--environment.model={reward_model}", "--environment.device=cpu"]
-    words += ["--environment=reward_model", "--steps=2", "--prompts_per_step=2", "--samples_per_prompt=4"]
+    words += ["--environment.kind=reward_model", "--steps=2", "--prompts_per_step=2", "--samples_per_prompt=4"]
     words += ["--sampling.max_new_tokens=4", "--evaluation.every=0", "--budget=64", "--export=false"]
     assert main([*words, f"--run={tmp_path / 'run'}", "--loggers=[]", "--device=cpu"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
