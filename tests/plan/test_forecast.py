@@ -195,7 +195,10 @@ def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> N
         ("--layout dp_shard=2,ep=2", "has no experts to spread"),
         ("--search", "--search needs --gpus"),
         ("--recipe sft a.yaml --layout pp=2", "--layout is in the config of --recipe or follows from it"),
-        ("--recipe eval a.yaml", "--recipe is 'eval'; give one of sft, dpo, kto, rm, grpo, ppo, distill, and its config"),
+        (
+            "--recipe eval a.yaml",
+            "--recipe is 'eval'; give one of sft, dpo, kto, rm, grpo, ppo, distill, and its config",
+        ),
         ("--recipe sft missing.yaml", 'there is no config file "missing.yaml"'),
         ("--overlap zero_bubble", "fills the bubble of a pipeline, but pp is 1"),
         ("--gpu h1000", "GPU 'h1000' is unknown; use a100, h100"),
