@@ -74,9 +74,7 @@ def _cpu_in_place_of_cuda() -> Iterator[None]:
         for name in ("synchronize", "device", "Event", "Stream", "stream", "current_stream", "nvtx"):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", mock.MagicMock()))
         from megatron.core.transformer.moe import token_dispatcher
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value))
         yield
 
@@ -91,7 +89,7 @@ def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = Fa
 
 
 def _layer_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.LayerNorm:
-    """What Megatron's own norm for CPUs returns, which refuses sequence parallelism: it would not add its gradients."""
+    """What Megatron's norm without Apex returns, which refuses sequence parallelism: it would not add its gradients."""
     return nn.LayerNorm(hidden_size, eps)
 
 
@@ -105,6 +103,9 @@ def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[
             stack.enter_context(_cpu_in_place_of_cuda())
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
 
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         stack.callback(parallel_state.destroy_model_parallel)
