@@ -338,7 +338,9 @@ def test_layer_flags_choose_the_adapted_layers() -> None:
     groups = {"attention", "mlp", "none"}
     assert to_lora(LoRAConfig(4), groups).targets == ("attention", "mlp")
     assert to_lora(LoRAConfig(4, train_mlp=False), groups).targets == ("attention",)
-    with pytest.raises(ValueError, match="would train nothing: train_attn is False, train_mlp is False"):
+    assert to_lora(LoRAConfig(4), {*groups, "head"}).targets == ("attention", "mlp", "lm_head")
+    assert to_lora(LoRAConfig(4, train_unembed=False), {*groups, "head"}).targets == ("attention", "mlp")
+    with pytest.raises(ValueError, match="train_mlp is False, and train_unembed is True with a head that takes no"):
         to_lora(LoRAConfig(4, train_mlp=False, train_attn=False), groups)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from postlude.engine import Engine
 from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
 from postlude.engine.adapters import add_adapter, export_adapter, remove_adapter, stream_adapters
 from postlude.engine.result import Result
-from postlude.hf.linear_layers import linear_layers
+from postlude.hf.linear_layers import linear_layers, shared_use
 from postlude.lora import AdapterConfig, LoRA
 from postlude.optimizer import AdamW
 from postlude.tinker.backend import AdamParams, LoRAConfig
 from postlude.tinker.datums import Pass
 from postlude.tinker.settings import WorkerSettings
 
+_log = logging.getLogger(__name__)
 ALPHA = 32.0
 """Of all adapters: the scale is alpha / rank."""
 STATE = "state"
@@ -38,8 +40,10 @@ class RankModels:
             optimizer=to_adamw(AdamParams()),
             lora={},
         )
-        layers = linear_layers(self.engine.config, self.engine.block_types).values()
-        self._groups = {layer.group for layer in layers}
+        config = self.engine.config
+        self._groups = {layer.group for layer in linear_layers(config, self.engine.block_types).values()}
+        if config.shared_parameters:
+            self._groups.discard("head")
 
     @property
     def refusal(self) -> str | None:
@@ -48,6 +52,8 @@ class RankModels:
 
     def create(self, model_id: str, lora: LoRAConfig) -> None:
         """Makes a model with fresh adapters."""
+        if lora.train_unembed and "head" not in self._groups:
+            _log.warning("train_unembed of %s is not applied: %s", model_id, shared_use(self.engine.config))
         add_adapter(self.engine, model_id, to_lora(lora, self._groups), seed=lora.seed or 0)
 
     def remove(self, model_id: str) -> None:
@@ -113,16 +119,19 @@ class RankModels:
 def to_lora(lora: LoRAConfig, groups: Collection[str]) -> LoRA:
     """Returns the adapters that a client asks for, of a model whose layers are in `groups`.
 
-    The output head takes no adapter, whatever `train_unembed` is. Raises ValueError if nothing would be trained.
+    Raises ValueError if nothing would be trained.
     """
     wanted = {"attention": lora.train_attn, "mlp": lora.train_mlp, "experts": lora.train_mlp}
-    targets = tuple(group for group, trained in wanted.items() if trained and group in groups)
+    targets = [group for group, trained in wanted.items() if trained and group in groups]
+    if lora.train_unembed and "head" in groups:
+        targets.append("lm_head")
     if not targets:
         raise ValueError(
-            f"lora_config would train nothing: train_attn is {lora.train_attn}, train_mlp is {lora.train_mlp}, and the "
-            "output head takes no adapter here. Set train_attn or train_mlp."
+            f"lora_config would train nothing: train_attn is {lora.train_attn}, train_mlp is {lora.train_mlp}, and "
+            f"train_unembed is {lora.train_unembed}{'' if 'head' in groups else ' with a head that takes no adapter'}. "
+            "Set train_attn or train_mlp."
         )
-    return LoRA(rank=lora.rank, alpha=ALPHA, targets=targets)
+    return LoRA(rank=lora.rank, alpha=ALPHA, targets=tuple(targets))
 
 
 def to_adamw(adam: AdamParams) -> AdamW:
