@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +105,27 @@ def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not
     second.stop()
     assert result["same"]
     assert "was started again" in result["sentence"]
+    assert result["state"] in result["sentence"]
+    np.testing.assert_allclose(*result["loss"], rtol=1e-5)
+
+
+def rank_of(server: subprocess.Popen[bytes]) -> int:
+    """Returns the process of the only rank."""
+    children = subprocess.check_output(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)], text=True).splitlines()
+    (rank,) = (int(line.split()[0]) for line in children if "spawn_main" in line)
+    return rank
+
+
+def test_a_killed_rank_is_started_again_and_only_what_was_not_saved_is_lost(tmp_path: Path) -> None:
+    server = Server(tmp_path / "state")
+    client = server.client("killed")
+    assert client.stdout is not None
+    assert json.loads(client.stdout.readline())["ready"]
+    os.kill(rank_of(server.process), signal.SIGKILL)
+    result = outcome(client)  # its input ends, so it goes on
+    server.stop()
+    assert result["same"]
+    assert "the ranks of tiny-dense have ended: its process was killed" in result["sentence"]
     assert result["state"] in result["sentence"]
     np.testing.assert_allclose(*result["loss"], rtol=1e-5)
 
