@@ -111,7 +111,9 @@ def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not
 
 def rank_of(server: subprocess.Popen[bytes]) -> int:
     """Returns the process of the only rank."""
-    children = subprocess.check_output(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)], text=True).splitlines()
+    children = subprocess.check_output(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.pid)], text=True
+    ).splitlines()
     (rank,) = (int(line.split()[0]) for line in children if "spawn_main" in line)
     return rank
 
