@@ -163,7 +163,17 @@ class EngineBackend:
     async def sample(
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
     ) -> SampleResult:
-        """Samples."""
+        """Samples. If the ranks die, new ones repeat the request, unless part of it was given to `progress`."""
+        try:
+            return await self._sample(sampler_id, request, progress)
+        except WorkerDied:
+            if progress is not None:
+                raise
+            return await self._sample(sampler_id, request, None)
+
+    async def _sample(
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None
+    ) -> SampleResult:
         worker = await self._sampler_worker(sampler_id)
         result: SampleResult = await self._call(
             worker, "sample", progress, sampler_id=sampler_id, request=request, streamed=progress is not None
