@@ -55,7 +55,7 @@ class SummedLoss:
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of each target, given log p; all tensors have one shape."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define token_losses().")
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -221,8 +221,8 @@ class EngineBackend:
         worker = await self._worker(sampler.base_model)
         key = (sampler_id, worker)
         if key not in self._opened:
-            opening = self._call(worker, "open_sampler", sampler_id=sampler_id, directory=sampler.directory)
-            self._opened[key] = asyncio.ensure_future(opening)
+            call = self._call(worker, "open_sampler", sampler_id=sampler_id, directory=sampler.directory)
+            self._opened[key] = asyncio.ensure_future(call)
         try:
             await asyncio.shield(self._opened[key])
         except BaseException:

@@ -34,7 +34,7 @@ class Limits:
     fetched_seconds: float = 300.0
     """How long a result is kept after it was fetched: the reply may have been lost, and the client asks again."""
     unfetched_seconds: float = 3600.0
-    """How long a result is kept that nobody fetches."""
+    """How long a result is kept that the client does not fetch."""
     session_seconds: float = 1800.0
     """A session without a heartbeat for this long has expired, and its models are freed."""
     gap_seconds: float = 600.0
