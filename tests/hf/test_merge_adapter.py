@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude import AdamW, Engine, export_hf, load_model, ranks
 from postlude.cli import main
-from postlude.engine.adapters import export_adapter
+from postlude.engine.adapters import add_adapter, export_adapter
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.lora import LoRA
@@ -89,6 +89,11 @@ def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, caps
         engine.save(tmp_path / "checkpoint")
         engine.export_hf(tmp_path / "exported")
         export_adapter(engine, tmp_path / "adapter")
+        add_adapter(engine, "other", LoRA(rank=3))
+        engine.save(tmp_path / "several")
+    assert main(["convert", str(tmp_path / "several"), str(tmp_path / "base0"), str(tmp_path / "other")]) == 2
+    assert "has several adapters (other), and one can be merged" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
     for adapter in ("checkpoint", "adapter"):
         assert (
             main(["convert", str(tmp_path / adapter), str(tmp_path / "base0"), str(tmp_path / f"from-{adapter}")]) == 0

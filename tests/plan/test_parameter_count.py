@@ -141,17 +141,22 @@ def test_the_less_is_kept_the_less_is_needed() -> None:
 
 @pytest.mark.parametrize("layout", ["", "pp=2"])
 @pytest.mark.parametrize(
-    "lora", [LoRA(rank=3), LoRA(rank=2, experts="per_expert", targets=("2.attention.o_proj", "experts"))]
+    ("model", "lora"),
+    [
+        ("tiny-hybrid", LoRA(rank=3)),
+        ("tiny-hybrid", LoRA(rank=2, experts="per_expert", targets=("2.attention.o_proj", "experts"))),
+        ("tiny-dense", LoRA(rank=3, targets=("attention", "embedding", "head"), ranks={"head": 5})),
+    ],
 )
-def test_adapters_are_counted_as_if_they_were_built(layout: str, lora: LoRA) -> None:
-    config, parsed = config_of("tiny-hybrid"), Layout.parse(layout)
+def test_adapters_are_counted_as_if_they_were_built(layout: str, model: str, lora: LoRA) -> None:
+    config, parsed = replace(config_of(model), tied_head=False), Layout.parse(layout)
     adapters = adapter_configs(lora, config, None)
     counts = count_parameters(config, parsed, adapters=adapters)
     for index in range(parsed.stages):
         stage = Stage(index, parsed.stages)
         with torch.device("meta"):
-            model = LanguageModel(config, stage=stage, adapters=adapters)
-        local = {name: each for name, each in model.named_parameters() if is_adapter(name)}
+            built = LanguageModel(config, stage=stage, adapters=adapters)
+        local = {name: each for name, each in built.named_parameters() if is_adapter(name)}
         assert counts.trained(stage).used == sum(each.numel() for each in local.values())
         experts = [name for name in local if ".experts." in name]
         assert counts.trained(stage).experts == sum(local[name].numel() for name in experts)

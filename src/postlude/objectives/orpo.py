@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.checks import check_per_token
-from postlude.objectives.loss import Loss, mean
-from postlude.objectives.preference import check_pairs, for_both, pairs
+from postlude.objectives.loss import Loss
+from postlude.objectives.preference import check_pairs, pair_loss, pairs, rewards_of
 from postlude.objectives.weights import sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
@@ -60,15 +60,7 @@ class ORPO:
         chosen, rejected = pairs(sequence_mean(microbatch, logprob, targets != IGNORE))
         difference = log_odds(chosen) - log_odds(rejected)
         losses = -self.nll * chosen - self.beta * logsigmoid(difference)
-        values = {
-            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # a tie counts half
-            "margin": self.beta * (chosen - rejected),
-            "chosen_reward": self.beta * chosen,
-            "rejected_reward": self.beta * rejected,
-            "log_odds_ratio": difference,
-        }
-        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
-        return Loss(for_both(losses), "sequences", metrics)
+        return pair_loss(losses, rewards_of(chosen, rejected, self.beta) | {"log_odds_ratio": difference})
 
 
 def log_odds(logprob: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -93,14 +94,7 @@ class Preference:
         losses = self.loss(chosen - rejected)
         if self.nll:
             losses = losses - self.nll * pairs(sequence_mean(microbatch, logprob, kept))[0]
-        values = {
-            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # a tie counts half
-            "margin": self.beta * (chosen - rejected),
-            "chosen_reward": self.beta * chosen,
-            "rejected_reward": self.beta * rejected,
-        }
-        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
-        return Loss(for_both(losses), "sequences", metrics)
+        return pair_loss(losses, rewards_of(chosen, rejected, self.beta))
 
     def loss(self, difference: Tensor) -> Tensor:
         """Returns the loss of each pair, given Δ_c - Δ_r."""
@@ -111,6 +105,22 @@ class Preference:
         margins = self.beta * difference - self.margin
         wrong = self.label_smoothing
         return -(1 - wrong) * logsigmoid(margins) - wrong * logsigmoid(-margins)
+
+
+def rewards_of(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:
+    """Returns the metrics of each pair whose implicit rewards are β times these values."""
+    return {
+        "accuracy": ((chosen - rejected).sign() + 1) / 2,  # a tie counts half
+        "margin": beta * (chosen - rejected),
+        "chosen_reward": beta * chosen,
+        "rejected_reward": beta * rejected,
+    }
+
+
+def pair_loss(losses: Tensor, metrics: Mapping[str, Tensor]) -> Loss:
+    """Returns the loss and the metrics of each pair as means over the batch's sequences."""
+    means = {name: mean(for_both(value), "sequences") for name, value in metrics.items()}
+    return Loss(for_both(losses), "sequences", means)
 
 
 def check_pairs(microbatch: Microbatch) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, check_bounds
-from postlude.objectives.loss import Loss, mean
-from postlude.objectives.preference import check_pairs, for_both, pairs
+from postlude.objectives.loss import Loss
+from postlude.objectives.preference import check_pairs, pair_loss, pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +52,7 @@ class BradleyTerry:
             "chosen_score": chosen,
             "rejected_score": rejected,
         }
-        metrics = {name: mean(for_both(value), "sequences") for name, value in values.items()}
-        return Loss(for_both(losses), "sequences", metrics)
+        return pair_loss(losses, values)
 
 
 def sequence_scores(inputs: OutputInputs) -> Tensor:

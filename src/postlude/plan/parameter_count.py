@@ -60,6 +60,8 @@ class ModelParameterCount:
     norm: ParameterCount
     adapters: tuple[ParameterCount, ...] = ()
     """Those of each layer in order, then of each multi-token-prediction depth; empty without LoRA."""
+    embedding_adapter: ParameterCount = ParameterCount()
+    head_adapter: ParameterCount = ParameterCount()
 
     def outside(self, stage: Stage) -> ParameterCount:
         """Returns the count of a stage's embedding, norm and head."""
@@ -86,7 +88,10 @@ class ModelParameterCount:
 
     def trained(self, stage: Stage) -> ParameterCount:
         """Returns what is trained of a stage: its adapters, or all without LoRA."""
-        return total(self.adapters_inside(stage)) if self.adapters else self.stage(stage)
+        if not self.adapters:
+            return self.stage(stage)
+        outside = [self.embedding_adapter] * stage.first + [self.head_adapter] * stage.last
+        return total([*self.adapters_inside(stage), *outside])
 
 
 def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
@@ -120,8 +125,11 @@ def count_parameters(
         if pattern.mtp:
             one = MTPDepth(0, config, mesh, BLOCKS)
             depth = _count(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
-    norm, adapted = ParameterCount(config.hidden_size), _count_adapters(config, mesh, adapters)
-    return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, norm, adapted)
+    norm, inside = ParameterCount(config.hidden_size), _count_adapters(config, mesh, adapters)
+    features = config.hidden_size + _local_rows(config.vocab_size, mesh)
+    ranks = [adapters[name].rank if name in adapters else 0 for name in ("embedding", "head")]
+    outside = [ParameterCount(rank * features) for rank in ranks]
+    return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, norm, inside, *outside)
 
 
 def _count_adapters(

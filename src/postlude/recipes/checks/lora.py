@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from postlude.engine.adapters import Adapters
 from postlude.hf.family import Family
 from postlude.layout import Stage
@@ -21,10 +19,7 @@ def adapters_of(config: TrainingConfig, family: Family | None, model: ModelConfi
     return Adapters(config.lora, model, family, BLOCKS, config.weights).configs
 
 
-def describe_lora(config: TrainingConfig, family: Family | None, model: ModelConfig, dtype: torch.dtype) -> str:
-    """Returns a line about what is trained, and what sampling with merged weights loses."""
+def describe_lora(config: TrainingConfig, family: Family | None, model: ModelConfig) -> str:
+    """Returns a line about what is trained."""
     trained = count_parameters(model, adapters=adapters_of(config, family, model)).trained(Stage()).used
-    line = f"{trained:,} trained parameters"
-    if dtype != torch.float32 and getattr(config, "rollout", None) is not None:
-        line += f"; completions are sampled with merged weights in {dtype}, which round small updates away"
-    return line
+    return f"{trained:,} trained parameters"

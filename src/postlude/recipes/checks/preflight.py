@@ -195,7 +195,7 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
         if mtp.processor is not None:
             yield Check("mtp.processor", lambda: _mtp_processor(inputs, mtp, trial), after=("model",))
     if inputs.config.lora is not None:
-        yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model, inputs.dtype), after=("model",))
+        yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))
