@@ -69,28 +69,27 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, header: bool = False) -> str:
         """Returns the text of messages; with `header`, followed by the header of the assistant's next turn."""
-        with as_encoding_error("the chat template fails"):
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                **self._settings(tools),
-                chat_template=self.source(tools),
-                tokenize=False,
-                add_generation_prompt=header,
-            )
-        return text
+        return self._render(messages, tools, add_generation_prompt=header)[0]
 
     def render_marked(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of messages, and the spans between generation marks in it."""
+        return self._render(messages, tools, return_assistant_tokens_mask=True)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of messages, and the spans between generation marks if they are asked for.
+
+        A tokenizer's `apply_chat_template` is not used: it drops a content of None, which some templates test for.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with as_encoding_error("the chat template fails"):
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 chat_template=self.source(tools),
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self._settings(tools)},
+                **{**self.tokenizer.special_tokens_map, **self._settings(tools), **options},
             )
-        return rendered[0][0], list(rendered[1][0])
+        (text,), spans = rendered
+        return text, list(spans[0]) if spans else []
 
     def is_marked(self, tools: Tools = None) -> bool:
         """Whether it has generation marks, and the tokenizer can map them to tokens."""

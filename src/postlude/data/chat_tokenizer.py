@@ -19,9 +19,6 @@ class ChatTokenizer(Protocol):
     def __call__(self, text: Any, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...) -> Any:
         """Returns the tokens of one or several texts under "input_ids"."""
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Returns the text or tokens of messages."""
-
     def decode(self, token_ids: Any, **options: Any) -> str:
         """Returns the text of tokens."""
 

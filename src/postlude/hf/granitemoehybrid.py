@@ -33,6 +33,7 @@ def _mamba(hf: HFConfig) -> BlockConfig:
         head_dim=hf.mamba_d_head,
         state_size=hf.mamba_d_state,
         groups=hf.mamba_n_groups,
+        norm_groups=hf.mamba_n_groups,
         conv_kernel=hf.mamba_d_conv,
         conv_bias=hf.mamba_conv_bias,
         bias=hf.mamba_proj_bias,

@@ -21,9 +21,14 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 
 def mamba_config(hf: HFConfig, **sizes: Any) -> MambaConfig:
-    """Returns a block of these sizes, with the fields that Mamba-2 and Nemotron-H name alike."""
+    """Returns a block of these sizes, with the fields that Mamba-2 and Nemotron-H name alike.
+
+    Each group is normed separately, as in the authors' code. transformers before 5.23 norms all groups of Mamba-2 and
+    of Granite's hybrid models together, so it differs from this where there are several.
+    """
     return MambaConfig(
         groups=hf.n_groups,
+        norm_groups=hf.n_groups,
         conv_kernel=hf.conv_kernel,
         conv_bias=hf.use_conv_bias,
         bias=hf.use_bias,

@@ -38,7 +38,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
 def _mamba(hf: HFConfig) -> BlockConfig:
     check_activation(hf.mamba_hidden_act)
     heads, head_dim, state_size = hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size
-    return mamba_config(hf, heads=heads, head_dim=head_dim, state_size=state_size, norm_groups=hf.n_groups)
+    return mamba_config(hf, heads=heads, head_dim=head_dim, state_size=state_size)
 
 
 def _attention(hf: HFConfig) -> BlockConfig:
