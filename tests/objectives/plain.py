@@ -181,7 +181,7 @@ def policy_with_metrics(  # noqa: PLR0912
                     "estimator": 1.0,
                 }[kl.gradient]
                 value = value + kl.coefficient * factor * k
-                watched.setdefault("kl_reference", []).append((weight(token, over), float(k.detach())))
+                watched.setdefault("kl", []).append((weight(token, over), float(k.detach())))
             value = value - entropy * token.entropy
             if positive_nll:
                 value = value - positive_nll * token["positive"] * token.logprob
@@ -194,9 +194,9 @@ def policy_with_metrics(  # noqa: PLR0912
                 "ratio_max": float(r.detach()),
                 "kl_old": math.exp(raw) - 1 - raw,
                 "entropy": float(token.entropy.detach()),
-                "clipped_low": float(advantage < 0 and r < 1 - clip_low),
-                "clipped_high": float(advantage > 0 and r > 1 + clip_high),
-                "clipped_dual": float(dual_clip is not None and advantage < 0 and r > dual_clip),
+                "clip_ratio/low": float(advantage < 0 and r < 1 - clip_low),
+                "clip_ratio/high": float(advantage > 0 and r > 1 + clip_high),
+                "clip_ratio/dual": float(dual_clip is not None and advantage < 0 and r > dual_clip),
                 "rollout_kl": math.exp(gap) - 1 - gap,
                 "rollout_logprob_diff_max": abs(gap),
                 "correction": share,

@@ -242,7 +242,7 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
     (found,) = ranks(1, trained, str(tmp_path / "parts"), *settings)
     assert without_times(found) == without_times(expected)
     if "--reference_every=2" in settings:
-        distances = [row["kl_reference"] for row in expected[2:]]
+        distances = [row["kl"] for row in expected[2:]]
         assert distances[0] == distances[2] == pytest.approx(0.0, abs=1e-9), "of steps 0 and 2, when it is the policy"
         assert distances[1] > 1e-6
         kept = sorted(path.name for path in (tmp_path / "parts" / "run").glob("reference*"))

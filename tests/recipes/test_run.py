@@ -469,7 +469,7 @@ def test_a_view_calls_kl_what_is_measured_from_the_reference() -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out, width=200)) as view:
         view.update(1, {"kl_old": 0.25})
-        view.update(2, {"kl_old": 0.25, "kl_reference": 0.5})
+        view.update(2, {"kl_old": 0.25, "kl": 0.5})
         view.update(3, {"kl_forward": 0.75})
     first, second, third = out.getvalue().splitlines()
     assert "kl to old 0.25" in first

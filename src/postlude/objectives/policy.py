@@ -218,11 +218,11 @@ class PolicyGradient:
             "entropy": mean(entropy, over),
         }
         if self.surrogate != "reinforce":
-            metrics |= {"clipped_low": mean(low.float(), over), "clipped_high": mean(high.float(), over)}
+            metrics |= {"clip_ratio/low": mean(low.float(), over), "clip_ratio/high": mean(high.float(), over)}
         if self.dual_clip is not None:
-            metrics["clipped_dual"] = mean(((advantages < 0) & (ratio > self.dual_clip)).float(), over)
+            metrics["clip_ratio/dual"] = mean(((advantages < 0) & (ratio > self.dual_clip)).float(), over)
         if self.kl is not None and columns.reference is not None:
-            metrics["kl_reference"] = mean(estimate_kl(logprob, columns.reference, self.kl.estimator), over)
+            metrics["kl"] = mean(estimate_kl(logprob, columns.reference, self.kl.estimator), over)
         if ROLLOUT in microbatch.columns:
             rollout = microbatch.column(ROLLOUT).float()
             metrics["rollout_kl"] = mean(estimate_kl(rollout, old), over)

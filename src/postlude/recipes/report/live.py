@@ -26,7 +26,7 @@ SHOWN = (  # label, and the first of these metrics that a step has
     ("reward", (REWARD,)),
     ("accuracy", ("accuracy",)),
     ("length", (LENGTH,)),
-    ("kl", ("kl_reference",)),
+    ("kl", ("kl",)),
     ("kl to teacher", ("kl_forward",)),
     ("kl to old", ("kl_old",)),
     ("entropy", ("entropy",)),
