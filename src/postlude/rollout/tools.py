@@ -1,8 +1,8 @@
 """Tools: functions of the user that a model calls.
 
-A call in a completion is written as <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>. The model
-reads what the function returns, or the error it raises, as a message of the role "tool". A completion without a call is
-scored. Calls inside <think>...</think> are ignored.
+`tool_calls.py` has the formats in which a completion writes a call. The model reads what the function returns, or the
+error it raises, as a message of the role "tool". A completion without a call is scored. Calls inside
+<think>...</think> are ignored.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from postlude.rollout.tool_calls import MalformedCall, ParameterTypes, ToolCall, load_format
 from postlude.user_code import load_callable
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 # Its start may be in the prompt, and its end may be missing.
 REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 MAX_RESULT_LENGTH = 4000  # characters
@@ -33,11 +34,14 @@ class ToolReply:
     tools: Sequence[str]
     """path/to/file.py:name of each tool."""
     reward: str | Callable[..., Any]
+    format: str = "hermes"
+    """Name of the tool-call format, or path/to/file.py:Class."""
     _loaded: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def prepare(self) -> None:
         """Loads the tools and the reward function."""
-        self._loaded = load_tools(self.tools)
+        self._loaded, self._format = load_tools(self.tools), load_format(self.format)
+        self._types: ParameterTypes = {name: parameter_types(tool) for name, tool in self._loaded.items()}
         self._reward = load_callable(self.reward) if isinstance(self.reward, str) else self.reward
         getattr(self._reward, "prepare", lambda: None)()
 
@@ -45,21 +49,18 @@ class ToolReply:
         """Returns messages to read, or the value of the reward function."""
         if not self._loaded:
             self.prepare()
-        calls = CALL.findall(REASONING.sub("", completions[-1]))
+        calls = self._format.parse(REASONING.sub("", completions[-1]), self._types)
         if not calls:
             return self._reward(prompt, completions[-1], example)
         return [{"role": "tool", "content": self._result(call)[:MAX_RESULT_LENGTH]} for call in calls]
 
-    def _result(self, text: str) -> str:
+    def _result(self, call: ToolCall | MalformedCall) -> str:
+        if isinstance(call, MalformedCall):
+            return f"error: {call.message}"
+        if call.name not in self._loaded:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self._loaded)}"
         try:
-            call = json.loads(text)
-            name, arguments = call["name"], dict(call.get("arguments") or {})
-        except (ValueError, TypeError, KeyError):
-            return 'error: a call is {"name": "...", "arguments": {...}}'
-        if name not in self._loaded:
-            return f"error: there is no tool {name!r}; there are {', '.join(self._loaded)}"
-        try:
-            value = self._loaded[name](**arguments)
+            value = self._loaded[call.name](**call.arguments)
             if inspect.iscoroutine(value):
                 import asyncio  # noqa: PLC0415 - so that an error in a config is found without it
 
@@ -69,7 +70,7 @@ class ToolReply:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tools": tuple(self.tools), "reward": self.reward, "_loaded": {}}
+        return {"tools": tuple(self.tools), "reward": self.reward, "format": self.format, "_loaded": {}}
 
 
 def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -86,13 +87,23 @@ def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
 
 def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the JSON schema of a tool for the chat template: name, docstring, parameters and their types."""
-    hints = get_type_hints(function)
-    properties, required = {}, []
-    for parameter in inspect.signature(function).parameters.values():
-        hint = hints.get(parameter.name, str)
-        properties[parameter.name] = {"type": TYPES.get(get_origin(hint) or hint, "string")}
-        if parameter.default is inspect.Parameter.empty:
-            required.append(parameter.name)
+    parameters_of = inspect.signature(function).parameters.values()
+    required = [each.name for each in parameters_of if each.default is inspect.Parameter.empty]
+    properties = {parameter: {"type": kind} for parameter, kind in parameter_types(function).items()}
     parameters = {"type": "object", "properties": properties, "required": required}
     description = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}
     return {"type": "function", "function": description}
+
+
+def parameter_types(function: Callable[..., Any]) -> dict[str, str]:
+    """Returns the JSON type of each parameter; "string" where the function declares none that JSON has."""
+    hints = get_type_hints(function)
+    types = {name: hints.get(name, str) for name in inspect.signature(function).parameters}
+    return {name: _json_type(hint) for name, hint in types.items()}
+
+
+def _json_type(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):  # int | None takes an integer
+        hint, *others = [part for part in get_args(hint) if part is not type(None)]
+        hint = str if others else hint
+    return TYPES.get(get_origin(hint) or hint, "string")

@@ -57,6 +57,7 @@ from postlude.recipes.run.loggers import check_loggers
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.rewards import check_reward_signature
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
+from postlude.rollout.tool_calls import load_format
 
 SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
 
@@ -468,7 +469,7 @@ def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, setting
     if isinstance(settings, ToolSettings) and settings.system is None and not writes_tools:
         raise ValueError(
             f"the chat template does not write which tools there are ({', '.join(settings.tools)}). Describe them in "
-            "environment.system, and that a call is written <tool_call>{...}</tool_call>; or use a template that knows "
+            f"environment.system, and that a call is {load_format(settings.format).form}; or use a template that knows "
             "tools."
         )
 

@@ -18,6 +18,7 @@ from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import RewardPool
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
+from postlude.rollout.tool_calls import load_format
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.rollout.verifiers import ExactReward, MathReward
 from postlude.user_code import load_callable
@@ -160,6 +161,8 @@ class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
 
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]
     """path/to/file.py:name of each tool. The chat template shows their names, docstrings and types to the model."""
+    format: Code = "hermes"
+    """How the model writes a call: hermes, llama3, qwen3_coder, or path/to/file.py:Class of a ToolCallFormat."""
     reward: Code
     """path/to/file.py:name of reward(prompt, completion, example) for a completion without a call, or "exact" or
     "math"."""
@@ -171,7 +174,9 @@ class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
             raise ValueError(
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
             )
-        environment = _multi_turn(self, tasks, ToolReply(self.tools, _reward(self.reward)), pool_factory)
+        load_format(self.format)  # raises if there is none
+        reply = ToolReply(self.tools, _reward(self.reward), self.format)
+        environment = _multi_turn(self, tasks, reply, pool_factory)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
 
