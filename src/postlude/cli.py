@@ -23,6 +23,7 @@ from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.option_types import above_zero as _above_zero
 from postlude.option_types import count as _count
+from postlude.option_types import count_from_zero as _count_from_zero
 from postlude.option_types import from_zero as _from_zero
 from postlude.option_types import layout as _layout
 from postlude.option_types import lora as _lora
@@ -402,6 +403,8 @@ def _add_tinker(command: argparse.ArgumentParser) -> None:
     keys = "keys that clients must send (tml-…), one a line; needed if other machines can connect"
     command.add_argument("--key-file", metavar="FILE", type=Path, help=keys)
     command.add_argument("--max-models", type=_count, default=64, help="models trained at the same time (default: 64)")
+    full = "models among them of which all weights are trained, without LoRA (default: 1; 0 refuses them)"
+    command.add_argument("--max-full-models", type=_count_from_zero, default=1, metavar="N", help=full)
     silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"
     command.add_argument("--session-timeout", type=_above_zero, default=1800.0, metavar="SECONDS", help=silent)
     _add_dtype_and_device(command)

@@ -24,6 +24,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_from_zero(text: str) -> int:
+    """Returns a whole number of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def from_zero(text: str) -> float:
     """Returns a number of at least 0."""
     with contextlib.suppress(ValueError):

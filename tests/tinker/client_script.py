@@ -101,6 +101,48 @@ def killed(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
     return {"same": list(first) == list(second), "sentence": sentence, "state": state, "loss": [expected, loss]}
 
 
+def post(path: str, body: dict[str, Any], **headers: str) -> Any:
+    """Sends a request that the client has no method for."""
+    sent = {"Content-Type": "application/json", "X-API-Key": os.environ["TINKER_API_KEY"]} | headers
+    request = urllib.request.Request(f"{os.environ['TINKER_BASE_URL']}/{path}", json.dumps(body).encode(), sent)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)
+
+
+def create_full(service: tinker.ServiceClient, base: str) -> tinker.TrainingClient:
+    """Makes a model without lora_config: the protocol has that, but the client has no method for it."""
+    number = service.holder.get_training_client_id()
+    body = {"session_id": service.holder.get_session_id(), "model_seq_id": number, "base_model": base}
+    created = post("api/v1/retrieve_future", post("api/v1/create_model", body))
+    return tinker.TrainingClient(service.holder, model_seq_id=number, model_id=created["model_id"])
+
+
+def full(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
+    """Trains all weights beside an adapter; saves, samples and loads them."""
+    training, adapter = create_full(service, base), service.create_lora_training_client(base, rank=4, seed=1)
+    before = adapter.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    losses = []
+    for _ in range(4):
+        losses.append(training.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+        training.optim_step(ADAM).result()
+    after = adapter.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    state = training.save_state("state").result().path
+    snapshot = training.save_weights_and_get_sampling_client()
+    named = training.save_weights_for_sampler("named").result().path
+    expected = training.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    sampled = [
+        list(sampler.sample(PROMPT, 1, params).result().sequences[0].tokens)
+        for sampler in (snapshot, service.create_sampling_client(model_path=named))
+    ]
+    training.optim_step(ADAM).result()
+    training.load_state_with_optimizer(state).result()
+    loaded = training.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+    info = training.get_info()
+    results = {"losses": losses, "adapter": [before, after], "sampled": sampled, "loaded": [expected, loaded]}
+    return results | {"is_lora": info.is_lora, "named": named}
+
+
 def messages() -> dict[str, Any]:
     """Returns the client's protobuf messages: number, type and label of each field."""
     from tinker.proto import tinker_public_pb2 as proto
@@ -114,11 +156,7 @@ def messages() -> dict[str, Any]:
 def complete(model: str) -> Any:
     """Returns the reply of OpenAI's route."""
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    headers = {"Authorization": f"Bearer {os.environ['TINKER_API_KEY']}"}
-    url = f"{os.environ['TINKER_BASE_URL']}/oai/api/v1/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as reply:
-        return json.load(reply)
+    return post("oai/api/v1/chat/completions", body, Authorization=f"Bearer {os.environ['TINKER_API_KEY']}")
 
 
 if __name__ == "__main__":
@@ -129,5 +167,5 @@ if __name__ == "__main__":
     else:
         client = tinker.ServiceClient()
         models = client.get_server_capabilities().supported_models
-        outcome = {"loop": loop, "killed": killed}[sys.argv[1]](client, models[0].model_name)
+        outcome = {"loop": loop, "killed": killed, "full": full}[sys.argv[1]](client, models[0].model_name)
     print(json.dumps(outcome), flush=True)

@@ -55,7 +55,7 @@ def test_a_new_server_serves_what_was_saved_and_says_what_was_not(tmp_path: Path
             result = await client.call("asample", sample | {"sampling_session_id": named})
             assert isinstance(result, bytes)
             gone = await client.call("asample", sample | {"sampling_session_id": snapshot})
-            assert "in memory only" in gone["error"]
+            assert "not saved with a name" in gone["error"]
             runs = (await client.get("training_runs")).json["training_runs"]
             assert [run["training_run_id"] for run in runs] == [model]
             assert runs[0]["last_checkpoint"]["tinker_path"] == state

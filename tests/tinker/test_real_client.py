@@ -33,6 +33,7 @@ class Server:
     """`postlude tinker` in a process of its own."""
 
     def __init__(self, state: Path, port: int = 0, model: str = "tiny-dense") -> None:
+        self.state = state
         self.log = (state.parent / f"server-{time.time()}.log").open("w+")
         command = [sys.executable, "-m", "postlude", "tinker", model, "--state", str(state), "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
@@ -80,6 +81,18 @@ def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -
     np.testing.assert_allclose(result["custom"]["loss:sum"], result["after"], rtol=1e-5)
     assert result["custom"]["mine"] == 1.0
     assert "'no_such_loss' is not supported" in result["refused"]
+
+
+def test_all_weights_are_trained_beside_an_adapter(server: Server) -> None:
+    result = outcome(server.client("full"))
+    assert result["losses"] == sorted(result["losses"], reverse=True)
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert result["adapter"][0] == result["adapter"][1]  # the base is as it was
+    assert result["sampled"][0] == result["sampled"][1]
+    np.testing.assert_allclose(*result["loaded"], rtol=1e-5)
+    assert result["is_lora"] is False
+    run, kind, name = result["named"].removeprefix("tinker://").split("/")
+    assert (server.state / "runs" / run / kind / name / "model.safetensors").is_file()
 
 
 def test_clients_that_train_at_the_same_time_do_not_see_each_other(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ ADAM = AdamParams(learning_rate=5e-3, eps=1e-4)
 SPECS = {
     "one": ModelSpec("tiny", LoRAConfig(4, seed=1)),
     "two": ModelSpec("tiny", LoRAConfig(8, seed=2, train_mlp=False)),
+    "full": ModelSpec("tiny", None),
 }
 Replies = dict[int, Any]
 Script = Callable[[Replies], Iterator[list[Call | Cancel]]]
@@ -100,7 +102,12 @@ def run(group: dist.ProcessGroup, layout: str, script: Script) -> ScriptedConnec
     rank = RankWorker(settings, load_tokenizer("tiny-dense"))
     controller: Rank0Controller[Any, Any] = Rank0Controller(rank.run)
     connection = ScriptedConnection(script)
-    controller.on_rank0(lambda: Worker(settings, rank, controller).serve(connection))  # type: ignore[arg-type]
+
+    def serve() -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            Worker(settings, rank, controller, Path(scratch)).serve(connection)  # type: ignore[arg-type]
+
+    controller.on_rank0(serve)
     controller.close()
     return connection if dist.get_rank() == 0 else None
 
@@ -140,15 +147,15 @@ def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], distur
 
 
 def test_models_that_take_turns_equal_each_alone_to_the_bit(ranks: Ranks) -> None:
-    ((one, two),) = ranks(1, train, "tp=1", ("one", "two"), True)
-    ((alone,),) = ranks(1, train, "tp=1", ("one",), False)
-    ((other,),) = ranks(1, train, "tp=1", ("two",), False)
-    for shared, separate in ((one, alone), (two, other)):
-        assert all(np.array_equal(a, b) for a, b in zip(shared, separate, strict=True))
-    assert not np.array_equal(one[0], two[0])
+    (together,) = ranks(1, train, "tp=1", ("one", "two", "full"), True)
+    for name, shared in zip(("one", "two", "full"), together, strict=True):
+        ((alone,),) = ranks(1, train, "tp=1", (name,), False)
+        assert all(np.array_equal(a, b) for a, b in zip(shared, alone, strict=True)), name
+    assert not np.array_equal(together[0][0], together[1][0])
+    assert not np.array_equal(together[0][0], together[2][0])
 
 
-def everything(group: dist.ProcessGroup, layout: str, directory: Path) -> dict[str, Any]:
+def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str = "one") -> dict[str, Any]:
     """Trains, samples, saves and loads."""
     call, prompt = Calls(), np.arange(60, 72, dtype=np.int32)
     asked = SampleRequest(
@@ -163,27 +170,27 @@ def everything(group: dist.ProcessGroup, layout: str, directory: Path) -> dict[s
     results: dict[str, Any] = {}
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
-        yield [call("create_model", model_id="one", spec=SPECS["one"])]
+        yield [call("create_model", model_id=name, spec=SPECS[name])]
         yield [call("open_sampler", sampler_id="base", directory=None)]
-        yield call.step("one", 1)
-        yield [call("snapshot_sampler", model_id="one", sampler_id="first")]
-        (directory / "state").mkdir(exist_ok=True), (directory / "peft").mkdir(exist_ok=True)
-        yield [call("save_state", model_id="one", directory=directory / "state")]
-        yield [call("save_for_sampler", model_id="one", directory=directory / "peft")]
-        scored = call.forward_backward("one", 0, forward_only=True, data=[_score(prompt)])
+        yield call.step(name, 1)
+        yield [call("snapshot_sampler", model_id=name, sampler_id="first")]
+        (directory / "state").mkdir(exist_ok=True), (directory / "sampler").mkdir(exist_ok=True)
+        yield [call("save_state", model_id=name, directory=directory / "state")]
+        yield [call("save_for_sampler", model_id=name, directory=directory / "sampler")]
+        scored = call.forward_backward(name, 0, forward_only=True, data=[_score(prompt)])
         yield [scored]
         results["trained"] = replies[scored.call_id].loss_fn_outputs[0]["logprobs"]
-        update = call.step("one", 2)
+        update = call.step(name, 2)
         yield update
-        yield [call("open_sampler", sampler_id="saved", directory=directory / "peft")]
-        requests = {name: call.sample(name, asked) for name in ("first", "saved", "base")}
-        yield [*requests.values(), call.forward_backward("one", 9, forward_only=True)]  # all at once
-        results["samples"] = {name: replies[request.call_id] for name, request in requests.items()}
-        yield [call("create_model", model_id="loaded", spec=SPECS["one"])]
+        yield [call("open_sampler", sampler_id="saved", directory=directory / "sampler")]
+        requests = {sampler: call.sample(sampler, asked) for sampler in ("first", "saved", "base")}
+        yield [*requests.values(), call.forward_backward(name, 9, forward_only=True)]  # all at once
+        results["samples"] = {sampler: replies[request.call_id] for sampler, request in requests.items()}
+        yield [call("create_model", model_id="loaded", spec=SPECS[name])]
         yield [call("load_state", model_id="loaded", directory=directory / "state", optimizer=True)]
         resumed = call.step("loaded", 2)
         yield resumed
-        pair = [call.forward_backward(name, 5, forward_only=True) for name in ("one", "loaded")]
+        pair = [call.forward_backward(model, 5, forward_only=True) for model in (name, "loaded")]
         yield pair
         results["resumed"] = [replies[one.call_id].loss_fn_outputs[0]["logprobs"] for one in pair]
         results["losses"] = losses(replies)
@@ -201,10 +208,11 @@ def _score(tokens: Any) -> Datum:
     return Datum(tokens[:-1], inputs)
 
 
-@pytest.fixture(scope="module")
-def one_rank(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (results,) = ranks(1, everything, "tp=1", tmp_path_factory.mktemp("tinker"))
-    return dict(results)
+@pytest.fixture(scope="module", params=["one", "full"])
+def one_rank(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of a model with adapters, and of one with all weights trained."""
+    (results,) = ranks(1, everything, "tp=1", tmp_path_factory.mktemp("tinker"), request.param)
+    return {"model": request.param, **results}
 
 
 def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_steps(one_rank: dict[str, Any]) -> None:
@@ -215,7 +223,7 @@ def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_ste
     assert not np.allclose(one_rank["samples"]["base"].prompt_logprobs[1:], one_rank["trained"], atol=1e-3)
 
 
-def test_a_saved_adapter_samples_as_the_snapshot(one_rank: dict[str, Any]) -> None:
+def test_saved_weights_sample_as_the_snapshot(one_rank: dict[str, Any]) -> None:
     first, saved = one_rank["samples"]["first"], one_rank["samples"]["saved"]
     for one, other in zip(first.sequences, saved.sequences, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -254,7 +262,7 @@ def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str
 def test_layouts_give_the_losses_and_samples_of_one_rank(
     ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path
 ) -> None:
-    found, _ = ranks(2, everything, layout, tmp_path)
+    found, _ = ranks(2, everything, layout, tmp_path, one_rank["model"])
     np.testing.assert_allclose(found["losses"], one_rank["losses"], rtol=10 * TOLERANCE)  # after optimizer steps
     for name, sampled in found["samples"].items():
         for one, other in zip(sampled.sequences, one_rank["samples"][name].sequences, strict=True):

@@ -28,9 +28,14 @@ def run(options: argparse.Namespace) -> None:
     check_address(options.host, options.port)
     check_key_file(options.host, options.key_file)
     keys = read_keys(options.key_file) if options.key_file is not None else None
-    limits = Limits(models=options.max_models, session_seconds=options.session_timeout)
+    limits = Limits(
+        models=options.max_models, full_models=options.max_full_models, session_seconds=options.session_timeout
+    )
     layout = Layout.parse(options.layout)
-    backend = EngineBackend(options.models, layout=layout, dtype=options.dtype, device=options.device)
+    state = StateDirectory(options.state)
+    backend = EngineBackend(
+        options.models, layout=layout, dtype=options.dtype, device=options.device, scratch=state.scratch
+    )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -40,7 +45,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"serving {names}; saves to {options.state}")
         print(f"export TINKER_BASE_URL={address}\nexport TINKER_API_KEY={key}", flush=True)
 
-    state = StateDirectory(options.state)
     try:
         asyncio.run(serve(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready))
     except (RuntimeError, ArithmeticError) as error:

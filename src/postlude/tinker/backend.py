@@ -53,8 +53,6 @@ class BaseModelInfo:
     """The most tokens of a sequence, prompt and completion together."""
     losses: tuple[str, ...]
     """The names that `forward_backward` takes as `loss_fn`."""
-    full_training: bool = False
-    """Whether `create_model` takes `lora=None`, which trains all weights."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,10 @@ class Backend(Protocol):
         """Ends all work and frees everything."""
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        """Makes a model with fresh adapters (or the base's weights), zero gradients and a fresh optimizer state."""
+        """Makes a model with fresh adapters (or the base's weights), zero gradients and a fresh optimizer state.
+
+        A ValueError says that there is no memory to train all weights.
+        """
 
     async def forward_backward(
         self,

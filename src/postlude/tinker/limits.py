@@ -21,6 +21,10 @@ class Limits:
     """Sampling requests of one key that are not finished; beyond it a client gets 429 and waits."""
     models: int = 64
     """Models that are trained at the same time."""
+    full_models: int = 1
+    """Models among them of which all weights are trained; 0 allows adapters only."""
+    full_snapshots: int = 4
+    """Samplers of all weights of such models, of those that were not saved with a name: each is a copy on disk."""
     samplers: int = 64
     """Samplers in memory. The one unused for longest is closed; one of a saved path is opened again when it is used."""
     sessions_per_key: int = 1024

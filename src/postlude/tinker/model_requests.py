@@ -39,17 +39,11 @@ class ModelRequests:
         session = self._service.session(owner, body.session_id)
         lora = body.lora_config.config() if body.lora_config is not None else None
 
-        def check() -> None:
-            bodies.check_optimizer(body.optimizer_config)
-            info = self._service.base(body.base_model)
-            if lora is None and not info.full_training:
-                raise ValueError(f"{info.name} is served for LoRA only: give lora_config.")
-
         spec = ModelSpec(body.base_model, lora)
         model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
 
         async def create() -> JSON:
-            check()
+            bodies.check_optimizer(body.optimizer_config)
             await self._create(model)
             return {"type": "create_model", "model_id": model.model_id}
 
@@ -70,8 +64,9 @@ class ModelRequests:
                 f"{len(self._training.models)} models are being trained, which is the limit of this server. End a "
                 "session, or start the server with a larger --max-models.",
             )
-        if spec.base_model not in self._service.bases:
-            self._service.base(spec.base_model)
+        if spec.lora is None:
+            self._check_full_models()
+        self._service.base(spec.base_model)
         model = TrainedModel(model_id, session.record.owner, session.record.session_id, spec)
         self._training.models[model_id] = model
         now = time.time()
@@ -82,6 +77,19 @@ class ModelRequests:
             del self._training.models[model_id]
             raise
         return model
+
+    def _check_full_models(self) -> None:
+        """Refuses another model of which all weights are trained, if there are as many as allowed."""
+        limit = self._service.limits.full_models
+        running = sum(model.spec.lora is None for model in self._training.models.values())
+        if limit == 0:
+            raise APIError(400, "this server trains adapters only (--max-full-models 0): give a lora_config.")
+        if running >= limit:
+            raise APIError(
+                400,
+                f"all weights of {running} models are being trained, which is the limit of this server. Give a "
+                "lora_config, end the session of another, or start the server with a larger --max-full-models.",
+            )
 
     async def _create(self, model: TrainedModel) -> None:
         await self._backend.create_model(model.model_id, model.spec)
@@ -166,7 +174,7 @@ class ModelRequests:
         """Queues a sampler of a model's weights at this point of its requests, in memory."""
         model = self._service.model(owner, body.model_id)
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}"
-        record = SamplerRecord(sampler_id, model.spec.base_model, snapshot=True)
+        record = SamplerRecord(sampler_id, model.spec.base_model, snapshot=True, full=model.spec.lora is None)
 
         async def run() -> JSON:
             await self._backend.snapshot_sampler(model.model_id, sampler_id)

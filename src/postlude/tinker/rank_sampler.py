@@ -1,4 +1,4 @@
-"""Sampling on one rank: a whole copy of the base model, adapters by name, and requests that join while others run."""
+"""Sampling on one rank: a whole copy of a model, adapters by name, and requests that join while others run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ from postlude.tinker.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What a sampler samples: the base, the base with an `adapter`, or the `model` of this name, with all weights."""
+
+    adapter: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
 class SampleCall:
     """A request as all ranks get it: it has a seed and a length limit. `rank` runs it."""
 
     call_id: int
-    sampler_id: str
-    adapter: str | None
-    """The adapter; None for the base."""
+    weights: Weights
     request: SampleRequest
     sampling: SamplingParams
     streamed: bool
@@ -57,13 +63,15 @@ class _Running:
 
 
 class RankSampler:
-    """Samples the base model and named adapters. Requests of the same adapter run as one batch."""
+    """Samples one model, whose weights the caller sets, and named adapters.
+
+    Requests of the same adapter run as one batch.
+    """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, settings: WorkerSettings) -> None:
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
         model = model.to_empty(device=engine.device).eval()
-        engine.copy_weights(model)
         self.generator = Generator(
             model,
             tokenizer,
@@ -92,8 +100,8 @@ class RankSampler:
     def add(self, calls: Sequence[SampleCall]) -> dict[int, Exception]:
         """Adds requests, and scores their prompts. Returns the errors of those that cannot be run, by call."""
         errors: dict[int, Exception] = {}
-        for adapter in dict.fromkeys(call.adapter for call in calls):
-            mine = [call for call in calls if call.adapter == adapter]
+        for adapter in dict.fromkeys(call.weights.adapter for call in calls):
+            mine = [call for call in calls if call.weights.adapter == adapter]
             with self.generator.inference_mode(adapter):
                 scores = score_prompts(self.generator.model, [call.request for call in mine], self.budget)
             for call, own in zip(mine, scores, strict=True):
@@ -157,7 +165,7 @@ class RankSampler:
         completions = [running.completions[number] for number in range(request.num_samples)]
         tops: Sequence[TopK | None] = [None] * len(completions)
         if request.topk_sample_logprobs:
-            with self.generator.inference_mode(running.call.adapter):
+            with self.generator.inference_mode(running.call.weights.adapter):
                 tops = score_completions(self.generator.model, request, completions, self.budget)
         return SampleResult(
             [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from postlude.tinker.backend import Backend, ModelLost, SampleProgress, SampleRequest, SampleResult
@@ -60,8 +60,8 @@ class Samplers:
                 return
             if sampler.record.snapshot:
                 sampler.gone = (
-                    f"the weights of {identity} were in memory only, and the server has been started again since. Save "
-                    "them again, or with a name, which is kept."
+                    f"the weights of {identity} were not saved with a name, and the server has been started again "
+                    "since. Save them again, with a name to keep them."
                 )
                 raise APIError(410, sampler.gone)
             directory = None
@@ -148,17 +148,22 @@ class Samplers:
             self._tasks.pop(future.request_id, None)
 
     async def _make_room(self) -> None:
-        """Closes the samplers unused for longest, beyond the limit."""
-        idle = [one for one in self.samplers.values() if one.is_open and not one.running]
-        excess = sum(one.is_open for one in self.samplers.values()) + 1 - self._limits.samplers
-        for sampler in idle[: max(0, excess)]:
+        """Closes the samplers unused for longest, beyond the limits."""
+        opened = [one for one in self.samplers.values() if one.is_open]
+        full = [one for one in opened if one.record.full]
+        await self._close_idle(full, len(full) - self._limits.full_snapshots, self._limits.full_snapshots)
+        await self._close_idle(opened, len(opened) + 1 - self._limits.samplers, self._limits.samplers)
+
+    async def _close_idle(self, samplers: Sequence[Sampler], count: int, limit: int) -> None:
+        idle = [one for one in samplers if one.is_open and not one.running]
+        for sampler in idle[: max(0, count)]:
             if sampler.lock.locked():
                 continue
             if sampler.record.snapshot:
                 await self.close(
                     sampler,
-                    f"{sampler.record.sampler_id} was closed, since {self._limits.samplers} newer samplers were used "
-                    "after it and its weights were in memory only. Save weights with a name to keep them.",
+                    f"{sampler.record.sampler_id} was closed, since {limit} newer samplers were used after it and its "
+                    "weights were not saved with a name. Save weights with a name to keep them.",
                 )
             else:
                 sampler.is_open = False

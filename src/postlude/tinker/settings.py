@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from postlude.layout import Layout
 
@@ -25,6 +26,8 @@ class WorkerSettings:
     """The size of the KV cache in sampling."""
     max_sequences: int = 256
     """The most completions that run at once."""
+    scratch: Path | None = None
+    """Where rank 0 keeps snapshots of all weights of a model; by default the directory of temporary files."""
     timeout: float = 600.0
     """Seconds after which a collective of the ranks fails."""
 

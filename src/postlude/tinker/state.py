@@ -4,7 +4,7 @@
     DIR/runs/RUN/run.json                   a model that was created: its base, adapters and owner
     DIR/runs/RUN/KIND/NAME/…                the files of a checkpoint, with checkpoint.json beside them
     DIR/runs/RUN/KIND/.NAME.new, .NAME.old  a checkpoint that replaces another: finished or removed at the next start
-    DIR/aside/…                             checkpoints being written: removed at the next start
+    DIR/aside/…                             checkpoints being written, and snapshots: removed at the next start
 
 A checkpoint is written aside, synced to the disk, and renamed: it is there with all its files, or not at all.
 """
@@ -69,7 +69,9 @@ class SamplerRecord:
     base_model: str
     path: str | None = None
     snapshot: bool = False
-    """Whether its weights are in memory only."""
+    """Whether its weights are not saved with a name, and lost when the server ends."""
+    full: bool = False
+    """Whether a snapshot has all weights of a model."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class StateDirectory:
         self.checkpoints: dict[TinkerPath, Checkpoint] = {}
         self.sessions: dict[str, SessionRecord] = {}
 
+    @property
+    def scratch(self) -> Path:
+        """The directory of files that are removed at the next start."""
+        return self.directory / "aside"
+
     def open(self) -> None:
         """Locks the directory, finishes or removes what a kill left behind, and reads what was saved."""
         for name in ("sessions", "runs", "aside"):
@@ -113,7 +120,7 @@ class StateDirectory:
             raise ValueError(
                 f"--state {self.directory} is used by another server. Give another directory, or stop that server."
             ) from error
-        for leftover in (self.directory / "aside").iterdir():
+        for leftover in self.scratch.iterdir():
             shutil.rmtree(leftover, ignore_errors=True)
         for file in sorted((self.directory / "sessions").glob("*.json")):
             session = _session_of(_read_json(file))
@@ -167,7 +174,7 @@ class StateDirectory:
     @contextlib.contextmanager
     def new_directory(self) -> Iterator[Path]:
         """Yields an empty directory aside, removed at the end unless `publish` has renamed it."""
-        aside = self.directory / "aside" / secrets.token_hex(8)
+        aside = self.scratch / secrets.token_hex(8)
         aside.mkdir()
         try:
             yield aside
@@ -202,7 +209,7 @@ class StateDirectory:
 
     def delete_files(self, path: TinkerPath) -> None:
         """Deletes the files of a checkpoint that is not served any more. May run in a thread."""
-        doomed = self.directory / "aside" / secrets.token_hex(8)
+        doomed = self.scratch / secrets.token_hex(8)
         with contextlib.suppress(FileNotFoundError):
             self.directory_of(path).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 import tempfile
 import time
 from collections import deque
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
+from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_model import read_description
 from postlude.hf.read_peft import from_peft
@@ -36,9 +38,10 @@ from postlude.tinker.backend import (
 )
 from postlude.tinker.datums import EXTRA_TOKENS, read_pass, to_result
 from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
+from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_models import RankModels
-from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents
+from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, Weights
 from postlude.tinker.settings import WorkerSettings
 from postlude.world.agreement import Rank0Controller, if_picklable
 
@@ -61,8 +64,11 @@ class RankWorker:
 
     def __init__(self, settings: WorkerSettings, tokenizer: Any) -> None:
         self.index = dist.get_rank()
-        self.models = RankModels(settings)
-        self.sampler = RankSampler(self.models.engine, tokenizer, settings)
+        self.models = RankModels(settings, tokenizer)
+        engine = self.models.engine
+        self.sampler = RankSampler(engine, tokenizer, settings)
+        engine.copy_weights(self.sampler.generator.model)
+        self.model_sampler = ModelSampler(lambda: RankSampler(engine, tokenizer, settings))
 
     def run(self, command: _OnRanks) -> Any:
         """Runs a command. Only rank 0's result is used, except of `sample`."""
@@ -83,53 +89,80 @@ class RankWorker:
             adapter, *from_peft(*read_adapter(directory), engine.config, engine.family, engine.block_types)
         )
 
-    def remove_adapter(self, adapter: str) -> None:
-        """Takes an adapter from the sampler."""
-        self.sampler.remove(adapter)
+    def load_model(self, name: str, directory: Path) -> None:
+        """Makes a sampler of a directory with all weights."""
+        self.model_sampler.load(name, directory)
+
+    def remove_weights(self, weights: Weights) -> None:
+        """Frees what a sampler samples."""
+        if weights.adapter is not None:
+            self.sampler.remove(weights.adapter)
+        if weights.model is not None:
+            self.model_sampler.remove(weights.model)
 
     def sample(self, calls: Sequence[SampleCall], cancelled: Sequence[int], seconds: float) -> SampleEvents:
         """Adds this rank's share of new calls, and samples for about so many seconds, one step at least."""
-        self.sampler.cancel(cancelled)
-        finished: dict[int, Any] = dict(self.sampler.add([call for call in calls if call.rank == self.index]))
+        mine = [call for call in calls if call.rank == self.index]
+        for sampler in (self.sampler, self.model_sampler):
+            sampler.cancel(cancelled)
+        self.model_sampler.add([call for call in mine if call.weights.model is not None])
+        finished: dict[int, Any] = dict(self.sampler.add([call for call in mine if call.weights.model is None]))
         progress: list[Any] = []
         end = time.monotonic() + seconds
         while True:
-            try:
-                events = self.sampler.step()
-            except Exception as error:
-                if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
-                    raise  # the device is unusable in this process
-                LOG.exception("a step of sampling failed")
-                failure = RuntimeError(f"sampling failed: {error}")
-                finished |= dict.fromkeys(self.sampler.fail_all(), failure)
-                return SampleEvents(finished, progress, busy=False)
-            finished |= events.finished
-            progress += events.progress
-            if not events.busy or time.monotonic() >= end:
-                return SampleEvents(finished, progress, events.busy)
+            busy = False
+            for sampler in (self.sampler, self.model_sampler):
+                events = _step(sampler)
+                finished |= events.finished
+                progress += events.progress
+                busy = busy or events.busy
+            if not busy or time.monotonic() >= end:
+                return SampleEvents(finished, progress, busy)
+
+
+def _step(sampler: RankSampler | ModelSampler) -> SampleEvents:
+    """Samples one token of each completion. If that fails, all requests of the sampler do."""
+    try:
+        return sampler.step()
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+            raise  # the device is unusable in this process
+        LOG.exception("a step of sampling failed")
+        failure = RuntimeError(f"sampling failed: {error}")
+        return SampleEvents(dict.fromkeys(sampler.fail_all(), failure), [], busy=False)
 
 
 class Worker:
-    """Rank 0: the methods that the HTTP process calls, and the loop that serves them."""
+    """Rank 0: the methods that the HTTP process calls, and the loop that serves them.
 
-    def __init__(self, settings: WorkerSettings, rank: RankWorker, controller: Rank0Controller[_OnRanks, Any]) -> None:
+    Snapshots of all weights of a model are kept in `directory`.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        rank: RankWorker,
+        controller: Rank0Controller[_OnRanks, Any],
+        directory: Path,
+    ) -> None:
         self.settings, self.rank, self.controller = settings, rank, controller
         self.vocab_size = rank.models.engine.config.vocab_size
         self.max_context_length = _max_context_length(settings)
-        self.samplers: dict[str, str | None] = {}
-        """The adapter of each sampler; None for the base."""
+        self.directory = directory
+        self.samplers: dict[str, Weights] = {}
+        """What each sampler samples."""
         self._new: list[SampleCall] = []
         self._cancelled: list[int] = []
-        self._sampling: dict[int, str] = {}
-        """The sampler of each unfinished sample call."""
+        self._sampling: set[int] = set()
+        """The unfinished sample calls."""
         self._next_rank = 0
 
-    def describe(self, tokenizer: Any, directory: Path) -> BaseModelInfo:
+    def describe(self, tokenizer: Any) -> BaseModelInfo:
         """Returns what clients are told of the base. A tokenizer that is in no directory is written to one."""
         source = Path(self.settings.source)
         files = source
         if not source.is_dir():
-            files = directory / "tokenizer" / self.settings.source.replace("/", "-")
+            files = self.directory / "tokenizer" / self.settings.source.replace("/", "-")
             tokenizer.save_pretrained(files)
         return BaseModelInfo(
             name=self.settings.name,
@@ -143,8 +176,6 @@ class Worker:
 
     def create_model(self, model_id: str, spec: ModelSpec) -> None:
         """Makes a model."""
-        if spec.lora is None:
-            raise ValueError("create_model has no lora_config, but only adapters are trained here. Give a lora_config.")
         self._train("create", model_id, spec.lora)
 
     def forward_backward(
@@ -194,20 +225,42 @@ class Worker:
     # --- sampling
 
     def open_sampler(self, sampler_id: str, directory: Path | None) -> None:
-        """Opens a sampler of a directory, or of the base."""
-        if directory is not None:
+        """Opens a sampler of a directory, which has an adapter or all weights; without one, of the base."""
+        weights = Weights()
+        if directory is not None and (directory / PEFT_CONFIG).is_file():
+            weights = Weights(adapter=sampler_id)
             self._on_ranks("load_adapter", sampler_id, directory)
-        self.samplers[sampler_id] = None if directory is None else sampler_id
+        elif directory is not None:
+            weights = Weights(model=sampler_id)
+            self._on_ranks("load_model", sampler_id, directory)
+        self.samplers[sampler_id] = weights
 
     def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
         """Opens a sampler of a model's weights as they are now."""
-        self._on_ranks("snapshot", model_id, sampler_id)
-        self.samplers[sampler_id] = sampler_id
+        if model_id not in self.rank.models.full:
+            self._on_ranks("snapshot", model_id, sampler_id)
+            self.samplers[sampler_id] = Weights(adapter=sampler_id)
+            return
+        directory = self._snapshot_directory(sampler_id)
+        try:
+            directory.mkdir(parents=True)
+            self._train("save_for_sampler", model_id, directory)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._on_ranks("load_model", sampler_id, directory)
+        self.samplers[sampler_id] = Weights(model=sampler_id)
 
     def close_sampler(self, sampler_id: str) -> None:
         """Closes a sampler."""
-        if self.samplers.pop(sampler_id, None) is not None:
-            self._on_ranks("remove_adapter", sampler_id)
+        weights = self.samplers.pop(sampler_id, Weights())
+        if weights != Weights():
+            self._on_ranks("remove_weights", weights)
+        if weights.model is not None:
+            shutil.rmtree(self._snapshot_directory(sampler_id), ignore_errors=True)
+
+    def _snapshot_directory(self, sampler_id: str) -> Path:
+        return self.directory / "snapshots" / sampler_id
 
     def _train(self, method: str, *arguments: Any) -> Any:
         return self._on_ranks("train", method, *arguments)
@@ -223,10 +276,8 @@ class Worker:
         check_prompt_scores(request, self.vocab_size)
         sampling = to_sampling(request, self.vocab_size, self.max_context_length)
         self._next_rank = (self._next_rank + 1) % (dist.get_world_size() if dist.is_initialized() else 1)
-        adapter = self.samplers[sampler_id]
-        return SampleCall(
-            call.call_id, sampler_id, adapter, request, sampling, call.arguments["streamed"], self._next_rank
-        )
+        weights = self.samplers[sampler_id]
+        return SampleCall(call.call_id, weights, request, sampling, call.arguments["streamed"], self._next_rank)
 
     # --- the loop
 
@@ -256,7 +307,8 @@ class Worker:
 
     def _receive(self, message: Call | Cancel, training: deque[Call], connection: Connection) -> None:
         if isinstance(message, Cancel):
-            if self._sampling.pop(message.call_id, None) is not None:
+            if message.call_id in self._sampling:
+                self._sampling.remove(message.call_id)
                 self._new = [call for call in self._new if call.call_id != message.call_id]
                 self._cancelled.append(message.call_id)
         elif message.method != "sample":
@@ -268,7 +320,7 @@ class Worker:
                 connection.send((ERROR, message.call_id, error))
             else:
                 self._new.append(call)
-                self._sampling[call.call_id] = call.sampler_id
+                self._sampling.add(call.call_id)
 
     def _run(self, call: Call, connection: Connection) -> None:
         method: Callable[..., Any] = getattr(self, call.method)
@@ -291,7 +343,7 @@ class Worker:
             for call_id, progress in events.progress:
                 connection.send((PROGRESS, call_id, progress))
             for call_id, result in events.finished.items():
-                self._sampling.pop(call_id, None)
+                self._sampling.discard(call_id)
                 kind = ERROR if isinstance(result, Exception) else RESULT
                 connection.send((kind, call_id, _sendable(result) if isinstance(result, Exception) else result))
 
@@ -303,10 +355,10 @@ def run_worker(settings: WorkerSettings, address: str, key: bytes) -> None:
     controller: Rank0Controller[_OnRanks, Any] = Rank0Controller(rank.run)
 
     def serve() -> None:
-        with tempfile.TemporaryDirectory(prefix="postlude-") as directory:
-            worker = Worker(settings, rank, controller)
+        with tempfile.TemporaryDirectory(prefix="postlude-", dir=settings.scratch) as directory:
+            worker = Worker(settings, rank, controller, Path(directory))
             with Client(address, authkey=key) as connection:
-                connection.send((READY, None, worker.describe(tokenizer, Path(directory))))
+                connection.send((READY, None, worker.describe(tokenizer)))
                 worker.serve(connection)
 
     controller.on_rank0(serve)
