@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,14 @@ def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -114,7 +120,7 @@ def name_of(path: Path) -> str:
 
 def files_imported(path: Path, known: set[str]) -> set[str]:
     """Returns the modules of postlude that a file imports, by dotted name, including those imported for types only."""
-    froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    froms = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
     pairs = [(str(node.module), f"{node.module}.{alias.name}") for node in froms for alias in node.names]
     return {inner if inner in known else outer for outer, inner in pairs} & known
 
@@ -151,7 +157,7 @@ def test_no_word_of_reinforcement_learning_in_the_model(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_patched_forwards_and_no_globals(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         assert not isinstance(node, ast.Global), f"{path.relative_to(ROOT)}:{node.lineno} has a global"
         if isinstance(node, ast.Assign):
             targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
@@ -163,7 +169,7 @@ PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # each says why torch has no p
 
 def private_names_of_torch(path: Path) -> set[str]:
     """Returns the private torch names that a file uses, such as `torch._foreach_norm`."""
-    dotted = (ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+    dotted = (ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute))
     named = {name for name in dotted if name.startswith("torch.")} | imports(path)
     return {name for name in named if re.search(r"^torch\b.*\._[a-z]", name)}
 
