@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from postlude.lora import AdapterConfig
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.activation import Activation, gated_activation, gated_linear
+from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.experts import grouped_linear
 from postlude.ops.linear import adjacent_view, linear, linear_group
@@ -161,8 +162,12 @@ class Adapter(nn.Module):
         self.config = config
         self.a, self.b = a, b
 
-    def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
-        """[T, in] -> [T, out]. Of experts, rows are sorted by expert and `counts` [E] has the rows of each."""
+    def operand(self) -> AdapterOperand:
+        """Returns this rank's part, for the product of a layer."""
+        return AdapterOperand(local(self.a), local(self.b), self.config.scale)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[T, in] -> [T, out]. Rows are sorted by expert and `counts` [E] has the rows of each."""
         low = _product(rows, local(self.a), counts)
         return _product(low if self.config.scale == 1.0 else low * self.config.scale, local(self.b), counts)
 
@@ -190,8 +195,8 @@ def _new_adapter(
     return Adapter(config, a, b)
 
 
-def _product(rows: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-    return linear(rows, weight) if counts is None or weight.dim() == 2 else grouped_linear(rows, weight, counts)
+def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return linear(rows, weight) if weight.dim() == 2 else grouped_linear(rows, weight, counts)
 
 
 class Linear(nn.Module):
@@ -214,7 +219,7 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return self._add_adapter(linear(hidden, local(self.weight), _local_or_none(self.bias)), hidden)
+        return self._product(hidden, _local_or_none(self.bias))
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
@@ -223,8 +228,11 @@ class Linear(nn.Module):
             return output
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
 
-    def _add_adapter(self, product: Tensor, rows: Tensor) -> Tensor:
-        return product if self.adapter is None else product + self.adapter(rows)
+    def _product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = local(self.weight)
+        if self.adapter is None:
+            return linear(rows, weight, bias)
+        return adapted_linears(rows, [weight], [bias], [self.adapter.operand()])[0]
 
 
 class FP32Linear(FSDPUnit):
@@ -317,8 +325,10 @@ def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) ->
     `single_gemm` is `one` of `linear_group`.
     """
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
-    products = linear_group(hidden, weights, biases, one=single_gemm)
-    return tuple(layer._add_adapter(product, hidden) for layer, product in zip(layers, products, strict=True))
+    adapters = [None if layer.adapter is None else layer.adapter.operand() for layer in layers]
+    if any(adapters):
+        return adapted_linears(hidden, weights, biases, adapters, one=single_gemm)
+    return linear_group(hidden, weights, biases, one=single_gemm)
 
 
 def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor, LowRank | None] | None:
@@ -363,7 +373,7 @@ class RowLinear(Linear):
         """[T, in / tp] -> [T / tp, out]."""
         if self.tp.group is None:
             return super().forward(features)
-        return self._scatter(self._add_adapter(linear(features, local(self.weight)), features))
+        return self._scatter(self._product(features))
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""

@@ -32,6 +32,7 @@ KEPT = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._flash_attention_forward",
     "torch_attn._varlen_attn",
+    "postlude.adapted_linears",
     "postlude.attention",
     "postlude.ssd",
     "postlude.ssd_triton",

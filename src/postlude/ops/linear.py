@@ -47,6 +47,11 @@ def bind_wgrad(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
+def current_wgrad_queue() -> DeferredWgrads | None:
+    """Returns the queue of the innermost `defer_wgrad`."""
+    return _queue.get()
+
+
 def wgrad_queue(weight: Tensor) -> DeferredWgrads | None:
     """Returns the queue to which this weight's gradient is deferred, if it has one."""
     return _queue.get() if weight.requires_grad and torch.is_grad_enabled() else None

@@ -1,0 +1,163 @@
+"""Linear layers with LoRA adapters as one product each: weight · input + scale · B · A · input.
+
+The product with B adds to the layer's own in place, as the one with A does to the gradient of the input. Selective
+recompute keeps one result per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.linear import DeferredWgrads, current_wgrad_queue, linear_products, product_gradients, wgrad
+
+
+class AdapterOperand(NamedTuple):
+    """The adapter of a layer as a product takes it: `a` [rank, in], `b` [out, rank]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def adapted_linears(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[AdapterOperand | None],
+    *,
+    one: bool = False,
+) -> tuple[Tensor, ...]:
+    """Returns `rows` [T, in] times each of `weights` [out, in], with what its adapter adds: [T, out] each.
+
+    `one` is as in `linear_group`. The products with A are one.
+    """
+    joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
+    products: tuple[Tensor, ...] = _AdaptedLinears.apply(
+        rows,
+        current_wgrad_queue(),
+        (joins, one and joins),
+        tuple(0.0 if adapter is None else adapter.scale for adapter in adapters),
+        *weights,
+        *biases,
+        *(None if adapter is None else adapter.a for adapter in adapters),
+        *(None if adapter is None else adapter.b for adapter in adapters),
+    )
+    return products
+
+
+def _forward(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    lows: Sequence[Tensor | None],
+    b: Sequence[Tensor | None],
+    one: bool,
+) -> list[Tensor]:
+    if all(bias is None for bias in biases):
+        products = linear_products(rows, weights, one=one)
+    else:
+        products = tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    for product, low, matrix in zip(products, lows, b, strict=True):
+        if low is not None and matrix is not None:
+            product.addmm_(low, matrix.t())
+    return list(products)
+
+
+# One operator, so that selective recompute keeps its results and not the products inside, which it changes in place.
+_LIBRARY = torch.library.Library("postlude", "FRAGMENT")
+_LIBRARY.define(
+    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool one) "
+    "-> Tensor[]"
+)
+_LIBRARY.impl("adapted_linears", _forward, "CompositeExplicitAutograd")
+
+
+class _AdaptedLinears(Function):
+    """The products of several layers with the same input, with deferred or directly added weight gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        queue: DeferredWgrads | None,
+        how: tuple[bool, bool],
+        scales: Sequence[float],
+        *given: Any,
+    ) -> tuple[Tensor, ...]:
+        weights, biases, a, b = _quarters(given)
+        lows = _low_rank_inputs(rows, a, scales)
+        ctx.save_for_backward(rows, *weights, *lows, *a, *b)
+        ctx.queue, ctx.joins, ctx.scales, ctx.given = queue, how[0], scales, given
+        return tuple(torch.ops.postlude.adapted_linears(rows, weights, biases, lows, b, how[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *saved = ctx.saved_tensors
+        weights, lows, a, b = _quarters(saved)
+        given_weights, _, given_a, given_b = _quarters(ctx.given)
+        needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[4:])
+        for_rows, for_weights = product_gradients(
+            rows,
+            weights,
+            given_weights,
+            gradients,
+            ctx.queue,
+            needs_weights,
+            joins=ctx.joins,
+            needs=ctx.needs_input_grad[0],
+        )
+        for_biases = [
+            gradient.sum(0) if needs else None for gradient, needs in zip(gradients, needs_biases, strict=True)
+        ]
+        for_lows = [
+            None if matrix is None else _scaled(gradient.mm(matrix), scale)
+            for gradient, matrix, scale in zip(gradients, b, ctx.scales, strict=True)
+        ]
+        if for_rows is not None:
+            for_rows.addmm_(_joined(for_lows, 1), _joined(a, 0))
+        for_a = _wgrads(given_a, for_lows, [rows] * len(a), needs_a, ctx.queue)
+        for_b = _wgrads(given_b, gradients, lows, needs_b, ctx.queue)
+        return for_rows, None, None, None, *for_weights, *for_biases, *for_a, *for_b
+
+
+def _quarters(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+    count = len(parts) // 4
+    return parts[:count], parts[count : 2 * count], parts[2 * count : 3 * count], parts[3 * count :]
+
+
+def _low_rank_inputs(rows: Tensor, a: Sequence[Tensor | None], scales: Sequence[float]) -> list[Tensor | None]:
+    """Returns scale · A · row of each layer with an adapter, [T, rank], in one product."""
+    ranks = [0 if matrix is None else len(matrix) for matrix in a]
+    parts = F.linear(rows, _joined(a, 0)).split(ranks, -1)
+    return [_scaled(part, scale) if rank else None for part, scale, rank in zip(parts, scales, ranks, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor:
+    present = [part for part in parts if part is not None]
+    return present[0] if len(present) == 1 else torch.cat(present, dim)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1.0 else tensor * scale
+
+
+def _wgrads(
+    weights: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    rows: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    queue: DeferredWgrads | None,
+) -> list[Tensor | None]:
+    """Returns `wgrad` of each weight that needs one."""
+    return [
+        wgrad(weight, gradient, its_rows, queue)
+        if needed and weight is not None and gradient is not None and its_rows is not None
+        else None
+        for weight, gradient, its_rows, needed in zip(weights, gradients, rows, needs, strict=True)
+    ]
