@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face Hub; tests/hub_server.py stands in for it
 torch.backends.mkldnn.enabled = False  # see ops/cpu_matmul.py: the models of tests are small
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a job that a script starts in the background

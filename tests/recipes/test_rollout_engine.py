@@ -431,6 +431,16 @@ def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypa
     assert space("--rollout.gpus=0", "--rollout.env={VLLM_CPU_KVCACHE_SPACE: '3'}") == "3"
 
 
+def test_a_vllm_gets_the_revision_of_a_model_on_the_hub(tmp_path: Path) -> None:
+    rollout = config_of(tmp_path, "--rollout=vllm").rollout
+    for model, names in {"org/m@v2": ["org/m", "--revision", "v2"], str(tmp_path): [str(tmp_path), "--host"]}.items():
+        command = build_server_command(
+            rollout, model, torch.float32, "cpu", weights=True, budget=64, model_limit=None
+        ).command
+        start = command.index("--model") + 1
+        assert list(command[start : start + len(names)]) == names
+
+
 @pytest.mark.parametrize(("kind", "variable"), [("generators", "POSTLUDE_API_KEY"), ("vllm", "VLLM_API_KEY")])
 def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
     tmp_path: Path, kind: str, variable: str

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from postlude.data.dataset_splits import choose_files
+from postlude.data.hub import hub_repo
+
 log = logging.getLogger(__name__)
 
 LINES = (".jsonl", ".ndjson", ".json")
@@ -72,8 +75,10 @@ class Rows:
         return self
 
 
-def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
-    """Reads a .jsonl, .json, .csv or .parquet file, or a folder of such files in the order of their names.
+def read_rows(
+    path: str | Path, require: Sequence[str] = (), *, config: str | None = None, split: str | None = None
+) -> Rows:
+    """Reads a .jsonl, .json, .csv or .parquet file, a folder of such files by their names, or a dataset of the Hub.
 
     Every row is read and checked here, so that a broken one stops a run before it starts. `require` names columns in
     which every row must have a value. JSONL has one object per line, in UTF-8; blank lines are skipped. A .json file is
@@ -82,7 +87,7 @@ def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
     path = Path(path)
     rows: list[Mapping[str, Any]] = []
     locations: list[str] = []
-    for file in dataset_files(path):
+    for file in dataset_files(path, config, split):
         for location, row in _read(file):
             rows.append(row)
             locations.append(location)
@@ -91,8 +96,21 @@ def read_rows(path: str | Path, require: Sequence[str] = ()) -> Rows:
     return Rows(path.name, rows, locations).require(*require)
 
 
-def dataset_files(path: Path) -> list[Path]:
-    """Returns the files of a dataset in order. Logs files of a folder that cannot be read."""
+def dataset_files(path: Path, config: str | None = None, split: str | None = None) -> list[Path]:
+    """Returns the files of a dataset in order, downloaded if it is a name on the Hugging Face Hub.
+
+    `config` and `split` choose among the files of a folder or of a dataset of the Hub, whose default split is "train".
+    Logs files of a folder that cannot be read.
+    """
+    if _format(path) is None and (repo := hub_repo(path, "dataset")) is not None:
+        snapshot = repo.snapshot()
+        files = choose_dataset_files(snapshot.folder, snapshot.files, config, split, repo.id)
+        return repo.download(snapshot, files)
+    if config is not None or split is not None:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a folder, so it has no config or split to choose. Leave them out.")
+        listed = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
+        return [path / file for file in choose_dataset_files(path, listed, config, split, str(path))]
     if path.is_dir():
         candidates = sorted(file for file in path.iterdir() if file.is_file() and not _is_description(file))
         files = [file for file in candidates if _format(file) is not None]
@@ -112,6 +130,18 @@ def dataset_files(path: Path) -> list[Path]:
     if _format(path) is None:
         raise ValueError(f'dataset {path} ends in "{path.suffix}", but {READABLE} can be read. Convert it.')
     return [path]
+
+
+def choose_dataset_files(
+    folder: Path, files: Sequence[str], config: str | None, split: str | None, name: str
+) -> list[str]:
+    """Returns the files of a split among the `files` of a dataset. Its README.md, if any, is in `folder`."""
+    rows = [file for file in files if _format(Path(file)) is not None and not _is_description(Path(file))]
+    if not rows:
+        kinds = ", ".join(sorted({Path(file).suffix for file in files if Path(file).suffix})) or "none"
+        raise ValueError(f"dataset {name} has no rows to read, which are {READABLE}; its files are: {kinds}.")
+    readme = folder / "README.md"
+    return choose_files(rows, readme.read_text() if readme.is_file() else "", config, split, name)
 
 
 def _is_description(file: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from postlude.data.hub import HubRepo, hub_repo
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, TensorSource
@@ -27,6 +27,8 @@ from postlude.sharded_tensors import STATE
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # of configs and tokenizers
+CHAT_TEMPLATES = "additional_chat_templates/"
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
 
@@ -186,28 +188,50 @@ def tensors_in(path: Path, family: Family | None, config: ModelConfig) -> Tensor
 
 
 def weights_path(source: PlainSource) -> Path | None:
-    """Returns where a source's weights are; None if it is only a config, so that weights are initialised."""
+    """Returns where a source's weights are; None if it is only a config, so that weights are initialised.
+
+    Those of a model of the Hugging Face Hub are downloaded.
+    """
     if isinstance(source, PretrainedConfig | ModelConfig) or (isinstance(source, str) and source in BUILTIN):
         return None
-    return resolve_path(source)
+    return resolve_path(source, weights=True)
 
 
-def resolve_path(source: str | os.PathLike[str]) -> Path:
-    """Returns the path of a source that is a directory or a GGUF file. Raises if it is neither."""
+def resolve_path(source: str | os.PathLike[str], *, weights: bool = False) -> Path:
+    """Returns the path of a source that is a directory or a GGUF file. Raises if it is neither.
+
+    A name on the Hugging Face Hub is the directory of its cached copy, which has the weights only if `weights` is true.
+    """
     path = packaged(source) if isinstance(source, str) and source in PACKAGED else Path(source).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     built_in = f"a built-in model ({', '.join([*BUILTIN, *PACKAGED])})"
     if path.is_file():
         raise ValueError(f"{path} is a file, but not a .gguf; give a model directory, a GGUF file or {built_in}.")
-    name, fix = str(source), ""
-    if near := difflib.get_close_matches(name, [*BUILTIN, *PACKAGED], 1):
-        fix = f" Did you mean {near[0]}?"
-    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not path.parent.is_dir():  # a name on the Hugging Face Hub
-        target = f"models/{path.name}"
-        command = f"hf download {name} --local-dir {target}"
-        fix = f" If it is on the Hugging Face Hub, `{command}` downloads it; then give {target}."
-    raise FileNotFoundError(f"{name!r} is neither a model directory, nor a GGUF file, nor {built_in}.{fix}")
+    if (repo := hub_repo(source, "model")) is not None:
+        return _download(repo, weights=weights)
+    near = difflib.get_close_matches(str(source), [*BUILTIN, *PACKAGED], 1)
+    fix = f" Did you mean {near[0]}?" if near else ""
+    raise FileNotFoundError(
+        f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}, nor ORG/NAME on the "
+        f"Hugging Face Hub.{fix}"
+    )
+
+
+def _download(repo: HubRepo, *, weights: bool) -> Path:
+    """Returns the directory of a model of the Hub with its config and tokenizer and, if asked for, its weights."""
+    snapshot = repo.snapshot()
+    files = [file for file in snapshot.files if "/" not in file or file.startswith(CHAT_TEMPLATES)]
+    small = [file for file in files if file.endswith(SMALL_FILES)]
+    large = [file for file in files if file.endswith(".safetensors") and not file.startswith("consolidated")]
+    if weights and not large:
+        kinds = ", ".join(sorted({Path(file).suffix for file in snapshot.files if Path(file).suffix}))
+        raise FileNotFoundError(
+            f"model {repo.id} of the Hugging Face Hub has no .safetensors; its files are: {kinds}. Convert its "
+            "weights, or download a .gguf file and give its path."
+        )
+    repo.download(snapshot, [*small, *large] if weights else small)
+    return snapshot.folder
 
 
 def first_line(error: BaseException) -> str:

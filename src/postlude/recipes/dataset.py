@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from postlude.data.chat import Encoder
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.datasets import HeldOutRows, Sampler, dataset_files, read_rows
+from postlude.data.datasets import HeldOutRows, Sampler
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
 from postlude.recipes.config.data import Examples, Pairs
@@ -42,7 +42,7 @@ class EncodedRows(Generic[Row]):
     ) -> None:
         self.cache, encoder = cache, data.encoder(tokenizer, budget)
         settings = data.model_dump() | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
-        self.digest = cache_key(dataset_files(data.path), encoder.tokenizer, settings | {"kind": type(data).__name__})
+        self.digest = cache_key(data.files(), encoder.tokenizer, settings | {"kind": type(data).__name__})
         kept = None if cache is None else EncodedDataset.load(cache, self.digest)
         self.rows = _encoded(data, encoder) if kept is None else kept
 
@@ -77,7 +77,7 @@ class EncodedRows(Generic[Row]):
 
 
 def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
-    rows = read_rows(data.path)
+    rows = data.read()
     form, columns = data.form(rows)
     optional = {None} if form != "preference" else {None, columns[0]}
     rows.require(*(column for column in columns if column is not None and column not in optional))

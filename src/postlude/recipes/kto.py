@@ -10,7 +10,6 @@ import torch
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.data.datasets import read_rows
 from postlude.objectives.kto import BATCH_KL, DESIRABLE
 from postlude.objectives.preference import REFERENCE
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
@@ -98,7 +97,7 @@ def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[E
 
 def read_labels(data: LabelledExamples) -> list[bool]:
     """Returns the label of each row of the file. Raises ValueError if one is no label, or if all are equal."""
-    rows = read_rows(data.path)
+    rows = data.read()
     rows.require(data.label)
     labels: list[bool] = []
     for index, row in enumerate(rows):

@@ -7,21 +7,39 @@ from typing import Annotated, Literal
 
 from postlude.data.chat import Encoder, RowFormat
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.datasets import Rows
+from postlude.data.datasets import Rows, dataset_files, read_rows
 from postlude.recipes.config.schema import InputPath, Settings
 
 Overlong = Literal["refuse", "drop", "cut"]
 
 
-class Examples(Settings):
-    """Completions of a JSONL, JSON, CSV or parquet file.
+class DatasetPath(Settings):
+    """Where the rows of a dataset are."""
+
+    path: Annotated[Path, InputPath("path")]
+    """A file (JSONL, JSON, CSV or parquet), a directory of files, or ORG/NAME or ORG/NAME@REVISION of a dataset on the
+    Hugging Face Hub."""
+    config: str | None = None
+    """Configuration of a dataset on the Hub, or a subdirectory; none takes the default one."""
+    split: str | None = None
+    """Split of a dataset on the Hub, or of a directory; none takes "train" on the Hub and all files of a directory."""
+
+    def files(self) -> list[Path]:
+        """Returns the files in order, downloaded if the dataset is on the Hub."""
+        return dataset_files(self.path, self.config, self.split)
+
+    def read(self) -> Rows:
+        """Returns every row."""
+        return read_rows(self.path, config=self.config, split=self.split)
+
+
+class Examples(DatasetPath):
+    """Completions of a dataset.
 
     A dataset with a column of messages holds conversations, whose assistant turns are trained on. One with columns of
     prompt and completion holds one completion a row. One with a column of text is trained on as a whole.
     """
 
-    path: Annotated[Path, InputPath("path")]
-    """The file, or a directory of files."""
     messages: str = "messages"
     """Column of whole conversations."""
     prompt: str = "prompt"
@@ -58,11 +76,9 @@ class LabelledExamples(Examples):
     """Column of the label: true or false, or 1 or 0."""
 
 
-class Pairs(Settings):
-    """Pairs of completions, one preferred, of a JSONL, JSON, CSV or parquet file."""
+class Pairs(DatasetPath):
+    """Pairs of completions of a dataset, one preferred."""
 
-    path: Annotated[Path, InputPath("path")]
-    """The file, or a directory of files."""
     prompt: str = "prompt"
     """Column of the prompt: text or messages. Not needed if completions are whole conversations."""
     chosen: str = "chosen"

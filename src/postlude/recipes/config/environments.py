@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from postlude.data.datasets import read_rows
 from postlude.pool.worker_pool import PoolFactory
+from postlude.recipes.config.data import DatasetPath
 from postlude.recipes.config.schema import InputPath, Positive, Settings, TaggedUnion
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
@@ -70,11 +69,9 @@ class ReasoningGymSettings(RewardSettings):
         return SingleTurn(tasks, _reward_pool(self, gym.reward(), self.workers, pool_factory))
 
 
-class PromptSettings(RewardSettings):
-    """Prompts of a JSONL or parquet file."""
+class PromptSettings(DatasetPath, RewardSettings):
+    """Prompts of a dataset."""
 
-    path: Annotated[Path, InputPath("path")]
-    """The file, or a directory of files."""
     prompt: str = "prompt"
     """Column of the prompt: text or messages."""
     chat: bool = False
@@ -86,7 +83,7 @@ class PromptSettings(RewardSettings):
 
     def tasks(self) -> Tasks:
         """Returns every row as a task."""
-        return DatasetTasks(read_rows(self.path), prompt=self.prompt, chat=self.chat, system=self.system)
+        return DatasetTasks(self.read(), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
 class WorkerSettings(Settings):

@@ -22,7 +22,7 @@ from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
 
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
-"""A model's directory or file, or the name of a built-in model."""
+"""A model's directory or file, or the name of a built-in model or of one on the Hugging Face Hub."""
 OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]
 RUN_NAME = "{name}"
 
@@ -158,7 +158,7 @@ class RunConfig(Settings):
     """What every recipe's config has."""
 
     model: ModelSource = "tiny-dense"
-    """Hugging Face directory, GGUF file, or built-in model."""
+    """Hugging Face directory, GGUF file, built-in model, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub."""
     run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""

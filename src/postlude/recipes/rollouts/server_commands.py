@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from postlude.data.hub import hub_repo
 from postlude.engine import Engine
 from postlude.engine.adapters import plan_adapter_tensors
 from postlude.hf.export import ModelFiles, hf_export_config, untied
@@ -81,7 +82,9 @@ def build_server_command(
         command += [GENERATOR_LENGTH, str(budget)] if generator_limits(budget) else []
         environment, key_variable, protected = {"OMP_NUM_THREADS": str(rollout.threads)}, POSTLUDE_KEY, WEIGHTS
     else:
-        command = [vllm_python(rollout), "-m", VLLM_MODULE, "--model", model, "--host", "{host}", "--port", "{port}"]
+        repo = hub_repo(model, "model")
+        names = ["--model", model] if repo is None else ["--model", repo.id, "--revision", repo.revision]
+        command = [vllm_python(rollout), "-m", VLLM_MODULE, *names, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", dtype_name, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         command += ["--generation-config", "vllm"]  # read the model's eos tokens, but not its sampling values
         command += [VLLM_LENGTH, str(budget)] if model_limit is not None and budget < model_limit else []

@@ -1,0 +1,51 @@
+"""A model of the Hugging Face Hub is the directory of its cached copy; weights are downloaded when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from postlude import export_hf, load_model, load_tokenizer
+from postlude.hf.load import check_weights
+from postlude.hf.read_model import read_model, resolve_path
+from postlude.hf.tokenizer import byte_tokenizer
+from tests.hub_server import Hub, serve_hub, use_hub
+
+NAME = "org/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.chdir(tmp_path)
+    export_hf(load_model("tiny-dense", seed=3), tmp_path / "local", tokenizer=byte_tokenizer())
+    files = {file.name: file.read_bytes() for file in (tmp_path / "local").iterdir()}
+    others = {"original/model.safetensors": b"unread", "consolidated.safetensors": b"unread", "flax.msgpack": b"unread"}
+    repos = {("models", NAME): files | others, ("models", "org/torch"): {"config.json": b"{}", "model.bin": b"x"}}
+    with serve_hub(repos) as hub:
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+
+
+def test_a_name_is_read_as_its_directory(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_model(NAME)[1] == read_model(tmp_path / "local")[1]
+    assert load_tokenizer(NAME).get_vocab() == byte_tokenizer().get_vocab()
+    assert not any("safetensors" in request for request in hub.requests), "no weight is downloaded for a config"
+    assert check_weights(NAME) == check_weights(tmp_path / "local")
+    ours, theirs = load_model(f"{NAME}@main").state_dict(), load_model(tmp_path / "local").state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not any(part in request for request in hub.requests for part in ("original", "consolidated", "msgpack"))
+    hub.requests.clear()
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert load_model(NAME).config == read_model(tmp_path / "local")[1]
+    assert not hub.requests
+
+
+def test_a_name_that_cannot_be_read_is_one_sentence(hub: Hub) -> None:
+    with pytest.raises(FileNotFoundError, match=r"'org/none' is no directory here, and the .* no model of that name"):
+        read_model("org/none")
+    with pytest.raises(FileNotFoundError, match=r"model org/torch of .* has no \.safetensors; its files are: \.bin"):
+        resolve_path("org/torch", weights=True)
