@@ -14,6 +14,7 @@ import pytest
 
 from postlude.data.chat import EncodedSequence
 from postlude.data.encoded_dataset import EncodedDataset
+from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
 from postlude.recipes.config.data import LabelledExamples
 from postlude.recipes.config.load import ConfigError, load, undocumented
@@ -237,6 +238,32 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
     kept = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert kept == [step for step in (1, 2, 3, 4) for _ in range(8)], "what is held out is not shown as learned"
     assert rows[1]["loss"] == pytest.approx(0.0, abs=1e-5), "the teacher is what the student began as"
+
+
+UNLIKE_TEACHER = """
+from postlude.objectives import Loss, mean
+
+def away(inputs):
+    logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+    teacher = inputs.microbatch.column("teacher_logprobs")[:, 0]
+    return Loss(logprob, "response_mask", {"teacher": mean(teacher, "response_mask")})
+"""
+
+
+def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_path: Path) -> None:
+    """It equals a second engine with the same weights, while the adapters change, and needs no second model."""
+    (tmp_path / "objective.py").write_text(UNLIKE_TEACHER)
+    settings = ("--lora.rank=4", f"--objective={tmp_path / 'objective.py'}:away")
+    export_hf(load_model("tiny-dense"), tmp_path / "copy")
+    runs = []
+    for teacher in ("tiny-dense", str(tmp_path / "copy")):
+        directory = tmp_path / Path(teacher).name
+        directory.mkdir(exist_ok=True)
+        runs += ranks(1, trained, "distill", str(directory), *settings, f"--teacher={teacher}")
+    for below, apart in zip(*runs, strict=True):
+        assert below == apart
+    assert runs[0][-1]["loss"] < runs[0][1]["loss"] - 1e-4, "the student changed"
+    assert config_of("distill", tmp_path, *settings, "--teacher=tiny-dense").other_models == ()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.engine import Engine
+from postlude.engine.reference import Reference
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import (
     Check,
@@ -27,6 +28,7 @@ from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
 from postlude.recipes.dataset import IndexedRows
+from postlude.recipes.references import open_frozen_model
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.sampler import (
     HELD_OUT_SEEDS,
@@ -47,7 +49,7 @@ from postlude.rollout.tasks import Task
 
 
 class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
-    """A distillation run. Student and teacher are engines in the same layout."""
+    """A distillation run. The teacher is a second engine in the same layout, or the frozen model below adapters."""
 
     name = "distill"
     config: DistillConfig
@@ -58,16 +60,16 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         self.rollout_sampler: RolloutSampler | None = None
         super().__init__(config, device, build_objective(objective), runtime)
         with self.close_on_error():
-            self.teacher = Engine(
-                config.teacher,
-                budget=config.budget,
-                compute_dtype=self.engine.compute_dtype,
-                device=device,
-                seed=config.seed,
-                mesh=self.engine.mesh,
-            )
-            check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
-            check_teacher_tokens(config.model, self.tokenizer, config.teacher)
+            self.teacher = self._open_teacher()
+
+    def _open_teacher(self) -> Reference | Engine:
+        config = self.config
+        if config.teacher_is_base:
+            return self.engine.reference()
+        teacher = open_frozen_model(config.teacher, self.engine, config)
+        check_teacher(config.model, self.engine.config, config.teacher, teacher.config, config.top_k)
+        check_teacher_tokens(config.model, self.tokenizer, config.teacher)
+        return teacher
 
     def read_rows(self) -> IndexedRows[EncodedSequence | Task]:
         """Returns the dataset as tokens or, for on-policy distillation, the environment's tasks."""

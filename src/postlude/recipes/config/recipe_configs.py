@@ -169,9 +169,14 @@ class DistillConfig(SupervisedConfig):
     """Objective to minimise. One of yours finds the columns "response_mask", "teacher_ids" and "teacher_logprobs"."""
 
     @property
+    def teacher_is_base(self) -> bool:
+        """Whether the teacher is the model that adapters are trained on."""
+        return self.lora is not None and self.teacher == self.model
+
+    @property
     def other_models(self) -> tuple[str, ...]:
-        """The teacher."""
-        return (self.teacher,)
+        """The teacher, unless it is the frozen model of LoRA."""
+        return () if self.teacher_is_base else (self.teacher,)
 
     @property
     def sequences_per_step(self) -> int:
