@@ -32,7 +32,7 @@ from postlude.recipes.trainer import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory, combine_seeds
 from postlude.rollout.environments import SingleTurn, Transcript
-from postlude.rollout.rewards import RewardPool
+from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.tasks import Task
 from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
@@ -101,7 +101,7 @@ class Steps:
     def __init__(self, ahead: int, *, steps: int = 6, engine: Any = None, tasks: int = 12) -> None:
         self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
         self.engine = engine or Elsewhere()
-        self.environment = SingleTurn(self.tasks, RewardPool(fixed, workers=0))
+        self.environment = SingleTurn(self.tasks, FunctionReward(fixed, workers=0))
         self.rollout_sampler = RolloutSampler(
             self.engine,
             self.environment,

@@ -249,15 +249,17 @@ BAD = [
         says=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
         arrange=lambda: reward("import nmupy\ndef score(prompt, completion, example):\n    return 1.0\n"),
     ),
-    *(
-        grpo(
-            f"a reward with TRL's signature, {signature}",
-            says=("as TRL calls it", r"def score\(prompt, completion, example\) -> float"),
-            arrange=lambda signature=signature: reward(f"def score({signature}):\n    return [1.0]\n"),  # type: ignore[misc]
-            mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
-            mended=GRPO,
-        )
-        for signature in ("completions, **kwargs", "prompts, completions, answer")
+    grpo(
+        "a reward that returns too few",
+        says=(r"reward\.py:score returned 1 rewards for 2 completions", "a list with a reward for each", "Fix it"),
+        arrange=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0]\n"),
+        mend=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0 for _ in completions]\n"),
+        mended=GRPO,
+    ),
+    grpo(
+        "a reward that asks for no column",
+        says=(r'score\(completion, gold\) asks for "gold"', "completion_ids, length, truncated"),
+        arrange=lambda: reward("def score(completion, gold):\n    return 1.0\n"),
     ),
     grpo(
         "a reward that raises",

@@ -70,7 +70,7 @@ def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str]
     ("part", "closed"),
     [
         ("postlude.recipes.grpo.RolloutQueue", ALL),
-        ("postlude.recipes.grpo.hold_out", ["SingleTurn"]),
+        ("postlude.recipes.grpo.EvaluatedTasks", ["SingleTurn"]),
         ("postlude.recipes.supervised.RowBatches", ALL),
         ("postlude.recipes.distill.check_teacher", ALL),
     ],

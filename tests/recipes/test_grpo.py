@@ -23,7 +23,8 @@ from postlude.recipes.references import prune_references, reference_name
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
 from postlude.recipes.rollout_columns import RolloutRows, overlong_share, routing_column
-from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch, evaluation_metrics
+from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
+from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.trainer import run_training

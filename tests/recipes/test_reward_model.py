@@ -20,8 +20,8 @@ from postlude.layout import Layout
 from postlude.model import OutputInputs
 from postlude.objectives import BradleyTerry
 from postlude.objectives.reward_model import sequence_scores
-from postlude.rollout.environments import AssistantTurn
-from postlude.rollout.reward_model import RewardModelEnvironment
+from postlude.rollout.environments import AssistantTurn, SingleTurn
+from postlude.rollout.reward_model import ModelReward
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
@@ -93,7 +93,7 @@ def tasks_of(*prompts: str) -> list[Task]:
 def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward_model: Path) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(reward_model)
     tasks = tasks_of("1+1=", "a longer question: 2+2=")
-    environment = RewardModelEnvironment(tasks, str(reward_model), device="cpu", budget=64)
+    environment = SingleTurn(tasks, ModelReward(str(reward_model), device="cpu", budget=64))
     episodes = [environment.reset(task) for task in tasks for _ in range(2)]
     texts = ["2", "three", "4", ""]
     for episode, text in zip(episodes, texts, strict=True):
@@ -121,7 +121,7 @@ def test_a_published_reward_model_without_an_output_head_is_read(reward_model: P
 
 def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path) -> None:
     (task,) = tasks = tasks_of("1+1=")
-    environment = RewardModelEnvironment(tasks, str(reward_model), device="cpu", budget=8)
+    environment = SingleTurn(tasks, ModelReward(str(reward_model), device="cpu", budget=8))
     long, short = environment.reset(task), environment.reset(task)
     environment.submit(long, AssistantTurn("much longer than that"))
     environment.submit(short, AssistantTurn("2"))
@@ -131,9 +131,9 @@ def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path)
 
 
 def test_a_model_without_a_value_head_is_refused(tmp_path: Path) -> None:
-    environment = RewardModelEnvironment(tasks_of("1"), "tiny-dense", device="cpu")
+    environment = SingleTurn(tasks_of("1"), ModelReward("tiny-dense", device="cpu"))
     with pytest.raises(ValueError, match=r"tiny-dense has no tensor score\.weight, so that it is no reward model"):
-        environment.trial_call(environment.tasks[0], "1")
+        environment.trial_call(environment.tasks[0], AssistantTurn("1"))
 
 
 @pytest.mark.slow

@@ -25,8 +25,9 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.hf import export
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import read_description, read_model
-from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, _stop_tokens
-from postlude.recipes.checks.preflight import _tasks as look_at_tasks
+from postlude.recipes.checks.environment import _stop_tokens
+from postlude.recipes.checks.environment import _tasks as look_at_tasks
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.grpo import run

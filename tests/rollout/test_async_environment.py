@@ -156,12 +156,12 @@ def test_hundreds_wait_at_once() -> None:
 
 def test_an_episode_is_tried_before_a_run_begins() -> None:
     environment = counting()
-    environment.trial_call(environment.tasks[3], "go")
+    environment.trial_call(environment.tasks[3], AssistantTurn("go"))
     with pytest.raises(ValueError, match="Counting failed on trial on row 3: RuntimeError: no such thing"):
-        environment.trial_call(environment.tasks[3], "raise")
+        environment.trial_call(environment.tasks[3], AssistantTurn("raise"))
     environment.make = lambda example: object()
     with pytest.raises(ValueError, match=r"TypeError: Counting has no `async def step\(self, turn\)`"):
-        environment.trial_call(environment.tasks[3], "go")
+        environment.trial_call(environment.tasks[3], AssistantTurn("go"))
     environment.close()
     assert read_turn((None, 1)) == TurnResult(Score(1.0))
     assert read_turn(("on", None)) == TurnResult(observation="on")

@@ -17,7 +17,8 @@ from postlude.data.datasets import Sampler, read_rows
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.pool.worker_pool import WorkerError
 from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, TurnResult, is_chat
-from postlude.rollout.rewards import RewardPool, Score
+from postlude.rollout.function_reward import FunctionReward
+from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, hold_out, last_tasks
 from postlude.rollout.verifiers import GymEntries, decode_entries, gym_dataset
 from tests.rollout.episodes import step
@@ -116,7 +117,7 @@ print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c
 
 
 def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
-    environment = SingleTurn(tasks, RewardPool(holds_the_answer, workers=0))
+    environment = SingleTurn(tasks, FunctionReward(holds_the_answer, workers=0))
     episodes = [environment.reset(tasks[0]), environment.reset(tasks[1]), environment.reset(tasks[1])]
     turns = step(environment, episodes, ["it is 2", "4", "5"])
     assert [turn.score for turn in turns] == [Score(1.0), Score(1.0), Score(0.0)]
@@ -207,7 +208,7 @@ def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
 def test_reasoning_gym_is_scored_by_itself() -> None:
     pytest.importorskip("reasoning_gym")
     gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
-    environment = SingleTurn(gym, RewardPool(gym.reward(), workers=1))
+    environment = SingleTurn(gym, FunctionReward(gym.reward(), workers=1))
     chosen = [gym[i] for i in range(3)]
     answers = [str(task.example["answer"]) for task in chosen]
     completions = [f"<answer>{answers[0]}</answer>", answers[1], "<answer>nonsense</answer>"]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes.checks.preflight import _turns
+from postlude.recipes.checks.environment import _turns
 from postlude.recipes.config.environments import ToolSettings
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts.sampler import prompt_encoder
+from postlude.recipes.rollouts.prompts import prompt_encoder
 from postlude.rollout.environments import TurnResult
 from postlude.rollout.rewards import Score
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema

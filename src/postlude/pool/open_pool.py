@@ -17,7 +17,12 @@ from postlude.user_code import load_callable
 
 
 def open_pool(
-    function: str | Callable[..., Any], *, count: int, timeout: float, pool_factory: PoolFactory | None = None
+    function: str | Callable[..., Any],
+    *,
+    count: int,
+    timeout: float,
+    pool_factory: PoolFactory | None = None,
+    name: str | None = None,
 ) -> WorkerPool:
     """Opens a pool of `count` workers that call `function`. With count=0 this process calls it, without a time limit.
 
@@ -25,12 +30,13 @@ def open_pool(
     each worker before the first call. It should depend on its arguments alone, since any worker may get any call;
     hashes are equal in all workers. A call that takes more than `timeout` seconds is ended with its process and all
     processes it started. `pool_factory` opens a pool elsewhere; by default workers are processes on this machine.
+    `name` is what messages call the function; by default its own.
     """
     if count < 0:
         raise ValueError(f"workers is {count}, but the least is 0: call the function in this process.")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}, but a call needs some seconds, more than 0.")
-    name = function if isinstance(function, str) else _name_of(function)
+    name = name or function_name(function)
     if count == 0:
         return InlinePool(prepare(load_callable(function) if isinstance(function, str) else function), name)
     if WORKER_VARIABLE in os.environ:
@@ -38,31 +44,33 @@ def open_pool(
             f"a worker process is about to start workers of its own for {name}. A file with a function for "
             f'workers is run in each: put what it does itself under `if __name__ == "__main__":`.'
         )
-    return (pool_factory or ProcessPool)(pack_function(function), name, count, timeout)
+    return (pool_factory or ProcessPool)(pack_function(function, name), name, count, timeout)
 
 
-def pack_function(function: str | Callable[..., Any]) -> bytes:
+def pack_function(function: str | Callable[..., Any], name: str | None = None) -> bytes:
     """Packs a function for workers: pickled, by its file, or both, with this process's import path."""
-    file = function if isinstance(function, str) else _file_of(function)
+    file = function if isinstance(function, str) else function_file(function)
     pickled: bytes | None = None
     if not isinstance(function, str) and getattr(function, "__module__", None) != "__main__":
         with contextlib.suppress(Exception):
             pickled = pickle.dumps(function)
     if pickled is None and file is None:
-        assert not isinstance(function, str)
         raise WorkerError(
-            f"{_name_of(function)} cannot be sent to a worker process. Put it at the top of a file and name it "
-            f"path/to/file.py:name, or use workers=0."
+            f"{name or function_name(function)} cannot be sent to a worker process. Put it at the top of a file and "
+            f"name it path/to/file.py:name, or use workers=0."
         )
     sys_path = [path or str(Path.cwd()) for path in sys.path]
     return pickle.dumps({"sys_path": sys_path, "pickled": pickled, "file": file})
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def function_name(function: str | Callable[..., Any]) -> str:
+    """Returns the name of a function in messages: that of its class if it has none."""
+    if isinstance(function, str):
+        return function
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-def _file_of(function: Callable[..., Any]) -> str | None:
+def function_file(function: Callable[..., Any]) -> str | None:
     """Returns path/to/file.py:name of a function at the top of a file."""
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     name = getattr(function, "__qualname__", "")

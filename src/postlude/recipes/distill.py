@@ -12,6 +12,7 @@ from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
+from postlude.recipes.checks.environment import environment_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import (
     Check,
@@ -19,7 +20,6 @@ from postlude.recipes.checks.preflight import (
     check_teacher,
     check_teacher_tokens,
     dataset_checks,
-    environment_checks,
     teacher_checks,
     training_checks,
 )

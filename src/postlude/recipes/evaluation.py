@@ -11,7 +11,8 @@ import torch
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import end_tokens, read_generation
-from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, model_checks
+from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
@@ -19,8 +20,9 @@ from postlude.recipes.config.rollout import NativeRollout
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
 from postlude.recipes.rollouts.engine import make_eval_engine
+from postlude.recipes.rollouts.evaluation_sets import evaluate, evaluation_metrics, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
-from postlude.recipes.rollouts.sampler import RolloutSampler, evaluation_metrics, sample_rows, trajectory_metrics
+from postlude.recipes.rollouts.sampler import RolloutSampler, sample_rows, trajectory_metrics
 from postlude.recipes.rollouts.server_commands import generator_limits
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
@@ -42,6 +44,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [
         *model_checks(inputs),
         *environment_checks(inputs, config.environment, config.sampling),
+        *evaluation_set_checks(inputs, config.sets, config.sampling, "sets"),
         *server_checks(inputs, config.rollout, config.sampling, gets_weights=False),
     ]
 
@@ -62,6 +65,15 @@ def run(
             config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
         )
         resources.enter_context(closing(environment))
+        sets = open_sets(
+            config.sets,
+            tokenizer,
+            config.sampling,
+            seed=config.seed,
+            budget=config.budget,
+            pool_factory=runtime.pool_factory,
+            keep_open=lambda each: resources.enter_context(closing(each)),
+        )
         directory = resources.enter_context(
             open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)
         )
@@ -90,7 +102,8 @@ def run(
             directory.log_samples(0, sample_rows(trajectories, tokenizer))
         metrics = rollout_sampler.sync_and_run_on_rank0(
             lambda: (
-                evaluation_metrics(trajectories, samples)
+                evaluation_metrics(trajectories, samples, config.solved)
+                | evaluate(rollout_sampler, sets, step=0)
                 | trajectory_metrics(trajectories)
                 | rollout_sampler.take_metrics()
             )

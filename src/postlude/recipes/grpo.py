@@ -20,8 +20,9 @@ from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
 from postlude.recipes.checks.critic import same_tokens_check
+from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
-from postlude.recipes.checks.preflight import Check, PreflightInputs, environment_checks, training_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
@@ -38,11 +39,11 @@ from postlude.recipes.rollout_columns import (
     reward_penalties,
     routing_column,
 )
+from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluate, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import (
     RolloutBatch,
-    evaluation_metrics,
     open_rollout_sampler,
     sample_rows,
     trajectory_metrics,
@@ -54,7 +55,7 @@ from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.trainer import StepMetrics, Trainer, run_training
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.tasks import Task, Tasks, hold_out
+from postlude.rollout.tasks import Task, Tasks
 from postlude.world.agreement import on_rank0
 
 REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
@@ -91,11 +92,21 @@ class GRPOTrainer(Trainer):
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
+        self.sets: Sequence[EvaluationSet] = ()
         self.task_sampler = Sampler(len(self.tasks), config.seed)
         if self.evaluate_every:
-            held_out = hold_out(self.tasks, config.evaluation.tasks, config.evaluation.split_by)
-            self.held_out = [self.tasks[index] for index in held_out.indices]
-            self.task_sampler.skip = held_out
+            evaluation, options = config.evaluation, {"seed": config.seed, "budget": config.budget}
+            self.sets = open_sets(
+                evaluation.sets,
+                self.tokenizer,
+                config.sampling,
+                **options,
+                pool_factory=factory,
+                keep_open=self.keep_open,
+            )
+            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, self.sets)
+            self.held_out = [self.tasks[index] for index in evaluated.held_out.indices]
+            self.task_sampler.skip = evaluated
         staleness = config.asynchrony.max_staleness
         self.rollout_sampler = open_rollout_sampler(
             self,
@@ -147,13 +158,10 @@ class GRPOTrainer(Trainer):
         return batch.metrics | self.train_minibatches(batch)
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the mean reward and pass@k on held-out tasks."""
-        settings = self.config.evaluation
-        return self.rollout_sampler.sync_and_run_on_rank0(
-            lambda: evaluation_metrics(
-                self.rollout_sampler.evaluate(self.held_out, settings, step=self.step), settings.samples_per_prompt
-            )
-        )
+        """Returns the mean reward and pass@k on held-out tasks and on other sets."""
+        sampler, config = self.rollout_sampler, self.config.evaluation
+        sets = [EvaluationSet("", sampler.source, self.held_out, config), *self.sets]
+        return sampler.sync_and_run_on_rank0(lambda: evaluate(sampler, sets, step=self.step))
 
     def train_warm_start(self) -> StepMetrics:
         """Runs one SFT step on the tasks' reference answers."""
@@ -348,6 +356,7 @@ def checks(inputs: PreflightInputs, more_columns: Mapping[str, Any] | None = Non
         *(replay if config.replay_routing else []),
         *same_tokens_check(inputs, "reference_model", config.reference_model),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
+        *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
         *server_checks(
             inputs,
             config.rollout,

@@ -66,9 +66,9 @@ class AsyncEnvironment(Environment):
         if hasattr(state, "close"):
             self._coroutines.submit(next(self._tickets), _close(state))  # its result is not polled
 
-    def trial_call(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Takes one step before a run starts."""
-        episode = Episode(task, [AssistantTurn(completion)])
+        episode = Episode(task, [turn])
         self._coroutines.submit(ticket := next(self._tickets), self._step(episode))
         results: dict[int, CallResult] = {}
         while ticket not in results:

@@ -7,7 +7,7 @@ holds the tokens of a trajectory, an `Episode` what the environment keeps for it
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,14 @@ POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
 OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that exceeds the token budget
 REWARD_FAILED = "failed"  # key in `Trajectory.parts`: the reward call failed
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """An environment, and the encoder of its prompts and observations."""
+
+    environment: Environment
+    encoder: Encoder
 
 
 @dataclass(eq=False)
@@ -74,13 +82,21 @@ class TrajectoryGroup:
     number: int
     sampling: SamplingParams
     trajectories: list[Trajectory]
+    source: PromptSource
 
     @classmethod
     def of(
-        cls, task: Task, number: int, prompt: Sequence[int], sampling: SamplingParams, samples: int
+        cls,
+        task: Task,
+        number: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        samples: int,
+        source: PromptSource,
     ) -> TrajectoryGroup:
         """Returns a group of `samples` trajectories that are not started."""
-        return cls(task, number, sampling, [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)])
+        trajectories = [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)]
+        return cls(task, number, sampling, trajectories, source)
 
     @property
     def done(self) -> bool:
@@ -98,9 +114,14 @@ class _Conversation:
     group: TrajectoryGroup
     episode: Episode
 
+    @property
+    def environment(self) -> Environment:
+        """The environment of its group."""
+        return self.group.source.environment
+
 
 class Conversations:
-    """Runs many groups at once.
+    """Runs many groups at once, each with its own environment.
 
     With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
     all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
@@ -111,16 +132,12 @@ class Conversations:
     def __init__(
         self,
         engine: AsyncRolloutEngine,
-        environment: Environment,
-        encoder: Encoder,
         *,
         budget: int,
-        max_new_tokens: int,
         background: bool = False,
         timer: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self.engine, self.environment, self.encoder = engine, environment, encoder
-        self.budget, self.max_new_tokens, self.timer = budget, max_new_tokens, timer
+        self.engine, self.budget, self.timer = engine, budget, timer
         self._started: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by ticket and number
@@ -163,7 +180,7 @@ class Conversations:
             self._thread.join()
         for conversations in self._waiting_for_engine.values():  # the environment closes the episodes that it works on
             for conversation in conversations.values():
-                self.environment.release(conversation.episode)
+                conversation.environment.release(conversation.episode)
         self._waiting_for_engine.clear()
 
     def _run(self) -> None:
@@ -194,11 +211,14 @@ class Conversations:
                 self._add_completion(finished)
         if not self._waiting_for_environment:
             return
+        waiting = Counter(conversation.environment for conversation in self._waiting_for_environment.values())
+        results: list[tuple[Episode, TurnResult]] = []
         with self.timer("reward"):
-            if self.engine.batched_polls:
-                results = list(self.environment.collect(len(self._waiting_for_environment), COLLECT_SECONDS).values())
-            else:
-                results = self.environment.poll(POLL_SECONDS)
+            for environment, count in waiting.items():
+                if self.engine.batched_polls:
+                    results += environment.collect(count, COLLECT_SECONDS).values()
+                else:
+                    results += environment.poll(POLL_SECONDS)
         with self.timer("rollout"):
             turns = [
                 (self._waiting_for_environment.pop(id(episode)), result)
@@ -210,9 +230,10 @@ class Conversations:
                 self._add_turn_result(conversation, result)
 
     def _start(self, group: TrajectoryGroup) -> None:
+        episodes = group.source.environment.reset_group(group.task, len(group.trajectories))
         conversations = [
-            _Conversation(trajectory, index, group, self.environment.reset(trajectory.task))
-            for index, trajectory in enumerate(group.trajectories)
+            _Conversation(trajectory, index, group, episode)
+            for index, (trajectory, episode) in enumerate(zip(group.trajectories, episodes, strict=True))
         ]
         self._request(conversations, group.sampling)
 
@@ -236,40 +257,40 @@ class Conversations:
         conversation.trajectory.transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
         self._waiting_for_environment[id(conversation.episode)] = conversation
         turn = AssistantTurn(completion.text or "", completion.tokens, completion.finish_reason == "length")
-        self.environment.submit(conversation.episode, turn)
+        conversation.environment.submit(conversation.episode, turn)
 
     def _add_turn_result(self, conversation: _Conversation, result: TurnResult) -> None:
         """Ends a trajectory, or requests its next completion."""
         trajectory, group = conversation.trajectory, conversation.group
-        if not self._apply_turn_result(trajectory, result):
+        if not self._apply_turn_result(trajectory, group, result):
             seed = combine_seeds(group.sampling.seed, conversation.index, len(trajectory.completions))
             self._request([conversation], replace(group.sampling, seed=seed))
             return
-        self.environment.release(conversation.episode)
+        conversation.environment.release(conversation.episode)
         with self._condition:
             trajectory.done = True
             if group.done:
                 self._finished.append(group)
                 self._condition.notify_all()
 
-    def _apply_turn_result(self, trajectory: Trajectory, result: TurnResult) -> bool:
+    def _apply_turn_result(self, trajectory: Trajectory, group: TrajectoryGroup, result: TurnResult) -> bool:
         """Adds a turn's score and observation to a trajectory. Returns whether it is over."""
         trajectory.score = result.score
         if result.observation is None:
             return True
-        score = result.score or Score(0.0)
+        score, environment = result.score or Score(0.0), group.source.environment
         try:
-            observed = self.encoder.observation(
+            observed = group.source.encoder.observation(
                 result.observation,
                 trajectory.completions[-1].tokens,
                 chat=is_chat(trajectory.task.prompt),
-                keep_reasoning=self.environment.keep_reasoning,
+                keep_reasoning=environment.keep_reasoning,
             )
         except ValueError as error:  # an invalid observation fails only this trajectory
-            failed, message = self.environment.failed_reward, f"the environment's observation cannot be read: {error}"
+            failed, message = environment.failed_reward, f"the environment's observation cannot be read: {error}"
             trajectory.score = score.plus(Score(failed or 0.0, {}, message, excluded=failed is None))
             return True
-        if len(trajectory.transcript.tokens) + len(observed) + self.max_new_tokens > self.budget:
+        if len(trajectory.transcript.tokens) + len(observed) + group.sampling.max_new_tokens > self.budget:
             trajectory.score = score.plus(OVER_BUDGET)
             return True
         trajectory.transcript.add_observation(observed)

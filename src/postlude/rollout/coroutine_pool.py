@@ -1,9 +1,10 @@
-"""CoroutinePool: runs coroutines in one thread, each with a time limit."""
+"""CoroutinePool: runs coroutines in one thread, each with a time limit, and so many at once."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,20 +26,33 @@ class _Running(NamedTuple):
 class CoroutinePool:
     """Runs coroutines of `name`, hundreds at once. One that takes more than `timeout` seconds is cancelled.
 
+    With `limit`, so many run at once. The others wait, which does not count as their time.
+
     A coroutine that blocks its thread cannot be cancelled. The thread is then abandoned, and later coroutines get a new
     one: the coroutine that blocks costs itself and those that ran beside it.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, limit: int | None = None) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}, but a call needs some seconds, more than 0.")
-        self.name, self.timeout = name, timeout
+        if limit is not None and limit < 1:
+            raise ValueError(f"the limit of calls at once is {limit}, but the least is 1.")
+        self.name, self.timeout, self.limit = name, timeout, limit
+        self._waiting: deque[tuple[int, Coroutine[Any, Any, Any]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, _Running] = {}
         self._changed = threading.Condition()
 
     def submit(self, ticket: int, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Starts a coroutine."""
+        """Starts a coroutine, as soon as fewer than `limit` run."""
+        self._waiting.append((ticket, coroutine))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and (self.limit is None or len(self._running) < self.limit):
+            self._start(*self._waiting.popleft())
+
+    def _start(self, ticket: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         import asyncio  # noqa: PLC0415 - so that an error in a config is found without it
 
         if self._loop is None:
@@ -56,6 +70,7 @@ class CoroutinePool:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             finished = self._finished()
+            self._start_waiting()
             now = time.monotonic()
             if finished or not self._running or (end is not None and now >= end):
                 return finished
@@ -67,6 +82,8 @@ class CoroutinePool:
     def close(self) -> None:
         """Cancels running coroutines, after a short time in which they may end, and stops the thread."""
         end = time.monotonic() + GRACE
+        while self._waiting:
+            self._waiting.popleft()[1].close()
         while self._running and time.monotonic() < end:
             self.poll(end - time.monotonic())
         for running in self._running.values():

@@ -29,8 +29,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
-from postlude.data.chat_template import Message, shorten
+from postlude.data.chat_template import Message
 from postlude.pool.worker_pool import PoolFactory
+from postlude.rollout.reward import Reward, trial_failure
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
 
@@ -80,6 +81,11 @@ class Episode:
     """Set when it is over."""
     state: Any = None
     """Whatever an environment keeps for it."""
+    group: list[Episode] = field(default_factory=list, repr=False)
+    """All attempts at the task that are compared with each other, this one included."""
+
+    def __post_init__(self) -> None:
+        self.group = self.group or [self]
 
     @property
     def completions(self) -> list[str]:
@@ -102,6 +108,13 @@ class Environment(ABC):
     def reset(self, task: Task) -> Episode:
         """Starts an attempt at a task."""
         return Episode(task)
+
+    def reset_group(self, task: Task, count: int) -> list[Episode]:
+        """Starts `count` attempts at a task that are compared with each other."""
+        episodes = [self.reset(task) for _ in range(count)]
+        for episode in episodes:
+            episode.group = episodes
+        return episodes
 
     def submit(self, episode: Episode, turn: AssistantTurn) -> None:
         """Gives an episode its next completion. `poll` returns the result."""
@@ -135,7 +148,7 @@ class Environment(ABC):
         episode.score = episode.score or episode.score_so_far or Score(0.0)
 
     @abstractmethod
-    def trial_call(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Scores one completion before a run starts. Raises ValueError if that fails."""
 
     @abstractmethod
@@ -151,75 +164,39 @@ class Environment(ABC):
         """Returns finished results, each with the score of its turn alone."""
 
 
-class FunctionEnvironment(Environment):
-    """An environment whose results are the values of a function, called in a pool of workers."""
+class SingleTurn(Environment):
+    """One completion per episode, scored by a reward."""
 
-    replies: bool
-    """Whether the function may return an observation."""
-
-    def __init__(self, tasks: Tasks, pool: RewardPool) -> None:
-        self.tasks, self.pool, self.failed_reward = tasks, pool, pool.failed_reward
-        self._waiting: dict[int, Episode] = {}
+    def __init__(self, tasks: Tasks, reward: Reward) -> None:
+        self.tasks, self.reward = tasks, reward
 
     @property
     def lost_workers(self) -> int | None:
-        """As the pool counts them."""
-        return self.pool.lost
+        """As the reward counts them."""
+        return self.reward.lost_workers
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        """Scores one completion before a run starts."""
+        self.reward.trial_call(task, turn)
 
     def close(self) -> None:
-        """Ends the workers of the pool."""
-        self.pool.close()
-
-    @abstractmethod
-    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
-        """Returns the function's arguments."""
-
-    @abstractmethod
-    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
-        """Returns the result that a value of the function means."""
+        """Closes the reward."""
+        self.reward.close()
 
     def _submit(self, episode: Episode) -> None:
-        self._waiting[self.pool.submit(self._arguments(episode))] = episode
+        self.reward.submit(episode)
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        results = []
-        for ticket, reply in self.pool.poll(timeout, replies=self.replies).items():
-            episode = self._waiting.pop(ticket)
-            results.append((episode, self._result(episode, reply)))
-        return results
+        return [(episode, TurnResult(score)) for episode, score in self.reward.poll(timeout)]
 
 
-class SingleTurn(FunctionEnvironment):
-    """One completion per episode, scored by the pool's reward(prompt, completion, example)."""
-
-    replies = False
-
-    def trial_call(self, task: Task, completion: str) -> None:
-        """Scores one completion before a run starts."""
-        value = _trial_call(self.pool, task, (task.prompt, completion, task.example), completion)
-        if not isinstance(value, Score):
-            raise ValueError(
-                f"the reward returned {shorten(value)} for {task.name} on trial, but a reward is a number or a dict of "
-                "numbers."
-            )
-
-    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
-        return episode.task.prompt, episode.turns[-1].text, episode.task.example
-
-    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
-        assert isinstance(reply, Score)
-        return TurnResult(reply)
-
-
-class MultiTurn(FunctionEnvironment):
+class MultiTurn(Environment):
     """A conversation with `reply`, which gets all completions so far and returns an observation or a score.
 
     reply(prompt, completions, example) is called in the pool's processes, by the rules of a reward function. Text or
     messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode. It keeps
     no state between calls. An episode without a score after `max_turns` completions ends with `unfinished_reward`.
     """
-
-    replies = True
 
     def __init__(
         self,
@@ -235,17 +212,38 @@ class MultiTurn(FunctionEnvironment):
     ) -> None:
         check_max_turns(max_turns)
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
-        pool = RewardPool(
+        self.tasks, self.failed_reward = tasks, failed_reward
+        self.pool = RewardPool(
             reply, workers=workers, timeout=timeout, failed_reward=failed_reward, pool_factory=pool_factory
         )
-        super().__init__(tasks, pool)
+        self._waiting: dict[int, Episode] = {}
 
-    def trial_call(self, task: Task, completion: str) -> None:
+    @property
+    def lost_workers(self) -> int | None:
+        """As the pool counts them."""
+        return self.pool.lost
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Calls `reply` with one completion before a run starts."""
-        _trial_call(self.pool, task, (task.prompt, [completion], task.example), completion)
+        try:
+            self.pool.trial_call((task.prompt, [turn.text], task.example))
+        except ValueError as error:
+            raise trial_failure(error, task, turn) from error
 
-    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
-        return episode.task.prompt, episode.completions, episode.task.example
+    def close(self) -> None:
+        """Ends the workers of the pool."""
+        self.pool.close()
+
+    def _submit(self, episode: Episode) -> None:
+        arguments = (episode.task.prompt, episode.completions, episode.task.example)
+        self._waiting[self.pool.submit(arguments)] = episode
+
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
+        results = []
+        for ticket, reply in self.pool.poll(timeout, replies=True).items():
+            episode = self._waiting.pop(ticket)
+            results.append((episode, self._result(episode, reply)))
+        return results
 
     def _result(self, episode: Episode, reply: Reply) -> TurnResult:
         if isinstance(reply, Score):
@@ -313,16 +311,6 @@ class Transcript:
 def is_chat(prompt: Prompt) -> bool:
     """Whether a prompt is messages, so that the chat template formats all that follows it."""
     return not isinstance(prompt, str)
-
-
-def _trial_call(pool: RewardPool, task: Task, arguments: tuple[Any, ...], completion: str) -> Reply:
-    try:
-        return pool.trial_call(arguments)
-    except ValueError as error:
-        raise ValueError(
-            f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion "
-            f"{shorten(completion)}: a reward function that fails there would fail all through the run. Fix it."
-        ) from error
 
 
 def _add_result(episode: Episode, result: TurnResult) -> TurnResult:

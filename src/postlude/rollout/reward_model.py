@@ -1,4 +1,4 @@
-"""RewardModelEnvironment: scores completions with a reward model, all that wait together."""
+"""ModelReward: scores completions with a reward model, all that wait together."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.sequence_classification import check_value_head
 from postlude.model import LanguageModel
 from postlude.objectives.reward_model import sequence_scores
-from postlude.rollout.environments import AssistantTurn, Environment, Episode, TurnResult
+from postlude.rollout.environments import AssistantTurn, Episode
+from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
-from postlude.rollout.tasks import Task, Tasks
-
-WAIT_SECONDS = 0.02
+from postlude.rollout.tasks import Task
 
 
-class RewardModelEnvironment(Environment):
-    """One completion per episode. Its reward is the score that a reward model gives prompt and completion.
+class ModelReward(FailureCounter, Reward):
+    """The score that a reward model gives prompt and completion.
 
     The reward model has its own tokenizer and chat template, and encodes both as `postlude rm` does. It is loaded by
     the process that first scores a completion. A completion that it cannot encode, or that is longer than `budget`
@@ -31,17 +30,11 @@ class RewardModelEnvironment(Environment):
     """
 
     def __init__(
-        self,
-        tasks: Tasks,
-        model: str,
-        *,
-        device: str | None = None,
-        budget: int = 8192,
-        failed_reward: float | None = None,
+        self, model: str, *, device: str | None = None, budget: int = 8192, failed_reward: float | None = None
     ) -> None:
-        self.tasks, self.failed_reward, self.source, self.budget = tasks, failed_reward, model, budget
+        super().__init__(f"the reward model {model}", failed_reward)
+        self.source, self.budget = model, budget
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._failures = FailureCounter(f"the reward model {model}", failed_reward)
         self._waiting: list[Episode] = []
 
     @cached_property
@@ -55,22 +48,23 @@ class RewardModelEnvironment(Environment):
         """Encodes a prompt with its completion."""
         return Encoder(tokenizer=load_tokenizer(self.source), max_length=self.budget)
 
-    def trial_call(self, task: Task, completion: str) -> None:
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Loads the reward model and scores one completion. Raises ValueError if that fails."""
         check_value_head(self.source)
-        episode = Episode(task, [AssistantTurn(completion)])
-        (score,) = self._scores([self._encode(episode)])
+        (score,) = self._scores([self._encode(Episode(task, [turn]))])
         if not isfinite(score):
-            raise ValueError(f"the reward model {self.source} gives {task.name} a score of {score}. Check its weights.")
+            raise ValueError(f"{self.name} gives {task.name} a score of {score}. Check its weights.")
 
     def close(self) -> None:
         """Releases the reward model."""
         self.__dict__.pop("model", None)
 
-    def _submit(self, episode: Episode) -> None:
+    def submit(self, episode: Episode) -> None:
+        """Takes an episode whose last completion is to be scored."""
         self._waiting.append(episode)
 
-    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
+    def poll(self, timeout: float | None = 0.0) -> Scored:
+        """Scores all completions that wait."""
         episodes, self._waiting = self._waiting, []
         if not episodes:
             time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
@@ -81,18 +75,18 @@ class RewardModelEnvironment(Environment):
             try:
                 encoded[index] = self._encode(episode)
             except ValueError as error:
-                results[index] = self._failures.invalid(ValueError(f"could not encode a completion: {error}"))
+                results[index] = self.invalid(ValueError(f"could not encode a completion: {error}"))
         scores = dict(zip(encoded, self._scores(list(encoded.values())), strict=True)) if encoded else {}
         for index, score in scores.items():
-            results[index] = self._score(score)
-        return [(episode, TurnResult(results[index])) for index, episode in enumerate(episodes)]
+            results[index] = self._score(score, episodes[index].task.name)
+        return [(episode, results[index]) for index, episode in enumerate(episodes)]
 
     def _encode(self, episode: Episode) -> EncodedSequence:
         return self.encoder.completion(episode.task.prompt, episode.turns[-1].text, episode.task.name)
 
-    def _score(self, score: float) -> Score:
+    def _score(self, score: float, row: str) -> Score:
         if not isfinite(score):
-            return self._failures.invalid(ValueError(f"returned {score}, but a reward is finite."))
+            return self.invalid(ValueError(f"returned {score} for {row}, but a reward is finite."))
         return Score(score)
 
     @torch.no_grad()

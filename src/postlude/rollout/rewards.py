@@ -52,10 +52,10 @@ class FailureCounter:
         self.name, self.failed_reward = name, failed_reward
         self.failures: Counter[FailureKind] = Counter()
 
-    def failed(self, result: CallResult) -> Score:
-        """Counts a failed call and returns its score."""
+    def failed(self, result: CallResult, row: str = "") -> Score:
+        """Counts a failed call, for a completion of `row`, and returns its score."""
         assert result.failure is not None
-        return self._count(result.failure, failure_message(self.name, result))
+        return self._count(result.failure, failure_message(self.name, result, row))
 
     def invalid(self, error: ValueError) -> Score:
         """Counts a call that returned an invalid value and returns its score."""
@@ -69,10 +69,11 @@ class FailureCounter:
         return Score(self.failed_reward or 0.0, {kind: 1.0}, message, excluded=self.failed_reward is None)
 
 
-def failure_message(name: str, result: CallResult) -> str:
-    """Returns a sentence about a failed call that begins with the function's name."""
-    starts_with_name = result.failure in ("timed_out", "died")
-    return str(result.error) if starts_with_name else f"{name} failed: {result.error}"
+def failure_message(name: str, result: CallResult, row: str = "") -> str:
+    """Returns a sentence about a failed call that begins with the function's name and names its `row`."""
+    if result.failure not in ("timed_out", "died"):
+        return f"{name} failed{row and f' on {row}'}: {result.error}"
+    return f"{str(result.error).rstrip('.')} on {row}." if row else str(result.error)
 
 
 class RewardPool(FailureCounter):
@@ -168,17 +169,18 @@ def is_reply(value: Any) -> bool:
     )
 
 
-def read_score(value: Any) -> Score:
-    """Returns the score that a reward function meant by its value, or raises ValueError.
+def read_score(value: Any, row: str = "") -> Score:
+    """Returns the score that a reward function meant by its value, or raises ValueError, which names the `row`.
 
     A number is the reward. In a dict, "reward" is the reward and the other entries are its parts; without "reward",
     the reward is the sum of the parts.
     """
+    of = row and f" for {row}"
     if not isinstance(value, Mapping):
-        return Score(_number(value))
+        return Score(_number(value, of))
     if not value:
-        raise ValueError("returned an empty dict, but a reward is a number or a dict of numbers.")
-    numbers = {name: _number(entry, f' for "{name}"') for name, entry in value.items()}
+        raise ValueError(f"returned an empty dict{of}, but a reward is a number or a dict of numbers.")
+    numbers = {name: _number(entry, f' for "{name}"{row and f" of {row}"}') for name, entry in value.items()}
     if TOTAL in numbers:
         return Score(numbers.pop(TOTAL), numbers)
     return Score(math.fsum(numbers.values()), numbers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -21,8 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.checks import USER_ERRORS, check_writable, error_message, nearest_existing
 from postlude.data import Batch
-from postlude.data.chat import Encoder
-from postlude.generate.generator import check_draft
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.model_source import Source
@@ -36,10 +33,8 @@ from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.lora import adapters_of, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.data import Examples, Pairs
-from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
 from postlude.recipes.config.schema import default_values, plain
 from postlude.recipes.config.settings import (
-    EvaluationSettings,
     MTPSettings,
     ObjectiveFile,
     SamplingSettings,
@@ -49,15 +44,10 @@ from postlude.recipes.config.settings import (
 from postlude.recipes.dataset import CACHE, EncodedRows, hold_out_rows
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
-from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
-from postlude.rollout.environments import Environment, is_chat
-from postlude.rollout.rewards import check_reward_signature
-from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
-from postlude.rollout.tool_calls import load_format
 
 SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
 
@@ -205,43 +195,6 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     yield Check("objective", lambda: _objective(inputs, trial), after=("model",))
 
 
-def environment_checks(
-    inputs: PreflightInputs,
-    settings: EnvironmentSettings,
-    sampling: SamplingSettings,
-    *,
-    example: Callable[[Task, Mapping[str, Any]], Any] | None = None,
-    held_out: EvaluationSettings | None = None,
-) -> Iterator[Check]:
-    """Checks of tasks and rewards. `example` encodes a task for the warm start."""
-
-    def look() -> str:
-        check_reward_signature(getattr(settings, "reward", None))
-        # One worker process, whatever the config says: there the reward call can time out.
-        config, one_worker = inputs.config, settings.model_copy(update={"workers": 1})
-        with closing(
-            build_environment(one_worker, config.seed, inputs.tokenizer, sampling, config.budget)
-        ) as environment:
-            if held_out is not None:
-                hold_out(environment.tasks, held_out.tasks, held_out.split_by)
-            generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
-            encoder = prompt_encoder(environment, inputs.tokenizer, sampling, config.budget)
-            inputs.grows = isinstance(settings, TurnSettings) and settings.max_turns > 1
-            _tasks(inputs, environment.tasks, PAGE if generated else len(environment.tasks), encoder, sampling, example)
-            first = environment.tasks[0]
-            if isinstance(settings, TurnSettings) and is_chat(first.prompt):
-                _turns(environment, inputs.tokenizer, settings)
-            answer = first.example.get("answer")
-            environment.trial_call(first, answer if isinstance(answer, str) else "")
-            return f"{len(environment.tasks)} tasks, and a reward function that works"
-
-    yield Check("tasks", look, after=("tokenizer",))
-    if sampling.draft is not None:
-        yield Check("draft", lambda: _draft(inputs), after=("model",))
-    if sampling.stop_tokens:
-        yield Check("stop tokens", lambda: _stop_tokens(inputs, sampling), after=("tokenizer",))
-
-
 def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs) -> Iterator[Check]:
     """Check of a dataset: every row can be encoded within the budget."""
 
@@ -359,22 +312,6 @@ def _weights(source: Source) -> str:
     return "random" if count is None else f"{count} tensors"
 
 
-def _draft(inputs: PreflightInputs) -> str:
-    check_draft("mtp", inputs.model[1])
-    return "with the first multi-token-prediction depth"
-
-
-def _stop_tokens(inputs: PreflightInputs, sampling: SamplingSettings) -> str:
-    ids, size = sampling.stop_ids(inputs.tokenizer), inputs.model[1].vocab_size
-    for token in ids:
-        if token >= size:
-            raise ValueError(
-                f"sampling.stop_tokens has {token}, but the vocabulary of {inputs.config.model} goes from 0 to "
-                f"{size - 1}. Give a token that it has."
-            )
-    return ", ".join(map(str, ids))
-
-
 def _tokenizer(inputs: PreflightInputs) -> str:
     tokenizer = inputs.tokenizer
     if tokenizer.eos_token_id is not None:
@@ -456,43 +393,6 @@ def _mtp_processor(inputs: PreflightInputs, mtp: MTPSettings, trial: Batch) -> s
 
 def _trial_devices(start: LaunchInfo) -> list[str]:
     return ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
-
-
-def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, settings: TurnSettings) -> None:
-    """Checks that the chat template can continue a conversation, and that it writes the tools."""
-    options = dict(environment.template_options)
-    encoder = Encoder(tokenizer=tokenizer, options=options)
-    reply: Any = [{"role": "tool", "content": "?"}] if isinstance(settings, ToolSettings) else "?"
-    encoder.observation(reply, [], chat=True, keep_reasoning=settings.keep_reasoning)
-    prompt = environment.tasks[0].prompt
-    writes_tools = encoder.prompt(prompt) != Encoder(tokenizer=tokenizer).prompt(prompt)
-    if isinstance(settings, ToolSettings) and settings.system is None and not writes_tools:
-        raise ValueError(
-            f"the chat template does not write which tools there are ({', '.join(settings.tools)}). Describe them in "
-            f"environment.system, and that a call is {load_format(settings.format).form}; or use a template that knows "
-            "tools."
-        )
-
-
-def _tasks(
-    inputs: PreflightInputs,
-    tasks: Tasks,
-    count: int,
-    encoder: Encoder,
-    sampling: SamplingSettings,
-    example: Callable[[Task, Mapping[str, Any]], Any] | None,
-) -> None:
-    """Encodes the prompts of the first `count` tasks, and their examples."""
-    budget = inputs.config.budget
-    largest = 0
-    for index in range(min(len(tasks), count)):
-        task = tasks[index]
-        prompt = encode_prompt(encoder, task, budget, sampling)
-        inputs.longest_prompt = max(inputs.longest_prompt, len(prompt))
-        largest = max(largest, *prompt)
-        if example is not None:
-            example(task, encoder.options)
-    check_vocabulary(largest, inputs)
 
 
 def _ranks(count: int) -> str:

@@ -11,19 +11,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.data import DatasetPath
+from postlude.recipes.config.rewards import Code, ModelRewardSettings, RewardCalls, RewardKinds, built_in
 from postlude.recipes.config.schema import InputPath, Positive, Settings, TaggedUnion
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
-from postlude.rollout.rewards import RewardPool
+from postlude.rollout.reward import Weighted, WeightedSum
+from postlude.rollout.rewards import check_reward_signature
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
 from postlude.rollout.tool_calls import load_format
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
-from postlude.rollout.verifiers import ExactReward, MathReward
 from postlude.user_code import load_callable
-
-Code: TypeAlias = Annotated[str, InputPath("code")]
-"""path/to/file.py:name of a user's function or class."""
 
 
 class RewardSettings(Settings):
@@ -66,7 +64,8 @@ class ReasoningGymSettings(RewardSettings):
             chat=self.template is None,
         )
         tasks: Tasks = gym if self.template is None else TemplatedTasks(gym, self.template)
-        return SingleTurn(tasks, _reward_pool(self, gym.reward(), self.workers, pool_factory))
+        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory)
+        return SingleTurn(tasks, calls.function(gym.reward()))
 
 
 class PromptSettings(DatasetPath, RewardSettings):
@@ -105,15 +104,36 @@ class TurnSettings(RewardSettings):
 
 
 class DatasetSettings(PromptSettings, WorkerSettings):
-    """Prompts of a file, with a reward function of yours or a comparison with answers."""
+    """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
 
-    reward: Code
-    """path/to/file.py:name of reward(prompt, completion, example). Or a comparison with the row's "answer": "exact" as
+    reward: Code | None = None
+    """path/to/file.py:name of a function of completion or completions, which also gets what else it names: prompt,
+    completion_ids, length, truncated, example, columns of the row. Or a comparison with the row's "answer": "exact" as
     text, "math" as mathematics."""
+    rewards: dict[str, RewardKinds] = Field(default_factory=dict)
+    """In place of reward: several by name. The reward is the sum of weight · value, and each value is a metric."""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if (self.reward is None) == (not self.rewards):
+            both = "both reward and rewards" if self.rewards else "neither reward nor rewards"
+            raise ValueError(f"it has {both}. Give a function as reward, or several by name as rewards.")
+        return self
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
-        return SingleTurn(self.tasks(), _reward_pool(self, _reward(self.reward), self.workers, pool_factory))
+        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory)
+        if self.reward is not None:
+            return SingleTurn(self.tasks(), calls.function(self.reward))
+        tasks, rewards = self.tasks(), dict[str, Weighted]()
+        try:
+            for name, settings in self.rewards.items():
+                rewards[name] = Weighted(settings.build(calls), settings.weight)
+        except BaseException:
+            for each in rewards.values():
+                each.reward.close()
+            raise
+        return SingleTurn(tasks, WeightedSum(rewards))
 
 
 class RewardModelSettings(PromptSettings):
@@ -134,11 +154,8 @@ class RewardModelSettings(PromptSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. The reward model is loaded when it first scores a completion."""
-        from postlude.rollout.reward_model import RewardModelEnvironment  # imports torch
-
-        return RewardModelEnvironment(
-            self.tasks(), self.model, device=self.device, budget=self.budget, failed_reward=self.failed_reward
-        )
+        settings = ModelRewardSettings(model=self.model, device=self.device, budget=self.budget)
+        return SingleTurn(self.tasks(), settings.build(RewardCalls(0, self.timeout, self.failed_reward)))
 
 
 class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
@@ -166,13 +183,14 @@ class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
+        check_reward_signature(self.reward)
         tools, tasks = load_tools(self.tools), self.tasks()
         if not is_chat(tasks[0].prompt):
             raise ValueError(
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
             )
         load_format(self.format)  # raises if there is none
-        reply = ToolReply(self.tools, _reward(self.reward), self.format)
+        reply = ToolReply(self.tools, built_in(self.reward), self.format)
         environment = _multi_turn(self, tasks, reply, pool_factory)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
@@ -255,21 +273,6 @@ class TemplatedTasks:
             raise ValueError(
                 f"the template {self.template!r} asks for {error}, but {task.name} has: {fields}."
             ) from error
-
-
-def _reward(reward: str) -> Any:
-    built_in = {"exact": ExactReward, "math": MathReward}
-    return built_in[reward]() if reward in built_in else reward
-
-
-def _reward_pool(settings: RewardSettings, reward: Any, workers: int, pool_factory: PoolFactory | None) -> RewardPool:
-    return RewardPool(
-        reward,
-        workers=workers,
-        timeout=settings.timeout,
-        failed_reward=settings.failed_reward,
-        pool_factory=pool_factory,
-    )
 
 
 def _multi_turn(

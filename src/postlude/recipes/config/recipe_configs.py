@@ -18,6 +18,7 @@ from postlude.recipes.config.environments import EnvironmentSettings, ReasoningG
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
 from postlude.recipes.config.settings import (
+    EvaluationSets,
     HeldOutSettings,
     ModelSource,
     ObjectiveFile,
@@ -25,6 +26,7 @@ from postlude.recipes.config.settings import (
     RunConfig,
     SamplingSettings,
     TrainingConfig,
+    check_pass_at_k,
     check_sampling,
     fit_schedule,
 )
@@ -199,6 +201,10 @@ class EvalConfig(RunConfig):
     """Number of tasks: those that training holds out with evaluation.tasks of this number."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
+    solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Reward from which on a completion solves its task, for pass@k."""
+    sets: EvaluationSets = Field(default_factory=dict)
+    """Other sets by name, evaluated too; their metrics are eval/NAME/…."""
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
     """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
@@ -207,6 +213,7 @@ class EvalConfig(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)
+        check_pass_at_k(self.samples_per_prompt, self.sampling.temperature, "sampling.temperature")
         if self.rollout.share_gpu:
             raise ValueError("rollout.share_gpu is true, but an evaluation trains nothing to move. Leave it out.")
         return self

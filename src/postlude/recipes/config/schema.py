@@ -314,8 +314,10 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
         here, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
         yield Option(here, node, fallback, node.get("description", ""), kind)
         inner, alternatives_by_kind = here, sections(node)
-        for shape in () if alternatives_by_kind else alternatives(node):
-            inner, alternatives_by_kind = join(here, "*"), sections(shape.get("items", {}))
+        for shape in () if alternatives_by_kind else alternatives(node):  # of a list, or of a mapping by name
+            parts = shape.get("items") or shape.get("additionalProperties")
+            inner, alternatives_by_kind = join(here, "*"), sections(parts if isinstance(parts, dict) else {})
+            fallback = MISSING
         if len(alternatives_by_kind) > 1:
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
             yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.head import HeadConfig
@@ -15,9 +16,11 @@ from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.options import Overlap, Recompute, WeightStorage
-from postlude.recipes.config.environments import Code
+from postlude.recipes.config.environments import EnvironmentSettings
+from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
 from postlude.recipes.config.schema import InputPath, NonNegative, Settings, TaggedUnion
+from postlude.recipes.report.metrics import PARTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
 
@@ -98,7 +101,54 @@ class SamplingSettings(Settings):
         return tuple(vocabulary[token] if isinstance(token, str) else token for token in tokens)
 
 
-class EvaluationSettings(Settings):
+class PassSettings(Settings):
+    """Completions of each task of an evaluation, and which of them solve it."""
+
+    samples_per_prompt: PositiveInt = 1
+    """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
+    temperature: Temperature = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+    solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Reward from which on a completion solves its task, for pass@k."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        check_pass_at_k(self.samples_per_prompt, self.temperature)
+        return self
+
+
+def check_pass_at_k(samples_per_prompt: int, temperature: float, key: str = "temperature") -> None:
+    """Refuses several completions of a task at temperature 0."""
+    if samples_per_prompt > 1 and not temperature:
+        raise ValueError(
+            f"samples_per_prompt is {samples_per_prompt}, but {key} is 0, which gives the same completion each time: "
+            f"pass@k would be pass@1. Raise {key}, or set samples_per_prompt to 1."
+        )
+
+
+class EvaluationSetSettings(PassSettings):
+    """A set of tasks beside the held-out ones, with its own reward."""
+
+    environment: EnvironmentSettings
+    """Source of its tasks and rewards."""
+    tasks: PositiveInt = 256
+    """Maximum number of tasks: the last ones with different prompts."""
+
+
+def _check_sets(sets: dict[str, EvaluationSetSettings]) -> dict[str, EvaluationSetSettings]:
+    for name in sets:
+        if not re.fullmatch(r"\w[\w.-]*", name) or name == PARTS.rstrip("/"):
+            raise ValueError(
+                f"a set is called {name!r}, but its name is part of its metrics, eval/NAME/reward_mean: give it "
+                'letters, digits, "_", "-" and ".", and another name than "reward".'
+            )
+    return sets
+
+
+EvaluationSets: TypeAlias = Annotated[dict[str, EvaluationSetSettings], AfterValidator(_check_sets)]
+
+
+class EvaluationSettings(PassSettings):
     """Evaluation on held-out tasks: before the first step, every so many steps, and after the last."""
 
     every: NonNegativeInt = 50
@@ -109,10 +159,15 @@ class EvaluationSettings(Settings):
     split_by: SplitBy = "prompt"
     """What distinguishes held-out tasks from trained ones: the "prompt", or the whole "row" where prompts are equal and
     rows differ, such as in games."""
-    samples_per_prompt: PositiveInt = 1
-    """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
-    temperature: Temperature = 0.0
-    """Sampling temperature of evaluation; 0 is greedy."""
+    sets: EvaluationSets = Field(default_factory=dict)
+    """Other sets by name, evaluated with the held-out tasks; their metrics are eval/NAME/…. Their prompts are not
+    trained on."""
+
+    @model_validator(mode="after")
+    def _check_every(self) -> Self:
+        if self.sets and not self.every:
+            raise ValueError(f"sets has {', '.join(self.sets)}, but every is 0, which evaluates nothing. Raise it.")
+        return self
 
 
 class HeldOutSettings(Settings):

@@ -90,9 +90,18 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
         return metrics[f"{TIME}PHASE"]
     info = explain(name.removeprefix(EVAL)) if name.startswith(EVAL) else None
     if info is None:
-        return None
+        return _explain_set(name)
     title = f"Held-out {info.title[0].lower()}{info.title[1:]}"
     return MetricInfo(title, f"{info.meaning}; on held-out data", info.range, info.watch)
+
+
+def _explain_set(name: str) -> MetricInfo | None:
+    """Returns what eval/SET/NAME means, a metric of an evaluation set."""
+    prefix, _, rest = name.removeprefix(EVAL).partition("/")
+    if not (name.startswith(EVAL) and rest):
+        return None
+    info = explain(f"{EVAL}{rest}")
+    return info and replace(info, title=f"{prefix}: {info.title}", meaning=f"{info.meaning}; of the set {prefix}")
 
 
 def title(name: str) -> str:

@@ -8,6 +8,7 @@ from postlude.pool.worker_pool import NullPool, PoolFactory
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.run.directory import is_rank0
+from postlude.rollout.conversations import PromptSource
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task, Tasks, TaskSubset
 
@@ -18,6 +19,13 @@ def prompt_encoder(
     """Returns the encoder of an environment's prompts, which leaves room for a completion."""
     options = dict(environment.template_options)
     return Encoder(tokenizer=tokenizer, max_length=budget - sampling.max_new_tokens, options=options)
+
+
+def prompt_source(
+    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, budget: int
+) -> PromptSource:
+    """Returns an environment with the encoder of its prompts."""
+    return PromptSource(environment, prompt_encoder(environment, tokenizer, sampling, budget))
 
 
 def encode_prompt(encoder: Encoder, task: Task, budget: int, sampling: SamplingSettings) -> list[int]:

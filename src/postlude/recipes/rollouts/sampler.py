@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import comb
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -18,15 +16,22 @@ from postlude.generate.distributed import DistributedEngine
 from postlude.generate.sampling_params import SamplingParams
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
-from postlude.recipes.config.settings import EvaluationSettings, SamplingSettings
-from postlude.recipes.report.metrics import DRAFTS, EVAL, LENGTH, LENGTHS, PARTS, PASS, REWARD, REWARDS, WORKERS_LOST
+from postlude.recipes.config.settings import SamplingSettings
+from postlude.recipes.report.metrics import DRAFTS, LENGTH, LENGTHS, PARTS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
-from postlude.recipes.rollouts.prompts import encode_prompt, prompt_encoder
+from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
 from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.signals import StopSignals
 from postlude.recipes.trainer import StepMetrics, Trainer
-from postlude.rollout.conversations import REWARD_FAILED, Conversations, Trajectory, TrajectoryGroup, combine_seeds
+from postlude.rollout.conversations import (
+    REWARD_FAILED,
+    Conversations,
+    PromptSource,
+    Trajectory,
+    TrajectoryGroup,
+    combine_seeds,
+)
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
@@ -72,14 +77,11 @@ class RolloutSampler:
         self.budget, self.seed, self.timer = budget, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
-        self.encoder = prompt_encoder(environment, tokenizer, settings, budget)
+        self.tokenizer, self.source = tokenizer, prompt_source(environment, tokenizer, settings, budget)
         # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
             rollout_engine,
-            environment,
-            self.encoder,
             budget=budget,
-            max_new_tokens=settings.max_new_tokens,
             background=background and rollout_engine.controller.is_rank0,
             timer=(lambda _: nullcontext()) if background else timer,
         )
@@ -127,18 +129,6 @@ class RolloutSampler:
             ]
         )
 
-    def evaluate(self, tasks: Sequence[Task], settings: EvaluationSettings, *, step: int) -> list[Trajectory]:
-        """Returns trajectories of held-out tasks."""
-        params = replace(self.params, temperature=settings.temperature)
-        return self.sample_groups(
-            [
-                self.make_group(
-                    task, index, settings.samples_per_prompt, step=step, seed_stream=HELD_OUT_SEEDS, params=params
-                )
-                for index, task in enumerate(tasks)
-            ]
-        )
-
     def make_group(
         self,
         task: Task,
@@ -148,11 +138,16 @@ class RolloutSampler:
         step: int,
         seed_stream: int = TRAINING_SEEDS,
         params: SamplingParams | None = None,
+        source: PromptSource | None = None,
     ) -> TrajectoryGroup:
-        """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`."""
-        prompt = encode_prompt(self.encoder, task, self.budget, self.settings)
-        seed = combine_seeds(self.seed, step, seed_stream, number)
-        return TrajectoryGroup.of(task, number, prompt, replace(params or self.params, seed=seed), samples)
+        """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`.
+
+        `params` and `source` are by default those of training.
+        """
+        source = source or self.source
+        prompt = encode_prompt(source.encoder, task, self.budget, self.settings)
+        params = replace(params or self.params, seed=combine_seeds(self.seed, step, seed_stream, number))
+        return TrajectoryGroup.of(task, number, prompt, params, samples, source)
 
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all trajectories of a group."""
@@ -247,25 +242,6 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     kinds = (REWARD_FAILED, *FAILURE_KINDS)
     failures = [{kind: parts[kind] for kind in kinds if kind in parts} for parts in _parts(trajectories)]
     return metrics | _means(PARTS, _parts(scored)) | _means(PARTS, failures)
-
-
-def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int) -> dict[str, float]:
-    """Returns the mean reward on held-out tasks, and pass@k for powers of two k. A reward of at least 1 is a pass.
-
-    A trajectory whose reward call failed is left out of the mean, and counts as not passed.
-    """
-    scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
-    passes = Counter(trajectory.group for trajectory in scored if trajectory.reward >= 1.0)
-    failures = [samples - passes[group] for group in dict.fromkeys(trajectory.group for trajectory in trajectories)]
-    metrics = {f"{EVAL}{REWARD}": mean(trajectory.reward for trajectory in scored)} if scored else {}
-    metrics[f"{EVAL}{LENGTH}"] = mean([trajectory.length for trajectory in trajectories])
-    if failed := sum(REWARD_FAILED in parts for parts in _parts(trajectories)):
-        metrics[f"{EVAL}{PARTS}{REWARD_FAILED}"] = failed / len(trajectories)
-    k = 1
-    while k <= samples:
-        metrics[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in failures)
-        k *= 2
-    return metrics
 
 
 def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:

@@ -1,0 +1,163 @@
+"""The kinds of rewards: their settings, and how each is built. A new kind is a class here and a file in `rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from postlude.pool.worker_pool import PoolFactory
+from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
+from postlude.rollout.function_reward import FunctionReward
+from postlude.rollout.reward import Reward
+from postlude.rollout.verifiers import ExactReward, MathReward
+
+Code: TypeAlias = Annotated[str, InputPath("code")]
+"""path/to/file.py:name of a user's function or class."""
+Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class RewardCalls:
+    """What the rewards of an environment share: where and how long functions are called, and how a call fails."""
+
+    workers: int
+    timeout: float
+    failed_reward: float | None
+    pool_factory: PoolFactory | None = None
+
+    def function(self, reward: str | Callable[..., Any], **options: Any) -> Reward:
+        """Returns the reward of a function, of path/to/file.py:name, or of the name of a built-in one."""
+        return FunctionReward(
+            built_in(reward) if isinstance(reward, str) else reward,
+            workers=self.workers,
+            timeout=options.pop("timeout", None) or self.timeout,
+            failed_reward=self.failed_reward,
+            pool_factory=self.pool_factory,
+            **options,
+        )
+
+
+def built_in(reward: str) -> str | Callable[..., Any]:
+    """Returns the reward that a name stands for, or the name if it is that of a user's function."""
+    functions = {"exact": ExactReward, "math": MathReward}
+    return functions[reward]() if reward in functions else reward
+
+
+class WeightSettings(Settings):
+    """What every reward of several has."""
+
+    weight: Finite = 1.0
+    """Weight in the sum. 0 reports the value without training on it."""
+
+
+class FunctionRewardSettings(WeightSettings):
+    """A function of yours."""
+
+    text_field: ClassVar[str] = "function"
+    """The field that plain text sets."""
+
+    function: Code
+    """path/to/file.py:name, as environment.reward; or "exact" or "math"."""
+    group: bool = False
+    """Call it with all completions of one prompt at once, as lists."""
+    batch_size: PositiveInt = 64
+    """Completions of a call of a function that takes `completions`, without group."""
+    concurrency: PositiveInt = 64
+    """Calls of an async function that run at once."""
+    timeout: Positive | None = None
+    """Seconds after which a call counts as failed; none takes environment.timeout."""
+
+    def build(self, calls: RewardCalls) -> Reward:
+        """Returns the reward."""
+        options = {"group": self.group, "batch_size": self.batch_size, "concurrency": self.concurrency}
+        return calls.function(self.function, timeout=self.timeout, **options)
+
+
+class ModelRewardSettings(WeightSettings):
+    """A reward model, in rank 0."""
+
+    model: Annotated[str, InputPath("model")]
+    """Directory of a reward model: model/ of a run of `postlude rm`, or one for AutoModelForSequenceClassification."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device of the reward model; none takes the GPU if there is one."""
+    budget: PositiveInt = 8192
+    """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""
+
+    def build(self, calls: RewardCalls) -> Reward:
+        """Returns the reward. The model is loaded when it first scores a completion."""
+        from postlude.rollout.reward_model import ModelReward  # imports torch
+
+        return ModelReward(self.model, device=self.device, budget=self.budget, failed_reward=calls.failed_reward)
+
+
+class JudgeSettings(WeightSettings):
+    """A judge: a chat model behind an OpenAI-compatible server, which writes a score."""
+
+    url: str
+    """Address of the server, such as http://localhost:8000/v1."""
+    model: str
+    """Name of the model at the server."""
+    template: str
+    """The question. {prompt}, {completion} and the columns of the row are filled in; other braces are written twice."""
+    system: str | None = None
+    """System message before the question."""
+    pattern: str = r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; the last match in the answer counts."""
+    scores: dict[str, Finite] = Field(default_factory=dict)
+    """Scores of words, where the pattern finds words: {yes: 1, no: 0}, in lower case. Empty reads a number."""
+    lowest: Finite | None = None
+    """Lowest score; a lower one cannot be parsed."""
+    highest: Finite | None = None
+    """Highest score."""
+    unparsable_reward: Finite | None = None
+    """Reward of a completion whose score cannot be read from the answer; none counts it as a failed call."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of the judge."""
+    max_new_tokens: PositiveInt = 512
+    """Maximum number of tokens of an answer."""
+    timeout: Positive = 60.0
+    """Seconds after which a request counts as failed."""
+    retries: NonNegativeInt = 2
+    """Times that a failed request is made again, if the server cannot be reached, is busy or gives no reply."""
+    concurrency: PositiveInt = 32
+    """Requests at once."""
+    key_variable: str | None = None
+    """Name of the environment variable that holds the API key; none sends no key."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Fields added to every request, such as {chat_template_kwargs: {enable_thinking: false}}."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.scores and (self.lowest is not None or self.highest is not None):
+            raise ValueError("scores lists every score, so that lowest and highest bound nothing. Leave them out.")
+        return self
+
+    def build(self, calls: RewardCalls) -> Reward:
+        """Returns the reward."""
+        from postlude.rollout.judge import JudgeReward, Verdict  # imports asyncio
+
+        return JudgeReward(
+            self.url,
+            self.model,
+            self.template,
+            system=self.system,
+            verdict=Verdict(self.pattern, self.scores, self.lowest, self.highest),
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            timeout=self.timeout,
+            retries=self.retries,
+            concurrency=self.concurrency,
+            unparsable_reward=self.unparsable_reward,
+            key_variable=self.key_variable,
+            extra=self.extra,
+            failed_reward=calls.failed_reward,
+        )
+
+
+RewardKinds: TypeAlias = Annotated[
+    FunctionRewardSettings | ModelRewardSettings | JudgeSettings,
+    TaggedUnion(function=FunctionRewardSettings, reward_model=ModelRewardSettings, judge=JudgeSettings),
+]

@@ -1,0 +1,120 @@
+"""Evaluation on held-out tasks and on named sets: which tasks, how they are sampled, and their metrics."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import comb
+from statistics import mean
+
+from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.pool.worker_pool import PoolFactory
+from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings, SamplingSettings
+from postlude.recipes.report.metrics import EVAL, LENGTH, PARTS, PASS, REWARD
+from postlude.recipes.rollouts.prompts import build_environment, prompt_source
+from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, RolloutSampler
+from postlude.rollout.conversations import REWARD_FAILED, PromptSource, Trajectory, TrajectoryGroup
+from postlude.rollout.environments import Environment
+from postlude.rollout.tasks import SplitBy, Task, Tasks, hold_out, last_tasks, task_digest
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Tasks that are sampled and scored, and not trained on."""
+
+    name: str
+    """That of its metrics; "" for the held-out tasks of training."""
+    source: PromptSource
+    tasks: Sequence[Task]
+    settings: PassSettings
+
+    def groups(self, sampler: RolloutSampler, step: int) -> list[TrajectoryGroup]:
+        """Returns the groups to sample. Their seeds depend on the name, not on the other sets."""
+        params = replace(sampler.params, temperature=self.settings.temperature)
+        seeds, samples = HELD_OUT_SEEDS + zlib.crc32(self.name.encode()), self.settings.samples_per_prompt
+        return [
+            sampler.make_group(task, index, samples, step=step, seed_stream=seeds, params=params, source=self.source)
+            for index, task in enumerate(self.tasks)
+        ]
+
+    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Returns the metrics of its trajectories, under its name."""
+        metrics = evaluation_metrics(trajectories, self.settings.samples_per_prompt, self.settings.solved)
+        prefix = f"{EVAL}{self.name}/" if self.name else EVAL
+        return {f"{prefix}{name.removeprefix(EVAL)}": value for name, value in metrics.items()}
+
+
+class EvaluatedTasks:
+    """Tasks that are not trained on: those held out, and those with a prompt of one of the sets."""
+
+    def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Sequence[EvaluationSet]) -> None:
+        self.tasks, self.split_by = tasks, split_by
+        self.held_out = hold_out(tasks, count, split_by)
+        self._digests = {task_digest(task, split_by) for each in sets for task in each.tasks}
+        if all(index in self for index in range(len(tasks))):
+            names = ", ".join(each.name for each in sets)
+            raise ValueError(
+                f"every one of the {len(tasks)} tasks is held out or has a prompt of evaluation.sets ({names}), and at "
+                "least one must be left to train on. Give sets of other prompts."
+            )
+
+    def __contains__(self, index: object) -> bool:
+        """Whether a task of training is evaluated."""
+        if not isinstance(index, int):
+            return False
+        return index in self.held_out or (
+            bool(self._digests) and task_digest(self.tasks[index], self.split_by) in self._digests
+        )
+
+
+def open_sets(
+    settings: Mapping[str, EvaluationSetSettings],
+    tokenizer: ChatTokenizer,
+    sampling: SamplingSettings,
+    *,
+    seed: int,
+    budget: int,
+    pool_factory: PoolFactory | None,
+    keep_open: Callable[[Environment], Environment],
+) -> list[EvaluationSet]:
+    """Returns the sets with their environments, which `keep_open` closes. Tasks are generated from `seed` + 1."""
+    sets = []
+    for name, each in settings.items():
+        environment = keep_open(
+            build_environment(each.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
+        )
+        tasks = last_tasks(environment.tasks, min(each.tasks, len(environment.tasks)))
+        source = prompt_source(environment, tokenizer, sampling, budget)
+        sets.append(EvaluationSet(name, source, [tasks[index] for index in range(len(tasks))], each))
+    return sets
+
+
+def evaluate(sampler: RolloutSampler, sets: Sequence[EvaluationSet], *, step: int) -> dict[str, float]:
+    """Samples all sets together, on rank 0. Returns their metrics."""
+    groups = [each.groups(sampler, step) for each in sets]
+    sampler.sample_groups([group for each in groups for group in each])
+    metrics: dict[str, float] = {}
+    for each, its_groups in zip(sets, groups, strict=True):
+        metrics |= each.metrics([trajectory for group in its_groups for trajectory in group.trajectories])
+    return metrics
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int, solved: float = 1.0) -> dict[str, float]:
+    """Returns the mean reward, and pass@k for powers of two k. A reward of at least `solved` is a pass.
+
+    A trajectory whose reward call failed is left out of the mean, and counts as not passed.
+    """
+    scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
+    passes = Counter(trajectory.group for trajectory in scored if trajectory.reward >= solved)
+    failures = [samples - passes[group] for group in dict.fromkeys(trajectory.group for trajectory in trajectories)]
+    metrics = {f"{EVAL}{REWARD}": mean(trajectory.reward for trajectory in scored)} if scored else {}
+    metrics[f"{EVAL}{LENGTH}"] = mean([trajectory.length for trajectory in trajectories])
+    if failed := sum(REWARD_FAILED in trajectory.parts for trajectory in trajectories):
+        metrics[f"{EVAL}{PARTS}{REWARD_FAILED}"] = failed / len(trajectories)
+    k = 1
+    while k <= samples:
+        metrics[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in failures)
+        k *= 2
+    return metrics

@@ -1,0 +1,247 @@
+"""JudgeReward: a model behind an OpenAI-compatible server grades completions (an LLM judge)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from postlude.data.chat import Prompt
+from postlude.pool.worker_pool import CallResult
+from postlude.rollout.coroutine_pool import CoroutinePool
+from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
+from postlude.rollout.rewards import FailureCounter, Score
+from postlude.serving.clients.connection import ServerConnection
+from postlude.serving.clients.openai import only_choice
+from postlude.serving.errors import InvalidResponse, ServerUnavailable
+
+if TYPE_CHECKING:
+    from postlude.rollout.environments import AssistantTurn, Episode
+    from postlude.rollout.tasks import Task
+
+CHAT = "/v1/chat/completions"
+SCORE = r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)"
+"""Finds the number in "Score: 7"."""
+TEMPORARY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
+FIRST_BACKOFF, MAX_BACKOFF = 0.5, 8.0  # seconds before a retry, which double
+SHOWN = 60  # characters of a verdict in a message
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a score is read from the judge's answer: group 1 of the last match of `pattern`.
+
+    That is a number or, with `scores`, one of its keys, in lower case. A number must lie between `lowest` and
+    `highest`.
+    """
+
+    pattern: str = SCORE
+    scores: Mapping[str, float] = field(default_factory=dict)
+    lowest: float | None = None
+    highest: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}.") from error
+        if groups < 1:
+            raise ValueError(f"pattern {self.pattern!r} has no group in parentheses, which is read as the score.")
+        for key, score in self.scores.items():
+            if key != key.lower() or not math.isfinite(score):
+                raise ValueError(
+                    f"scores has {key!r}: {score}, but keys are in lower case and a score is a finite number."
+                )
+
+    def read(self, answer: str) -> float:
+        """Returns the score of an answer, or raises ValueError if there is none."""
+        matches = list(re.finditer(self.pattern, answer))
+        if not matches:
+            raise ValueError(f"has no match of {self.pattern!r}")
+        text = matches[-1][1] or ""
+        if self.scores:
+            if text.strip().lower() not in self.scores:
+                raise ValueError(f"says {text!r}, which is none of {', '.join(self.scores)}")
+            return self.scores[text.strip().lower()]
+        try:
+            score = float(text)
+        except ValueError:
+            raise ValueError(f"says {text!r}, which is no number") from None
+        low = -math.inf if self.lowest is None else self.lowest
+        high = math.inf if self.highest is None else self.highest
+        if not (math.isfinite(score) and low <= score <= high):
+            raise ValueError(f"says {score:g}, which is not between {low:g} and {high:g}")
+        return score
+
+
+class JudgeReward(FailureCounter, Reward):
+    """The score that `model` at `url` gives a completion.
+
+    `template` is the judge's question. {prompt}, {completion} and the columns of the row are filled in; a prompt of
+    messages becomes text with the role before each message. `verdict` reads the score from the answer. A request that
+    gets no reply within `timeout` seconds, or one that asks to try later, is made up to `retries` times again.
+    `concurrency` requests run at once. An answer without a score earns `unparsable_reward`; without that it counts as
+    a failed call, as does a request that failed. `key_variable` names the environment variable of the API key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str,
+        *,
+        system: str | None = None,
+        verdict: Verdict | None = None,
+        temperature: float = 0.0,
+        max_new_tokens: int = 512,
+        timeout: float = 60.0,
+        retries: int = 2,
+        concurrency: int = 32,
+        unparsable_reward: float | None = None,
+        key_variable: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        failed_reward: float | None = None,
+    ) -> None:
+        super().__init__(f"the judge {model} at {url}", failed_reward)
+        self.url, self.template, self.system, self.verdict = url, template, system, verdict or Verdict()
+        self.body = {"model": model, "temperature": temperature, "max_tokens": max_new_tokens, **(extra or {})}
+        self.timeout, self.retries, self.unparsable_reward = timeout, retries, unparsable_reward
+        self.key_variable = key_variable
+        ServerConnection(url)  # raises if the address is none
+        self._coroutines = CoroutinePool(self.name, (retries + 1) * (timeout + MAX_BACKOFF), concurrency)
+        self._connections: dict[asyncio.AbstractEventLoop, ServerConnection] = {}
+        self._tickets = itertools.count()
+        self._waiting: dict[int, Episode] = {}
+
+    def submit(self, episode: Episode) -> None:
+        """Starts a request about the last completion of an episode."""
+        ticket = next(self._tickets)
+        self._waiting[ticket] = episode
+        self._coroutines.submit(ticket, self._ask(episode.task, episode.turns[-1].text))
+
+    def poll(self, timeout: float | None = 0.0) -> Scored:
+        """Returns the scores of the answers that are there."""
+        if not self._waiting:
+            time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
+        results = {ticket: _answer(result) for ticket, result in self._coroutines.poll(timeout).items()}
+        episodes = {ticket: self._waiting.pop(ticket) for ticket in results}
+        return [(episodes[ticket], self._score(result, episodes[ticket].task)) for ticket, result in results.items()]
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        """Asks once. An answer without a score is an error here only if it would count as a failed call."""
+        ticket = next(self._tickets)
+        self._coroutines.submit(ticket, self._ask(task, turn.text))
+        result = _answer(self._coroutines.poll(None)[ticket])
+        if result.failure is not None:
+            raise ValueError(f"{self.name} failed on trial on {task.name}: {result.error}")
+        if self.unparsable_reward is None:
+            try:
+                self.verdict.read(result.value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.name} answered {_shown(result.value)} on trial on {task.name}, which {error}. Ask for the "
+                    "score in the template, set pattern to find it, or set unparsable_reward."
+                ) from error
+
+    def close(self) -> None:
+        """Cancels the requests."""
+        self._coroutines.close()
+        self._connections.clear()
+
+    def question(self, task: Task, completion: str) -> str:
+        """Returns the question about a completion. Raises ValueError if the template asks for what is not there."""
+        fields = {**task.example, "prompt": prompt_text(task.prompt), "completion": completion}
+        try:
+            return self.template.format(**fields)
+        except (KeyError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"the template {_shown(self.template)} cannot be filled ({error}); {task.name} has: "
+                f"{', '.join(fields)}. Write braces that are meant as such twice."
+            ) from error
+
+    async def _ask(self, task: Task, completion: str) -> CallResult:
+        """Returns the judge's answer, or why there is none."""
+        try:
+            messages = [{"role": "user", "content": self.question(task, completion)}]
+            connection = self._connection()
+        except ValueError as error:
+            return CallResult(failure="raised", error=str(error))
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        attempt = 0
+        while True:
+            try:
+                return CallResult(await self._request(connection, {**self.body, "messages": messages}))
+            except InvalidResponse as error:
+                return CallResult(failure="raised", error=f"it {error}")
+            except ServerUnavailable as error:
+                if attempt == self.retries:
+                    tries = f"; it was asked {attempt + 1} times" if attempt else ""
+                    return CallResult(failure="raised", error=f"it {error}{tries}")
+                await asyncio.sleep(min(MAX_BACKOFF, max(error.retry_after, FIRST_BACKOFF * 2**attempt)))
+                attempt += 1
+
+    def _connection(self) -> ServerConnection:
+        """Returns the connections of the running event loop. Only the process that asks needs the API key."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._connections:
+            headers = {} if self.key_variable is None else {"Authorization": f"Bearer {_key(self.key_variable)}"}
+            self._connections[loop] = ServerConnection(self.url, headers)
+        return self._connections[loop]
+
+    async def _request(self, connection: ServerConnection, body: Mapping[str, Any]) -> str:
+        reply = await connection.request("POST", CHAT, body, timeout=self.timeout)
+        if reply.status in TEMPORARY:
+            after = reply.headers.get("retry-after", "0")
+            raise ServerUnavailable(
+                f"replied with status {reply.status}: {_shown(reply.body.decode('utf-8', 'replace'))}",
+                float(after) if after.replace(".", "", 1).isdigit() else 0.0,
+            )
+        if reply.status != 200:
+            raise InvalidResponse(
+                f"replied with status {reply.status}: {_shown(reply.body.decode('utf-8', 'replace'))}"
+            )
+        content = (only_choice(reply.json()).get("message") or {}).get("content")
+        if not isinstance(content, str):
+            raise InvalidResponse("gave an answer without text")
+        return content
+
+    def _score(self, result: CallResult, task: Task) -> Score:
+        if result.failure is not None:
+            return self.failed(result, task.name)
+        try:
+            return Score(self.verdict.read(result.value))
+        except ValueError as error:
+            if self.unparsable_reward is not None:
+                return Score(self.unparsable_reward, {"unparsable": 1.0})
+            return self.invalid(ValueError(f"answered {_shown(result.value)} for {task.name}, which {error}."))
+
+
+def _answer(result: CallResult) -> CallResult:
+    """Returns what `_ask` returned, unless it did not come to an end."""
+    return result if result.failure is not None else result.value
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Returns a prompt as text: messages with their role before each."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(f"key_variable is {variable}, but there is no such environment variable. Set it.")
+    return key
+
+
+def _shown(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}...")

@@ -1,0 +1,145 @@
+"""Reward: scores completions of one turn. A new kind of reward is a subclass, in a file of its own.
+
+`FunctionReward` calls a function of the user, `ModelReward` a reward model, `JudgeReward` a model behind a server.
+`WeightedSum` adds several of them up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from postlude.data.chat_template import shorten
+from postlude.rollout.rewards import Score
+
+if TYPE_CHECKING:
+    from postlude.rollout.environments import AssistantTurn, Episode
+    from postlude.rollout.tasks import Task
+
+WAIT_SECONDS = 0.02  # how long one of several rewards is waited for before the others are polled again
+Scored: TypeAlias = "list[tuple[Episode, Score]]"
+
+
+class Reward(ABC):
+    """Scores the last completion of episodes. Many may wait at once."""
+
+    name: str
+    """What messages call it."""
+
+    @abstractmethod
+    def submit(self, episode: Episode) -> None:
+        """Takes an episode whose last completion is to be scored."""
+
+    @abstractmethod
+    def poll(self, timeout: float | None = 0.0) -> Scored:
+        """Returns the scores that are there, each once.
+
+        Waits up to `timeout` seconds for the first one. Without limit (None) it may still return none, where scores
+        depend on completions that were not submitted yet.
+        """
+
+    @abstractmethod
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        """Scores one completion before a run starts. Raises ValueError if that fails."""
+
+    @property
+    def lost_workers(self) -> int | None:
+        """Workers lost through no fault of a call, and retried. None where that cannot happen."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Releases what it holds."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A reward and its weight in a sum."""
+
+    reward: Reward
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"the weight of {self.reward.name} is {self.weight}, but a weight is a finite number.")
+
+
+class WeightedSum(Reward):
+    """The sum of weight · reward. Its parts are the value of each reward by name, before the weight.
+
+    The parts of a reward that has some are named "name/part". If one of the rewards of a completion fails, so does the
+    sum.
+    """
+
+    def __init__(self, rewards: Mapping[str, Weighted]) -> None:
+        if not rewards:
+            raise ValueError("a sum of rewards has at least one. Name one.")
+        self.rewards, self.name = dict(rewards), ", ".join(rewards)
+        self._scores: dict[int, dict[str, Score]] = {}  # by id of the episode
+
+    @property
+    def lost_workers(self) -> int | None:
+        """The sum over all rewards that count them."""
+        counts = [each.reward.lost_workers for each in self.rewards.values()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def submit(self, episode: Episode) -> None:
+        """Gives an episode to all rewards."""
+        self._scores[id(episode)] = {}
+        for each in self.rewards.values():
+            each.reward.submit(episode)
+
+    def poll(self, timeout: float | None = 0.0) -> Scored:
+        """Returns the sums of episodes that all rewards have scored."""
+        deadline = time.monotonic() + (WAIT_SECONDS if timeout is None else timeout)
+        while True:
+            complete: Scored = []
+            for name, each in self.rewards.items():
+                for episode, score in each.reward.poll(0.0):
+                    scores = self._scores[id(episode)]
+                    scores[name] = score
+                    if len(scores) == len(self.rewards):
+                        del self._scores[id(episode)]
+                        complete.append((episode, self._sum(scores)))
+            left = deadline - time.monotonic()
+            if complete or left <= 0:
+                return complete
+            time.sleep(min(WAIT_SECONDS, left))
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        """Tries every reward."""
+        for each in self.rewards.values():
+            each.reward.trial_call(task, turn)
+
+    def close(self) -> None:
+        """Closes every reward."""
+        for each in self.rewards.values():
+            each.reward.close()
+
+    def _sum(self, scores: Mapping[str, Score]) -> Score:
+        failed = next((scores[name] for name in self.rewards if scores[name].error is not None), None)
+        if failed is not None:
+            return failed
+        parts: dict[str, float] = {}
+        for name in self.rewards:
+            parts[name] = scores[name].reward
+            parts |= {f"{name}/{part}": value for part, value in scores[name].parts.items()}
+        return Score(math.fsum(each.weight * scores[name].reward for name, each in self.rewards.items()), parts)
+
+
+def trial_failure(error: object, task: Task, turn: AssistantTurn) -> ValueError:
+    """Returns the error of a trial call that failed."""
+    return ValueError(
+        f"{str(error).rstrip('.')}. That was a trial on {task.name} with the completion {shorten(turn.text)}: a reward "
+        "function that fails there would fail all through the run. Fix it."
+    )
+
+
+def name_rows(tasks: Sequence[Task]) -> str:
+    """Returns the row of one completion, or the number of completions and the row of the first."""
+    first = tasks[0].name or "a task without a name"
+    return first if len(tasks) == 1 else f"{len(tasks)} completions, the first of {first}"

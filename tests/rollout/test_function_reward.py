@@ -1,0 +1,270 @@
+"""Reward functions: they get what they name, one completion, a batch or a group at a time, and sums are weighted."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from postlude.rollout.environments import AssistantTurn, Episode, SingleTurn
+from postlude.rollout.function_reward import FunctionReward
+from postlude.rollout.reward import Reward, Weighted, WeightedSum
+from postlude.rollout.rewards import Score
+from postlude.rollout.tasks import Task
+from tests.rollout.episodes import step
+
+ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {number + 1}") for number in range(4)]
+
+
+def score(reward: Reward, texts: Sequence[str], tasks: Sequence[Task] = ROWS) -> list[Score]:
+    """Returns the score of each text, as a completion of the task at its place."""
+    environment = SingleTurn(tasks, reward)
+    with closing(environment):
+        episodes = [environment.reset(tasks[place % len(tasks)]) for place in range(len(texts))]
+        return [result.score or Score(math.nan) for result in step(environment, episodes, texts)]
+
+
+def seen_by(function: Callable[..., Any], turn: AssistantTurn, **options: Any) -> Score:
+    reward = FunctionReward(function, workers=0, **options)
+    environment = SingleTurn(ROWS, reward)
+    (result,) = step(environment, [environment.reset(ROWS[2])], [turn])
+    environment.close()
+    assert result.score is not None
+    return result.score
+
+
+def test_a_function_gets_what_it_names() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def named(completion: str, answer: int, length: int, truncated: bool, completion_ids: list[int]) -> float:
+        calls.append({"completion": completion, "answer": answer, "length": length, "truncated": truncated})
+        return float(sum(completion_ids))
+
+    def everything(**fields: Any) -> float:
+        calls.append(fields)
+        return 1.0
+
+    def optional(completion: str, level: str = "?", missing: int = 7) -> float:
+        calls.append({"level": level, "missing": missing})
+        return 1.0
+
+    turn = AssistantTurn("so 2", (5, 6, 7), truncated=True)
+    assert seen_by(named, turn).reward == 18.0
+    seen_by(everything, turn)
+    seen_by(optional, turn)
+    assert calls == [
+        {"completion": "so 2", "answer": 2, "length": 3, "truncated": True},
+        {
+            "prompt": "question 2",
+            "completion": "so 2",
+            "completion_ids": [5, 6, 7],
+            "length": 3,
+            "truncated": True,
+            "example": {"answer": 2, "level": "easy"},
+            "answer": 2,
+            "level": "easy",
+        },
+        {"level": "easy", "missing": 7},
+    ]
+
+
+def test_a_function_that_asks_for_what_is_not_there_is_a_sentence() -> None:
+    def strange(completion: str, anwser: int) -> float:
+        return 1.0
+
+    error = str(seen_by(strange, AssistantTurn("2")).error)
+    assert 'strange(completion, anwser) asks for "anwser", which is no column of the row' in error
+    assert "on line 3:" in error
+    assert "answer, level, prompt, completion, completion_ids, length, truncated, example" in error
+
+
+def test_a_function_of_completions_gets_lists_in_order_and_at_most_a_batch() -> None:
+    sizes: list[int] = []
+
+    def trl(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
+        sizes.append(len(completions))
+        assert set(columns) == {"prompts", "completion_ids", "lengths", "truncated", "examples", "level"}
+        assert columns["lengths"] == [0] * len(completions)
+        return [float(text == str(number)) for text, number in zip(completions, answer, strict=True)]
+
+    texts = ["0", "no", "2", "3", "0", "1", "no"]
+    scores = score(FunctionReward(trl, workers=0, batch_size=3), texts)
+    assert [each.reward for each in scores] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    assert sizes == [3, 3, 1]
+
+
+FILE = """
+def one(completion, answer):
+    return {"length": len(completion), "answer": answer}
+
+def several(prompts, completions, answer):
+    import array
+    return [{"length": len(c), "answer": a} for c, a in zip(completions, answer)]
+
+async def awaited(completion, answer):
+    return {"length": len(completion), "answer": answer}
+
+def raises(completion): return 1 / 0
+def few(completions): return [1.0]
+def number(completions): return 1.0
+def nan(completions): return [1.0, float("nan"), 1.0, "good"]
+def hangs(completion):
+    import time; time.sleep(60 if completion == "hang" else 0); return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(FILE)
+    return tmp_path / "rewards.py"
+
+
+def test_processes_lists_and_coroutines_give_the_same_scores(file: Path) -> None:
+    texts = ["a", "bb", "ccc", "dddd", "e"]
+    expected = [
+        Score(float(len(text) + place % 4), {"length": len(text), "answer": place % 4})
+        for place, text in enumerate(texts)
+    ]
+    for name in ("one", "several", "awaited"):
+        for workers in (0, 1):
+            assert score(FunctionReward(f"{file}:{name}", workers=workers), texts) == expected, (name, workers)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        ("raises", ["NAME failed on line 1: ZeroDivisionError: division by zero (rewards.py, line 12)"]),
+        (
+            "few",
+            ["NAME returned 1 rewards for 4 completions, the first of line 1, but it returns a list with a reward"],
+        ),
+        ("number", ["NAME returned 1.0 for 4 completions, the first of line 1, but it returns a list with a reward"]),
+        (
+            "nan",
+            [
+                "",
+                "NAME returned nan for line 2, but a reward is finite.",
+                "",
+                "NAME returned 'good' for line 4, but a reward is a number or a dict of numbers.",
+            ],
+        ),
+    ],
+)
+def test_a_failure_names_function_row_and_value(file: Path, name: str, sentences: list[str]) -> None:
+    """An invalid value fails its own completion; a call that fails, all of its completions."""
+    scores = score(FunctionReward(f"{file}:{name}", workers=0), ["x"] * 4)
+    for place, each in enumerate(scores):
+        sentence = (
+            sentences[place % len(sentences)].replace("NAME", f"{file}:{name}").replace("line 1:", f"line {place + 1}:")
+        )
+        assert each.excluded == bool(sentence)
+        assert (each.error or "").startswith(sentence), each.error
+    with pytest.raises(ValueError, match=r"That was a trial on line 1 with the completion .*Fix it"):
+        FunctionReward(f"{file}:{name}", workers=0).trial_call(ROWS[0], AssistantTurn("x"))
+
+
+def test_a_call_that_hangs_names_its_row(file: Path) -> None:
+    scores = score(FunctionReward(f"{file}:hangs", workers=1, timeout=1.0), ["x", "hang", "x"])
+    assert [each.excluded for each in scores] == [False, True, False]
+    assert scores[1].error == f"{file}:hangs took more than 1 s and was ended on line 2."
+
+
+def test_a_group_is_one_call_once_all_its_completions_are_there() -> None:
+    groups: list[list[str]] = []
+
+    def longest(completions: list[str]) -> np.ndarray[Any, Any]:
+        groups.append(completions)
+        return np.array([len(text) == max(map(len, completions)) for text in completions], dtype=np.float32)
+
+    environment = SingleTurn(ROWS, FunctionReward(longest, workers=0, group=True))
+    first, second = environment.reset_group(ROWS[0], 2), environment.reset_group(ROWS[1], 3)
+    for episode, text in ((second[1], "long"), (first[0], "x"), (second[0], "s")):
+        environment.submit(episode, AssistantTurn(text))
+    assert environment.poll(0.0) == environment.poll(None) == []
+    environment.submit(first[1], AssistantTurn("yy"))
+    environment.submit(second[2], AssistantTurn("even longer"))
+    results = environment.collect(5, 5.0)
+    assert sorted(groups) == [["s", "long", "even longer"], ["x", "yy"]]
+    rewards = [results[id(episode)][1].score.reward for episode in (*first, *second)]  # type: ignore[union-attr]
+    assert rewards == [0.0, 1.0, 0.0, 0.0, 1.0]
+    environment.close()
+
+
+def test_a_group_needs_a_function_of_completions() -> None:
+    def one(completion: str) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"one\(completion\) takes one completion, but group is true"):
+        FunctionReward(one, workers=0, group=True)
+
+
+def test_coroutines_run_at_once_up_to_the_limit_and_not_longer_than_the_timeout() -> None:
+    running, most = 0, 0
+
+    async def slow(completion: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(60 if completion == "hang" else 0.05)
+        running -= 1
+        return float(len(completion))
+
+    begin = time.monotonic()
+    texts = ["hang" if place == 4 else "x" * place for place in range(20)]
+    scores = score(FunctionReward(slow, workers=0, concurrency=5, timeout=1.0), texts)
+    assert most == 5
+    assert time.monotonic() - begin < 20
+    assert [place for place, each in enumerate(scores) if each.error] == [4]
+    assert "took more than 1 s and was given up on line 1." in str(scores[4].error)
+    assert [each.reward for each in scores[5:]] == [float(place) for place in range(5, 20)]
+
+
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def style(completion: str) -> dict[str, float]:
+    return {"reward": float(completion.islower()), "exclaims": float("!" in completion)}
+
+
+async def fails_on_b(completions: list[str]) -> list[float]:
+    return [math.nan if text == "b" else 2.0 for text in completions]
+
+
+def test_several_rewards_are_summed_with_their_weights() -> None:
+    rewards = {
+        "length": Weighted(FunctionReward(length, workers=0), 0.1),
+        "style": Weighted(FunctionReward(style, workers=0), -2.0),
+        "watched": Weighted(FunctionReward(length, workers=0), 0.0),
+    }
+    scores = score(WeightedSum(rewards), ["abc", "ABCD!"])
+    assert scores == [
+        Score(0.1 * 3 - 2.0 * 1, {"length": 3.0, "style": 1.0, "style/exclaims": 0.0, "watched": 3.0}),
+        Score(0.1 * 5 - 2.0 * 0, {"length": 5.0, "style": 0.0, "style/exclaims": 1.0, "watched": 5.0}),
+    ]
+    with pytest.raises(ValueError, match="the weight of length is nan, but a weight is a finite number"):
+        Weighted(FunctionReward(length, workers=0), math.nan)
+
+
+@pytest.mark.parametrize("failed_reward", [None, -1.0])
+def test_a_sum_fails_with_one_of_its_rewards(failed_reward: float | None) -> None:
+    rewards = {
+        "length": Weighted(FunctionReward(length, workers=0)),
+        "other": Weighted(FunctionReward(fails_on_b, workers=0, failed_reward=failed_reward), 3.0),
+    }
+    first, second, third = score(WeightedSum(rewards), ["a", "b", "cc"])
+    assert (first.reward, third.reward) == (7.0, 8.0)
+    assert second.error == "fails_on_b returned nan for line 2, but a reward is finite."
+    assert (second.excluded, second.reward) == ((True, 0.0) if failed_reward is None else (False, -1.0))
+
+
+def test_an_episode_alone_is_its_own_group() -> None:
+    episode = Episode(ROWS[0])
+    assert episode.group == [episode]
