@@ -47,7 +47,8 @@ def required_by_kinds() -> list[tuple[str, str, str, str]]:
     for recipe in RECIPES:
         for option in options(RECIPES[recipe].config):
             section, _, key = option.path.rpartition(".")
-            if option.kind and option.default is MISSING and section != "objective.kl":  # which has no kinds itself
+            named = "*" in section or section == "objective.kl"  # by the user, or has no kinds itself
+            if option.kind and option.default is MISSING and not named:
                 found.append((recipe, section, option.kind, key))
     return found
 

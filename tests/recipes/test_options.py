@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ HEARD: dict[str, Heard] = {
         "evaluation.every": ("0",),
         "evaluation.tasks": ("7",),
         "evaluation.samples_per_prompt": ("3",),
-        "evaluation.temperature": ("0",),
+        "evaluation.temperature": ("0.1",),
+        "evaluation.solved": ("2",),
         "environment.task": (
             "basic_arithmetic",
             *GYM,
@@ -197,6 +199,7 @@ HEARD: dict[str, Heard] = {
         "seed": ("1",),
         "tasks": ("7",),
         "samples_per_prompt": ("2",),
+        "solved": ("2",),
         **{f"sampling.{name}": value for name, value in ANSWERS.items()},
         "sampling.temperature": ("0",),  # its metrics see answers alone, and these are all the likeliest
     },
@@ -312,6 +315,18 @@ ELSEWHERE = {
     "environment.timeout": "tests/rollout/test_rewards.py",
     "environment.path": "test_grpo.py: test_a_conversation",
     "environment.reward": "tests/rollout/test_rewards.py",
+    **{
+        f"environment.rewards.*.{name}": "tests/rollout/test_function_reward.py, test_judge.py; test_rewards.py"
+        for name in (
+            *("kind", "weight", "function", "group", "batch_size", "concurrency", "timeout", "model", "device"),
+            *("budget", "url", "template", "system", "pattern", "scores", "lowest", "highest", "unparsable_reward"),
+            *("temperature", "max_new_tokens", "retries", "key_variable", "extra"),
+        )
+    },
+    **{
+        f"sets.*.{name}": "test_rewards.py: test_sets_have_their_own_tasks_rewards_and_metrics"
+        for name in ("environment", "tasks", "samples_per_prompt", "temperature", "solved")
+    },
     "environment.model": "test_reward_model.py",
     "environment.device": "test_reward_model.py",
     "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",
@@ -339,6 +354,8 @@ def test_every_option_is_tested(command: str) -> None:
     missing = []
     for path in leaves:
         shared = path.removeprefix("data.") if path.startswith("data.environment.") else path
+        shared = re.sub(r"^(evaluation\.)?sets\.\*\.environment\.", "environment.", shared)
+        shared = shared.removeprefix("evaluation.") if ".sets." in shared else shared
         by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
         by_the_same_code |= path in SUPERVISED and command != "eval"
         by_the_same_code |= path in EXAMPLES and command == "kto"

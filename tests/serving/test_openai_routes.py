@@ -15,7 +15,11 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
+from postlude.rollout.environments import SingleTurn
+from postlude.rollout.judge import JudgeReward, Verdict
+from postlude.rollout.tasks import Task
 from tests.generate.test_session import sharp
+from tests.rollout.episodes import step
 from tests.serving.test_generation_server import begun, said, serving, until
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say \N{SNOWMAN}."}]
@@ -75,6 +79,22 @@ def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
         for place, one in enumerate(each)
     ]
     assert [choice["text"] for choice in found["choices"]] == here
+
+
+def test_a_judge_reads_its_score_from_the_answer_of_the_generator(url: str) -> None:
+    (answer,) = alone(
+        encoded([{"role": "user", "content": "Grade 4."}]), SamplingParams(max_new_tokens=6, temperature=0)
+    )
+    text = str(answer.text)
+    verdict = Verdict(r"(?s)\A(.*)\Z", {text.strip().lower(): 5.0})
+    reward = JudgeReward(f"{url}/v1", "tiny", "Grade {completion}.", max_new_tokens=6, verdict=verdict)
+    task = Task("2+2=", {}, "line 1")
+    environment = SingleTurn([task], reward)
+    results = step(environment, [environment.reset(task), environment.reset(task)], ["4", "another"])
+    environment.close()
+    assert [result.score and result.score.reward for result in results] == [5.0, 0.0]
+    assert results[1].score is not None
+    assert results[1].score.excluded, "another question has another answer"
 
 
 def test_a_chat_completion(url: str) -> None:

@@ -1,0 +1,217 @@
+"""Rewards and evaluation sets of a run: what is trained on, what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
+from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.policy_configs import GRPOConfig
+from postlude.recipes.config.recipe_configs import EvalConfig
+from postlude.recipes.grpo import GRPOTrainer, checks
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.report.metrics import explain
+from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
+from postlude.recipes.trainer import run_training
+from postlude.rollout.conversations import Trajectory
+from postlude.rollout.environments import Transcript
+from postlude.rollout.rewards import Score
+from postlude.rollout.tasks import Task
+from tests.conftest import Ranks
+from tests.rollout.judge_server import judge_server
+
+FUNCTIONS = """
+import asyncio
+
+def digits(completion, length, answer):
+    return {"reward": sum(letter.isdigit() for letter in completion) / length, "answer": len(answer)}
+
+def rank(completions, prompts):
+    assert len(set(prompts)) == 1 and len(completions) in (2, 4)  # two on trial
+    return [sorted(set(map(len, completions))).index(len(text)) for text in completions]
+
+async def slow(completions, truncated):
+    await asyncio.sleep(0.01)
+    return [float(cut) for cut in truncated]
+
+def always(completion):
+    return 0.5
+"""
+CONFIG = """
+model: tiny-dense
+run: {place}/run
+budget: 128
+steps: 2
+prompts_per_step: 2
+samples_per_prompt: 4
+export: false
+sampling: {{max_new_tokens: 4}}
+environment:
+  kind: dataset
+  path: {place}/train.jsonl
+  workers: 0
+  rewards:
+    digits: {{kind: function, function: "{place}/functions.py:digits", weight: 2.0}}
+    rank: {{kind: function, function: "{place}/functions.py:rank", group: true, weight: 0.25}}
+    slow: "{place}/functions.py:slow"
+    judge: {{kind: judge, url: "{url}", model: judge, template: "{{completion}}", weight: -0.5}}
+evaluation:
+  every: 2
+  tasks: 2
+  sets:
+    half:
+      environment: {{kind: dataset, path: {place}/half.jsonl, reward: "{place}/functions.py:always", workers: 0}}
+      tasks: 3
+      samples_per_prompt: 2
+      temperature: 1.0
+      solved: 0.5
+    exact: {{environment: {{kind: dataset, path: {place}/train.jsonl, reward: exact, workers: 0}}, tasks: 4}}
+"""
+WEIGHTS = {"digits": 2.0, "rank": 0.25, "slow": 1.0, "judge": -0.5}
+
+
+def write_files(place: Path, url: str = "http://127.0.0.1:9/v1") -> Path:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10)]
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "half.jsonl").write_text("".join(json.dumps({"prompt": f"half {number}"}) + "\n" for number in range(5)))
+    (place / "functions.py").write_text(FUNCTIONS)
+    (place / "config.yaml").write_text(CONFIG.format(place=place, url=url))
+    return place / "config.yaml"
+
+
+def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], list[list[str]]]:
+    """The metrics of a run, the prompts that it trained on, and those of its sets."""
+    place = Path(directory)
+    with judge_server(lambda body, number: f"Score: {len(body['messages'][0]['content'])}") as server:
+        config = load(GRPOConfig, write_files(place, server.url))
+        preflight(checks(PreflightInputs(config, LaunchInfo())))
+        trainer = GRPOTrainer(config, "cpu")
+        sets = [[str(task.prompt) for task in each.tasks] for each in trainer.sets]
+        indices = trainer.task_sampler.take(200)
+        trainer.task_sampler.restore({"size": 10, "seed": 0, "epoch": 0, "position": 0})
+        run_training(trainer)
+    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return rows, {str(trainer.tasks[index].prompt) for index in indices}, sets
+
+
+def test_sets_have_their_own_tasks_rewards_and_metrics(ranks: Ranks, tmp_path: Path) -> None:
+    """And a reward is the sum of several: of one completion, of a group, of a coroutine and of a judge."""
+    ((rows, trained, sets),) = ranks(1, run, str(tmp_path))
+    for row in rows[1:]:
+        parts = {name: row[f"reward/{name}"] for name in WEIGHTS}
+        assert row["reward_mean"] == pytest.approx(sum(WEIGHTS[name] * value for name, value in parts.items()))
+        assert row["reward/digits/answer"] >= 1.0, "its own part"
+        assert 0.0 <= parts["rank"] <= 3.0
+        assert parts["slow"] == pytest.approx(row["truncated"])
+    assert sets == [["half 2", "half 3", "half 4"], ["6+1=", "7+1=", "8+1=", "9+1="]]
+    assert trained == {f"{number}+1=" for number in range(6)}, "neither held-out tasks nor those of a set"
+    evaluated = [row for row in rows if "eval/reward_mean" in row]
+    assert len(evaluated) == 2
+    for row in evaluated:
+        assert row["eval/half/reward_mean"] == 0.5
+        assert row["eval/half/pass@1"] == row["eval/half/pass@2"] == 1.0, "from 0.5 on a task is solved"
+        assert row["eval/exact/pass@1"] == row["eval/exact/reward_mean"]
+        assert "eval/exact/pass@2" not in row
+        assert "eval/pass@2" not in row
+
+
+def test_an_evaluation_has_sets_too(ranks: Ranks, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    reward = f"{tmp_path}/functions.py:always"
+    config = f"""
+model: tiny-dense
+run: {tmp_path}/eval
+budget: 128
+tasks: 2
+sampling: {{max_new_tokens: 2}}
+environment: {{kind: dataset, path: {tmp_path}/train.jsonl, reward: exact, workers: 0}}
+sets:
+  half: {{environment: {{kind: dataset, path: {tmp_path}/half.jsonl, reward: "{reward}", workers: 0}}}}
+"""
+    (tmp_path / "eval.yaml").write_text(config)
+    ranks(1, evaluated, str(tmp_path))
+    (row,) = [json.loads(line) for line in (tmp_path / "eval" / "metrics.jsonl").read_text().splitlines()]
+    assert (row["eval/half/reward_mean"], row["eval/half/pass@1"]) == (0.5, 0.0), "a task is solved from 1 on"
+    assert row["eval/pass@1"] == row["reward_mean"], "of its environment alone"
+
+
+def evaluated(group: Any, directory: str) -> None:
+    config = load(EvalConfig, Path(directory) / "eval.yaml")
+    preflight(RECIPES["eval"].checks(PreflightInputs(config, LaunchInfo())))
+    RECIPES["eval"].run(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--evaluation.samples_per_prompt=2"],
+            "samples_per_prompt is 2, but temperature is 0, .* pass@k would be pass@1",
+        ),
+        (
+            ["--evaluation.sets.half.temperature=0"],
+            r'"evaluation\.sets\.half" .*samples_per_prompt is 2, but temperature',
+        ),
+        (["--evaluation.every=0"], "sets has half, exact, but every is 0, which evaluates nothing"),
+        (
+            ["--evaluation.sets.reward.environment.kind=reasoning_gym", "--evaluation.sets.reward.environment.task=x"],
+            "a set is called 'reward', but its name is part of its metrics",
+        ),
+        (["--environment.reward=exact"], "it has both reward and rewards. Give a function as reward, or several"),
+        (["--environment.rewards={}"], "it has neither reward nor rewards"),
+        (["--environment.rewards.judge.lowest=0", "--environment.rewards.judge.scores={yes: 1}"], "scores lists every"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(GRPOConfig, write_files(tmp_path), words)
+
+
+def test_several_samples_at_temperature_0_are_refused_in_an_evaluation() -> None:
+    with pytest.raises(ConfigError, match=r"samples_per_prompt is 4, but sampling\.temperature is 0"):
+        load(EvalConfig, None, ["--samples_per_prompt=4"])
+
+
+def test_the_preflight_tries_every_reward_and_every_set(tmp_path: Path) -> None:
+    """The judge cannot be reached, and a function of a set fails: both are reported before a run."""
+    file = write_files(tmp_path)
+    (tmp_path / "functions.py").write_text(FUNCTIONS.replace("return 0.5", "return 'half'"))
+    config = load(GRPOConfig, file, ["--environment.rewards.judge.retries=0"])
+    with pytest.raises(ValueError, match="cannot be reached") as error:
+        preflight(checks(PreflightInputs(config, LaunchInfo())))
+    assert "always returned 'half', but a reward is a number" in str(error.value)
+    assert "That was a trial on line 1 of half.jsonl" in str(error.value)
+
+
+def sampled(group: int, reward: float) -> Trajectory:
+    return Trajectory(Task("p", {}, "task"), group, Transcript([1]), score=Score(reward), done=True)
+
+
+def test_a_task_is_solved_from_the_threshold_on() -> None:
+    trajectories = [sampled(0, 0.4), sampled(0, 0.7), sampled(1, 0.39), sampled(1, 0.1)]
+    for solved, passes in ((0.4, (0.5, 0.5)), (0.5, (0.25, 0.5)), (1.0, (0.0, 0.0)), (0.0, (1.0, 1.0))):
+        metrics = evaluation_metrics(trajectories, 2, solved)
+        assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == passes
+
+
+def test_tasks_of_sets_leave_something_to_train_on() -> None:
+    tasks = [Task(f"{number}", {}, f"line {number}") for number in range(4)]
+    same = EvaluationSet("same", None, tasks[:3], None)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"every one of the 4 tasks is held out or has a prompt of evaluation\.sets \(same"
+    ):
+        EvaluatedTasks(tasks, 1, "prompt", [same])
+    evaluated = EvaluatedTasks(tasks, 1, "prompt", [EvaluationSet("one", None, tasks[:1], None)])  # type: ignore[arg-type]
+    assert [index in evaluated for index in range(4)] == [True, False, False, True]
+
+
+def test_metrics_of_a_set_are_explained() -> None:
+    info = explain("eval/math/pass@4")
+    assert info is not None
+    assert info.title.startswith("math: ")
+    assert info.meaning.endswith("; of the set math")
+    assert explain("eval/math/no_such_metric") is None
