@@ -33,7 +33,7 @@ from workloads import SHAPES, Results
 from postlude.cli import main as postlude
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.run.directory import read_metrics
-from postlude.rollout.environments import AssistantTurn
+from postlude.rollout.episode import AssistantTurn
 
 UNCOUNTED = 3  # steps at the beginning
 PHASES = ("rollout", "reward", "weights", "score", "train")

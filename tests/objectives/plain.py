@@ -85,6 +85,7 @@ def preference(
     length_normalised: bool = False,
     reference: bool = True,
     margin: float = 0.0,
+    margins: bool = False,
     nll: float = 0.0,
     mask: str = "response_mask",
 ) -> Tensor:
@@ -99,7 +100,8 @@ def preference(
         if loss_type == "ipo":
             loss = (difference - 1 / (2 * beta)) ** 2
         else:
-            right = torch.sigmoid(beta * difference - margin)
+            own = float(batch.columns["margins"][chosen]) if margins else 0.0
+            right = torch.sigmoid(beta * difference - margin - own)
             loss = -(1 - label_smoothing) * right.log() - label_smoothing * (1 - right).log()
         if nll:
             loss = loss - nll * sum(token.logprob for token in answers[chosen]) / len(answers[chosen])
@@ -259,15 +261,18 @@ def distill(
     return average(tokens_of(model, batch, temperature), over, loss)
 
 
-def reward(model: LanguageModel, batch: Batch, *, margin: float = 0.0, centring: float = 0.0) -> Tensor:
+def reward(
+    model: LanguageModel, batch: Batch, *, margin: float = 0.0, margins: bool = False, centring: float = 0.0
+) -> Tensor:
     scores = []
     for sequence in batch.sequences:
         (alone,) = pack([sequence], budget=len(sequence))
         hidden = model(alone, output_processor=lambda inputs, _: inputs.hidden)
         scores.append((hidden[-1] * model.value_head.weight).sum())
+    own = batch.columns["margins"][::2] if margins else [0.0] * (len(scores) // 2)
     losses = [
-        -torch.sigmoid(chosen - rejected - margin).log() + centring * (chosen + rejected) ** 2
-        for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)
+        -torch.sigmoid(chosen - rejected - margin - more).log() + centring * (chosen + rejected) ** 2
+        for chosen, rejected, more in zip(scores[::2], scores[1::2], own, strict=True)
     ]
     return sum(losses) / len(losses)
 

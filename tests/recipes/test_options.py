@@ -100,6 +100,7 @@ HEARD: dict[str, Heard] = {
         "data.prompt": ("other_prompt",),
         "data.chosen": ("other_chosen",),
         "data.rejected": ("other_rejected",),
+        "data.margin": ("margin",),
         "objective.loss_type": ("ipo",),
         "objective.beta": ("0.3",),
         "objective.length_normalised": ("true",),
@@ -241,6 +242,7 @@ ELSEWHERE = {
     "ppo objective.temperature": "as of grpo",
     "grpo objective.temperature": "it is taken from the answers; test_grpo.py: test_what_cannot_be_is_said",
     "kto objective.mask": "as of dpo",
+    "objective.margins": "data.margin sets it; tests/objectives/test_plain.py",
     "dpo objective.mask": "a run has one mask; tests/objectives/test_plain.py",
     "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
     "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_answers",
@@ -327,6 +329,9 @@ ELSEWHERE = {
         f"sets.*.{name}": "test_rewards.py: test_sets_have_their_own_tasks_rewards_and_metrics"
         for name in ("environment", "tasks", "samples_per_prompt", "temperature", "solved")
     },
+    "environment.rewards": "its keys, below it",
+    "evaluation.sets": "test_rewards.py: test_sets_have_their_own_tasks_rewards_and_metrics",
+    "sets": "test_rewards.py: test_an_evaluation_has_sets_too",
     "environment.model": "test_reward_model.py",
     "environment.device": "test_reward_model.py",
     "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",
@@ -408,8 +413,9 @@ def write_files(directory: Path) -> None:
                 "other_prompt": f"say {ask}",
                 "other_chosen": f"{right}!",
                 "other_rejected": f"{wrong}?",
+                "margin": number / 10,
             }
-            for ask, right, wrong in sums
+            for number, (ask, right, wrong) in enumerate(sums)
         ],
     }.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

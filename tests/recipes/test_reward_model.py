@@ -20,7 +20,8 @@ from postlude.layout import Layout
 from postlude.model import OutputInputs
 from postlude.objectives import BradleyTerry
 from postlude.objectives.reward_model import sequence_scores
-from postlude.rollout.environments import AssistantTurn, SingleTurn
+from postlude.rollout.environments import SingleTurn
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.reward_model import ModelReward
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from postlude.rollout.environments import AssistantTurn, Environment, Episode, TurnResult
+from postlude.rollout.environments import Environment, TurnResult
+from postlude.rollout.episode import AssistantTurn, Episode
 
 
 def step(

@@ -14,7 +14,8 @@ import pytest
 
 from postlude.rollout.async_environment import AsyncEnvironment, read_turn
 from postlude.rollout.coroutine_pool import CoroutinePool
-from postlude.rollout.environments import AssistantTurn, TurnResult
+from postlude.rollout.environments import TurnResult
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task

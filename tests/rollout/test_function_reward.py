@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from postlude.rollout.environments import AssistantTurn, Episode, SingleTurn
+from postlude.rollout.environments import SingleTurn
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward, Weighted, WeightedSum
 from postlude.rollout.rewards import Score

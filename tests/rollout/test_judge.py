@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from postlude.rollout import judge as module
-from postlude.rollout.environments import AssistantTurn, SingleTurn
+from postlude.rollout.environments import SingleTurn
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.judge import JudgeReward, Verdict
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task

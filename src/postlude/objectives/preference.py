@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 REFERENCE = "reference_logprobs"
 """Log-prob of each token under the reference model. Read with `reference`."""
 
+MARGINS = "margins"
+"""The margin of each pair, for both of its sequences. Read with `margins`."""
+
 LossType = Literal["sigmoid", "ipo"]
 
 
@@ -40,7 +43,8 @@ class Preference:
     which is a mean over tokens with `length_normalised`, and has p_ref = 1 without `reference`. DPO is the default;
     SimPO is `Preference(reference=False, length_normalised=True, beta=2.0, margin=1.0)`.
 
-    Columns: `mask`, 1 for the tokens of the completions ("tokens" for all); "reference_logprobs" with `reference`.
+    Columns: `mask`, 1 for the tokens of the completions ("tokens" for all); "reference_logprobs" with `reference`;
+    "margins" with `margins`, which is added to `margin`.
     """
 
     loss_type: LossType = "sigmoid"
@@ -55,6 +59,8 @@ class Preference:
     """Whether Δ is relative to the reference model."""
     margin: NonNegative = 0.0
     """The margin by which the chosen completion should lead."""
+    margins: bool = False
+    """Whether each pair has a margin of its own besides, in the column "margins"."""
     nll: NonNegative = 0.0
     """Weight of the chosen completions' negative log-likelihood."""
     mask: str = "response_mask"
@@ -69,8 +75,10 @@ class Preference:
                 f"label_smoothing is {self.label_smoothing:g}, but the share of wrong labels is in [0, 0.5). "
                 "Swap the completions if most labels are wrong."
             )
-        if self.loss_type == "ipo" and (self.label_smoothing or self.margin):
-            raise ValueError('loss_type="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing and margin at 0.')
+        if self.loss_type == "ipo" and (self.label_smoothing or self.margin or self.margins):
+            raise ValueError(
+                'loss_type="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing, margin and margins at 0.'
+            )
 
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
         """Returns (column name, MTP depth) of the weights of each mean."""
@@ -91,20 +99,28 @@ class Preference:
         else:
             deltas = microbatch.sequence_sum(delta.where(kept, 0.0))
         chosen, rejected = pairs(deltas)
-        losses = self.loss(chosen - rejected)
+        losses = self.loss(chosen - rejected, pair_margins(microbatch) if self.margins else 0.0)
         if self.nll:
             losses = losses - self.nll * pairs(sequence_mean(microbatch, logprob, kept))[0]
         return pair_loss(losses, rewards_of(chosen, rejected, self.beta))
 
-    def loss(self, difference: Tensor) -> Tensor:
-        """Returns the loss of each pair, given Δ_c - Δ_r."""
+    def loss(self, difference: Tensor, margins: Tensor | float = 0.0) -> Tensor:
+        """Returns the loss of each pair, given Δ_c - Δ_r and the pairs' own margins."""
         from torch.nn.functional import logsigmoid
 
         if self.loss_type == "ipo":
             return (difference - 0.5 / self.beta).square()
-        margins = self.beta * difference - self.margin
+        lead = self.beta * difference - self.margin - margins
         wrong = self.label_smoothing
-        return -(1 - wrong) * logsigmoid(margins) - wrong * logsigmoid(-margins)
+        return -(1 - wrong) * logsigmoid(lead) - wrong * logsigmoid(-lead)
+
+
+def pair_margins(microbatch: Microbatch) -> Tensor:
+    """Returns the margin of each pair, [pairs] fp32."""
+    from postlude.data import IGNORE
+
+    margins = sequence_mean(microbatch, microbatch.column(MARGINS).float(), microbatch.targets != IGNORE)
+    return pairs(margins)[0]
 
 
 def rewards_of(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
-from postlude.objectives.preference import check_pairs, pair_loss, pairs
+from postlude.objectives.preference import check_pairs, pair_loss, pair_margins, pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,11 +21,14 @@ class BradleyTerry:
 
     averaged over the pairs of the batch, for the scores s of the chosen completion c and the rejected one r. The score
     of a sequence is the value head's output at its last token (`sequence_scores`). Sequence 2i of a batch is the chosen
-    completion of a pair, sequence 2i + 1 the rejected one, both in one microbatch.
+    completion of a pair, sequence 2i + 1 the rejected one, both in one microbatch. With `margins` the column "margins"
+    is added to `margin`.
     """
 
     margin: NonNegative = 0.0
     """The margin by which the chosen completion should lead."""
+    margins: bool = False
+    """Whether each pair has a margin of its own besides, in the column "margins"."""
     centring: NonNegative = 0.0
     """Weight of the penalty that keeps the scores of a pair around 0."""
 
@@ -43,7 +46,8 @@ class BradleyTerry:
         check_pairs(inputs.microbatch)
         chosen, rejected = pairs(sequence_scores(inputs))
         difference = chosen - rejected
-        losses = -logsigmoid(difference - self.margin)
+        margins = pair_margins(inputs.microbatch) if self.margins else 0.0
+        losses = -logsigmoid(difference - self.margin - margins)
         if self.centring:
             losses = losses + self.centring * (chosen + rejected).square()
         values = {

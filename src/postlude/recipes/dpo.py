@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.data.chat import EncodedSequence, preference_batch
 from postlude.engine.reference import Reference
-from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.pairs import PairRow, PairRows, margin_checks, pair_batch, read_margins, trial_pairs, with_margins
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -23,25 +21,23 @@ from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics, run_training
 
 
-class DPOTrainer(SupervisedTrainer[tuple[EncodedSequence, EncodedSequence]]):
+class DPOTrainer(SupervisedTrainer[PairRow]):
     """A run of preference training. The reference is the model that the run started from."""
 
     name = "dpo"
     config: DPOConfig
 
     def __init__(self, config: DPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
-        super().__init__(config, device, build_objective(config.objective), runtime)
+        super().__init__(config, device, with_margins(build_objective(config.objective), config.data), runtime)
         self.reference: Reference | None = self.engine.reference() if config.has_reference else None
 
-    def read_rows(self) -> EncodedRows[tuple[EncodedSequence, EncodedSequence]]:
+    def read_rows(self) -> PairRows:
         """Returns the pairs as tokens."""
-        return self.encode_rows(self.config.data)
+        return PairRows(self.encode_rows(self.config.data), read_margins(self.config.data))
 
-    def make_batch(
-        self, rows: Sequence[tuple[EncodedSequence, EncodedSequence]], *, held_out: bool = False
-    ) -> tuple[Batch, StepMetrics]:
+    def make_batch(self, rows: Sequence[PairRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns both completions of each pair, with their reference log-probs."""
-        batch = preference_batch(rows)
+        batch = pair_batch(rows)
         if self.reference is None:
             return batch, {}
         with self.timer("reference"):
@@ -55,10 +51,10 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    trial = preference_batch([(TRIAL_SEQUENCES[0], TRIAL_SEQUENCES[1]), (TRIAL_SEQUENCES[2], TRIAL_SEQUENCES[3])])
+    trial = trial_pairs(inputs.config.data)
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])
-    return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data)]
+    return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data), *margin_checks(inputs)]
 
 
 def run(

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from postlude.data import Batch
-from postlude.data.chat import EncodedSequence, preference_batch
 from postlude.engine.export import export
 from postlude.hf.model_card import ModelCard
 from postlude.hf.sequence_classification import as_classifier
 from postlude.hf.tensor_sources import hf_config
-from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
 from postlude.recipes.config.recipe_configs import RMConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.pairs import PairRow, PairRows, margin_checks, pair_batch, read_margins, trial_pairs, with_margins
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -23,24 +21,22 @@ from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics, run_training
 
 
-class RMTrainer(SupervisedTrainer[tuple[EncodedSequence, EncodedSequence]]):
+class RMTrainer(SupervisedTrainer[PairRow]):
     """A run that trains a reward model: a model with a value head, which is read at the last token."""
 
     name = "rm"
     config: RMConfig
 
     def __init__(self, config: RMConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
-        super().__init__(config, device, build_objective(config.objective), runtime)
+        super().__init__(config, device, with_margins(build_objective(config.objective), config.data), runtime)
 
-    def read_rows(self) -> EncodedRows[tuple[EncodedSequence, EncodedSequence]]:
+    def read_rows(self) -> PairRows:
         """Returns the pairs as tokens."""
-        return self.encode_rows(self.config.data)
+        return PairRows(self.encode_rows(self.config.data), read_margins(self.config.data))
 
-    def make_batch(
-        self, rows: Sequence[tuple[EncodedSequence, EncodedSequence]], *, held_out: bool = False
-    ) -> tuple[Batch, StepMetrics]:
+    def make_batch(self, rows: Sequence[PairRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns both completions of each pair."""
-        return preference_batch(rows), {}
+        return pair_batch(rows), {}
 
     def export(self, path: Path, card: ModelCard | None) -> None:
         """Writes a model that transformers' AutoModelForSequenceClassification reads, with one label."""
@@ -60,9 +56,14 @@ def _check_export(inputs: PreflightInputs) -> str:
 
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
-    trial = preference_batch([(TRIAL_SEQUENCES[0], TRIAL_SEQUENCES[1]), (TRIAL_SEQUENCES[2], TRIAL_SEQUENCES[3])])
+    trial = trial_pairs(inputs.config.data)
     exported = [Check("export", lambda: _check_export(inputs), after=("model",))] if inputs.config.export else []
-    return [*training_checks(inputs, trial), *exported, *dataset_checks(inputs, inputs.config.data)]
+    return [
+        *training_checks(inputs, trial),
+        *exported,
+        *dataset_checks(inputs, inputs.config.data),
+        *margin_checks(inputs),
+    ]
 
 
 def run(

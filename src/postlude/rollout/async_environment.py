@@ -20,14 +20,8 @@ from typing import Any
 
 from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
-from postlude.rollout.environments import (
-    AssistantTurn,
-    Environment,
-    Episode,
-    TurnResult,
-    check_max_turns,
-    unfinished_score,
-)
+from postlude.rollout.environments import Environment, TurnResult, check_max_turns, unfinished_score
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.rewards import FailureCounter, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from postlude.data.chat import Encoder
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.rollout.environments import AssistantTurn, Environment, Episode, Transcript, TurnResult, is_chat
+from postlude.rollout.environments import Environment, Transcript, TurnResult, is_chat
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 

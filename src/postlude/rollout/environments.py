@@ -31,23 +31,13 @@ from typing import TYPE_CHECKING, Any
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
 from postlude.pool.worker_pool import PoolFactory
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import Reward, trial_failure
 from postlude.rollout.rewards import Reply, RewardPool, Score
 from postlude.rollout.tasks import Task, Tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class AssistantTurn:
-    """One completion, as an environment sees it."""
-
-    text: str
-    tokens: Sequence[int] = ()
-    """As they were sampled."""
-    truncated: bool = False
-    """Whether it reached max_new_tokens before it ended."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +56,6 @@ class TurnResult:
     def done(self) -> bool:
         """Whether the episode is over."""
         return self.observation is None
-
-
-@dataclass(eq=False)
-class Episode:
-    """One attempt at a task: the turns of the model and the observations so far."""
-
-    task: Task
-    turns: list[AssistantTurn] = field(default_factory=list)
-    observations: list[str | list[Message]] = field(default_factory=list)
-    score_so_far: Score | None = None
-    """The sum of its turns' scores, if they have any."""
-    score: Score | None = None
-    """Set when it is over."""
-    state: Any = None
-    """Whatever an environment keeps for it."""
-    group: list[Episode] = field(default_factory=list, repr=False)
-    """All attempts at the task that are compared with each other, this one included."""
-
-    def __post_init__(self) -> None:
-        self.group = self.group or [self]
-
-    @property
-    def completions(self) -> list[str]:
-        """The texts of the model's turns."""
-        return [turn.text for turn in self.turns]
 
 
 class Environment(ABC):

@@ -18,7 +18,7 @@ from postlude.rollout.reward_call import RewardCall
 from postlude.rollout.rewards import FailureCounter, Score, failure_message, read_score
 
 if TYPE_CHECKING:
-    from postlude.rollout.environments import AssistantTurn, Episode
+    from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 

@@ -22,7 +22,7 @@ from postlude.serving.clients.openai import only_choice
 from postlude.serving.errors import InvalidResponse, ServerUnavailable
 
 if TYPE_CHECKING:
-    from postlude.rollout.environments import AssistantTurn, Episode
+    from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from postlude.rollout.coroutine_pool import CoroutinePool
-from postlude.rollout.environments import AssistantTurn
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.tasks import Task, chat_prompt, check_index
 
 SEED, SHOWN = "seed", "shown"

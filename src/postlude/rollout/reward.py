@@ -17,7 +17,7 @@ from postlude.data.chat_template import shorten
 from postlude.rollout.rewards import Score
 
 if TYPE_CHECKING:
-    from postlude.rollout.environments import AssistantTurn, Episode
+    from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 WAIT_SECONDS = 0.02  # how long one of several rewards is waited for before the others are polled again

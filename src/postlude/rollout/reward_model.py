@@ -15,7 +15,7 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.sequence_classification import check_value_head
 from postlude.model import LanguageModel
 from postlude.objectives.reward_model import sequence_scores
-from postlude.rollout.environments import AssistantTurn, Episode
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
 from postlude.rollout.tasks import Task

@@ -15,7 +15,8 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, check_voca
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
 from postlude.recipes.config.settings import EvaluationSetSettings, EvaluationSettings, SamplingSettings
 from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, prompt_encoder
-from postlude.rollout.environments import AssistantTurn, Environment, is_chat
+from postlude.rollout.environments import Environment, is_chat
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
 from postlude.rollout.tool_calls import load_format
 

@@ -85,6 +85,9 @@ class Pairs(DatasetPath):
     """Column of the preferred completion."""
     rejected: str = "rejected"
     """Column of the other completion."""
+    margin: str | None = None
+    """Column of the margin by which the preferred completion should lead, added to objective.margin; none reads none.
+    """
     tools: str = "tools"
     """Column of the tools that messages may call, as JSON schemas, for the chat template."""
     overlong: Overlong = "refuse"

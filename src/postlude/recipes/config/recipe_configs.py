@@ -85,8 +85,19 @@ class DPOConfig(SupervisedConfig):
     data: Pairs
     """Pairs to train on."""
     objective: PairObjective = Preference()
-    """Objective to minimise. One of yours finds the columns "response_mask" and "reference_logprobs", and the two
-    completions of a pair side by side."""
+    """Objective to minimise. One of yours finds the columns "response_mask" and "reference_logprobs", "margins" with
+    data.margin, and the two completions of a pair side by side."""
+
+    @model_validator(mode="after")
+    def _check_margin(self) -> Self:
+        objective = self.objective
+        reads_margins = isinstance(objective, ObjectiveFile) or getattr(objective, "loss_type", "") == "sigmoid"
+        if self.data.margin is not None and not reads_margins:
+            raise ValueError(
+                f"data.margin is {self.data.margin}, but only the sigmoid loss of pairs has a margin. Leave it out, or "
+                "set objective.kind to preference and objective.loss_type to sigmoid."
+            )
+        return self
 
     @property
     def has_reference(self) -> bool:
@@ -129,8 +140,8 @@ class RMConfig(SupervisedConfig):
     optimizer: OptimizerSettings = AdamW(lr=1e-5)
     """Optimizer."""
     objective: RewardObjective = BradleyTerry()
-    """Objective to minimise. One of yours finds the column "response_mask", the two completions of a pair side by side,
-    and the value head as inputs.head.values."""
+    """Objective to minimise. One of yours finds the column "response_mask", "margins" with data.margin, the two
+    completions of a pair side by side, and the value head as inputs.head.values."""
 
     @property
     def has_value_head(self) -> bool:
