@@ -15,7 +15,7 @@ help:
 	@echo "make test-fast  the tests that matter while editing"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
-	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL and NeMo RL on the CPU, in a separate environment"
+	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL, NeMo RL and TRL on the CPU, in a separate environment"
 	@echo "make test-tinker   the tests with the real client of the Tinker API, in a separate environment"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make lint       ruff and mypy"
@@ -95,6 +95,8 @@ $(PEERS)/.ready: $(READY)
 	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps --only-binary=:all: --python-version 3.12 \
 		megatron-core==0.19.2 skyrl==0.4.0 verl==0.9.1
 	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps einops
+	$(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps trl==1.16.0 'datasets>=4.7' dill multiprocess xxhash pandas \
+		python-dateutil six
 	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps \
 		--no-build-isolation --no-binary mamba-ssm mamba-ssm==2.3.2.post1
 	git clone --quiet --depth 1 --no-checkout --branch v0.7.0 $(NEMO_RL) $(PEERS)/nemo-rl-sources \

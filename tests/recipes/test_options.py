@@ -117,6 +117,7 @@ HEARD: dict[str, Heard] = {
     },
     "rm": {
         **{f"data.{name}": (f"other_{name}",) for name in ("prompt", "chosen", "rejected")},
+        "data.margin": ("margin",),
         "objective.margin": ("0.5",),
         "objective.centring": ("0.5",),
     },
@@ -344,6 +345,7 @@ ELSEWHERE = {
     "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
     "environment.keep_reasoning": "tests/data/test_chat.py",
     "environment.tools": "tests/rollout/test_tools.py",
+    "environment.format": "tests/rollout/test_tool_calls.py",
     "environment.episode": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.address": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.action": "tests/rollout/test_async_environment.py",

@@ -1,0 +1,189 @@
+"""KTO and ORPO are TRL's: its trainers' own losses, on the same tokens, have the same value and gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude import LanguageModel
+from postlude.data import Batch, pack
+from postlude.data.chat import EncodedSequence
+from postlude.objectives import KTO, ORPO
+from postlude.recipes.kto import unrelated_pairs
+from tests.equality import assert_equal
+from tests.model.small import small_config
+from tests.objectives.cases import batch_for, with_critic
+from tests.objectives.test_plain import gradients, run
+
+pytestmark = pytest.mark.peers
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _frameworks() -> None:
+    if find_spec("trl") is None or find_spec("datasets") is None:
+        pytest.skip("needs trl and datasets: the packages of `make test-peers`")
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return with_critic(small_config("[*-][S-]"))
+
+
+@pytest.fixture(scope="module")
+def batch(model: LanguageModel) -> Batch:
+    return batch_for(model)
+
+
+def logits_of(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """[length, vocabulary] of one sequence."""
+    (alone,) = pack([tokens], budget=len(tokens))
+    return model(alone, output_processor=lambda inputs, _: inputs.head.logits(inputs.hidden))
+
+
+def padded(rows: list[Tensor], value: int = 0) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], True, value).long()
+
+
+class Forward:
+    """The model as a trainer of TRL calls it: padded rows in, logits and log-probs of the labels out."""
+
+    training = True
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        rows = [logits_of(self.model, row[mask.bool()]) for row, mask in zip(input_ids, attention_mask, strict=True)]
+        logits = torch.nn.utils.rnn.pad_sequence(rows, True)
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, input_ids.shape[1] - logits.shape[1]))
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        targets = labels[:, 1:]
+        found = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        nothing = torch.zeros_like(found)
+        return SimpleNamespace(log_probs=found.where(targets != -100, 0.0), entropy=nothing, mean_logits=nothing)
+
+
+def trainer(kind: type, model: LanguageModel, **settings: Any) -> Any:
+    """A trainer of TRL that has what its loss reads."""
+    made = object.__new__(kind)
+    accelerator = SimpleNamespace(device=DEVICE, gather_for_metrics=lambda value: value)
+    vars(made).update(accelerator=accelerator, aux_loss_enabled=False, model=Forward(model), **settings)
+    return made
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.3], ids=["a KL above 0", "a KL at its bound"])
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.4}])
+def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shift: float) -> None:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    tokens, masks = [torch.as_tensor(each) for each in batch.sequences], batch.columns["response_mask"]
+    answers = [
+        EncodedSequence(row.tolist(), [int(each) for each in mask]) for row, mask in zip(tokens, masks, strict=True)
+    ]
+    unrelated = unrelated_pairs(answers, 64)
+    with torch.no_grad():
+        own = [
+            torch.cat(
+                [
+                    torch.zeros(1),
+                    logits_of(model, row := torch.tensor(pair.tokens))[:-1]
+                    .log_softmax(-1)
+                    .gather(-1, row[1:, None])[:, 0],
+                ]
+            )
+            for pair in unrelated
+        ]
+    others = [torch.tensor(pair.mask, dtype=torch.float32) for pair in unrelated]
+    reference_sums = torch.stack([((each + shift) * mask).sum() for each, mask in zip(own, others, strict=True)])
+    deltas = [float((-shift * mask).sum()) for mask in others]
+    kl = max(sum(deltas) / len(deltas), 0.0)
+    assert (kl > 0) == (shift < 0)
+
+    objective = KTO(**settings)
+    columns = {**batch.columns, "batch_kl": [kl] * len(tokens)}
+    ours, metrics = run(model, Batch(tokens, columns), objective, budget=64)
+    theirs = trainer(
+        KTOTrainer,
+        model,
+        loss_type="kto",
+        beta=objective.beta,
+        desirable_weight=objective.desirable_weight,
+        undesirable_weight=objective.undesirable_weight,
+        calculate_KL=True,
+        precompute_ref_logps=True,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    reference = [(each * mask).sum() for each, mask in zip(batch.columns["reference_logprobs"], masks, strict=True)]
+    inputs = {
+        "input_ids": padded(tokens),
+        "attention_mask": padded([torch.ones(len(row)) for row in tokens]),
+        "completion_mask": padded(list(masks)),
+        "KL_input_ids": padded([torch.tensor(pair.tokens) for pair in unrelated]),
+        "KL_attention_mask": padded([torch.ones(len(pair.tokens)) for pair in unrelated]),
+        "KL_completion_mask": padded(others),
+        "label": torch.tensor(batch.columns["desirable"]).bool(),
+        "ref_logps": torch.stack(reference),
+        "ref_KL_logps": reference_sums,
+    }
+    loss = theirs._compute_loss(theirs.model, inputs, False)
+    assert_equal(ours, loss, "loss")
+    wanted = gradients(model, loss)
+    for name, gradient in gradients(model, ours).items():
+        assert_equal(gradient, wanted[name], f"gradient of {name}")
+    assert metrics["batch_kl"] == pytest.approx(theirs._metrics["train"]["kl"][0], rel=1e-4, abs=1e-6)
+
+
+def orpo_inputs(tokens: list[Tensor], masks: list[Tensor]) -> dict[str, Tensor]:
+    inputs = {}
+    for name, first in (("chosen", 0), ("rejected", 1)):
+        rows, kept = tokens[first::2], masks[first::2]
+        inputs[f"{name}_input_ids"] = padded(rows)
+        inputs[f"{name}_attention_mask"] = padded([torch.ones(len(row)) for row in rows])
+        labels = [row.masked_fill(mask == 0, -100) for row, mask in zip(rows, kept, strict=True)]
+        inputs[f"{name}_labels"] = padded(labels, -100)
+    return inputs
+
+
+def orpo_trainer(model: LanguageModel, beta: float) -> Any:
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    return trainer(ORPOTrainer, model, beta=beta, is_encoder_decoder=False, padding_value=0)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.8])
+def test_the_odds_ratio_of_orpo(model: LanguageModel, batch: Batch, beta: float) -> None:
+    """TRL averages the likelihood over the tokens of all prompts and completions, so this term is compared alone."""
+    tokens = [torch.as_tensor(each) for each in batch.sequences]
+    theirs = orpo_trainer(model, beta)
+    chosen, rejected, *_ = theirs.concatenated_forward(
+        theirs.model, orpo_inputs(tokens, batch.columns["response_mask"])
+    )
+    loss = -theirs.odds_ratio_loss(chosen, rejected)[0].mean()
+    ours, _ = run(model, batch, ORPO(beta=beta, nll=0.0), budget=64)
+    assert_equal(ours, loss, "loss")
+    wanted = gradients(model, loss)
+    for name, gradient in gradients(model, ours).items():
+        assert_equal(gradient, wanted[name], f"gradient of {name}")
+
+
+def test_orpo_of_one_pair_without_a_prompt(model: LanguageModel, batch: Batch) -> None:
+    """There the likelihood is over the same tokens, and the whole loss is TRL's."""
+    tokens = [torch.as_tensor(each) for each in batch.sequences[:2]]
+    theirs = orpo_trainer(model, 0.3)
+    inputs = orpo_inputs(tokens, [torch.ones(len(row)) for row in tokens])
+    loss, _ = theirs.get_batch_loss_metrics(theirs.model, inputs)
+    ours, _ = run(model, Batch(tokens), ORPO(beta=0.3, mask="tokens"), budget=64)
+    assert_equal(ours, loss, "loss")
+    wanted = gradients(model, loss)
+    for name, gradient in gradients(model, ours).items():
+        assert_equal(gradient, wanted[name], f"gradient of {name}")
