@@ -333,6 +333,11 @@ ELSEWHERE = {
     "environment.rewards": "its keys, below it",
     "evaluation.sets": "test_rewards.py: test_sets_have_their_own_tasks_rewards_and_metrics",
     "sets": "test_rewards.py: test_an_evaluation_has_sets_too",
+    **{
+        f"{within}.{name}": "tests/data/test_hub.py"
+        for within in ("data", "environment")
+        for name in ("config", "split")
+    },
     "environment.model": "test_reward_model.py",
     "environment.device": "test_reward_model.py",
     "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, preference_batch
-from postlude.data.datasets import read_rows
 from postlude.objectives import Objective
 from postlude.objectives.preference import MARGINS, Preference
 from postlude.objectives.reward_model import BradleyTerry
@@ -52,7 +51,7 @@ def read_margins(data: Pairs) -> list[float] | None:
     """Returns the margin of each row of the file, or None if no column is named. Raises ValueError if one is none."""
     if data.margin is None:
         return None
-    rows = read_rows(data.path)
+    rows = data.read()
     rows.require(data.margin)
     margins: list[float] = []
     for index, row in enumerate(rows):
