@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async docs test test-all test-fast test-gpu test-serving test-peers test-tinker lint format clean
+.PHONY: help demo demo-async docs test test-all test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
 	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL, NeMo RL and TRL on the CPU, in a separate environment"
 	@echo "make test-tinker   the tests with the real client of the Tinker API, in a separate environment"
+	@echo "make test-kernels  compiles the kernels for every GPU of the table, with the Triton of each torch"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     format and fix the code with ruff"
@@ -121,6 +122,21 @@ $(TINKER)/.ready:
 test-tinker: $(READY) $(TINKER)/.ready
 	TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m tinker -s tests/tinker
 
+# The releases of Triton that torch 2.11, 2.12 and 2.13 need, each in a folder that hides the one of $(VENV).
+KERNELS := .venv-kernels
+TRITONS := 3.6.0 3.7.0 3.7.1
+
+$(KERNELS)/%/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS)/$* triton==$*
+	touch $@
+
+test-kernels: $(READY) $(TRITONS:%=$(KERNELS)/%/.ready)
+	for version in $(TRITONS); do \
+		echo "Triton $$version"; \
+		PYTHONPATH=$(CURDIR)/$(KERNELS)/$$version OMP_NUM_THREADS=1 \
+			$(BIN)/python -m pytest -m "not gpu" tests/ops/test_cross_compile.py || exit 1; \
+	done
+
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
@@ -135,4 +151,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(SERVING) $(PEERS) $(TINKER) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) $(PEERS) $(TINKER) $(KERNELS) .pytest_cache .ruff_cache .mypy_cache .hypothesis

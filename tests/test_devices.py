@@ -112,6 +112,15 @@ def test_a_device_that_is_not_there_is_a_sentence_before_any_rank_starts() -> No
         check_device(fine)
 
 
+def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("cuda", "cuda:0", None):
+        with pytest.raises(ValueError, match="built for AMD GPUs, on which Postlude was never run; use device cpu"):
+            check_device(device)
+    check_device("cpu")
+
+
 def test_an_engine_computes_on_its_ranks_device() -> None:
     with ranks(device="cpu") as rank:
         engine = Engine("tiny-dense")

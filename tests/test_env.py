@@ -13,9 +13,9 @@ import postlude
 from postlude.cli import main
 from postlude.commands import env
 from postlude.ops.kernels import capabilities
-from postlude.ops.kernels.capabilities import KERNELS, MEASURED
+from postlude.ops.kernels.capabilities import GPUS, KERNELS
 
-FUNCTIONS = {"use_kernel", "_use_kernel", "why_unmeasured", "was_measured"}
+FUNCTIONS = {"use_kernel", "_use_kernel", "warn_of_fallback", "was_measured"}
 
 
 def kernels_of_the_source() -> set[str]:
@@ -36,7 +36,6 @@ def kernels_of_the_source() -> set[str]:
 
 def test_every_kernel_is_listed() -> None:
     assert set(KERNELS) == kernels_of_the_source()
-    assert set(MEASURED) <= set(KERNELS)
 
 
 def test_it_prints_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,24 +59,40 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert json.loads(out)["variables"]["OMP_NUM_THREADS"] == "7"
 
 
-def test_each_kernel_of_an_unmeasured_gpu_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An A100 with Triton 3.9: kernels measured on Hopper alone are not used there, the others are."""
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        ("H200", set()),
+        ("B200", {"attention", "linear_logprobs_fused", "gated_delta"}),
+        ("L40S", {"attention", "linear_logprobs_fused", "gated_delta"}),
+        ("A100", {"attention", "linear_logprobs_fused", "gated_delta"}),
+    ],
+)
+def test_each_kernel_that_a_named_gpu_does_not_get_has_its_reason(
+    name: str, unused: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With Triton 3.6: an H200 gets every kernel, other GPUs those that were not measured on Hopper alone."""
     pytest.importorskip("triton")
     monkeypatch.delenv(capabilities.OVERRIDE, raising=False)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    capabilities.why_no_triton.cache_clear()
+    monkeypatch.setattr(capabilities, "version_of", lambda package: "3.6.0")
     capabilities.why_unmeasured.cache_clear()
-    gpu = torch.device("cuda", 0)
-    kernels = {name: capabilities.why_not(name, gpu, torch.bfloat16) for name in KERNELS}
-    capabilities.why_no_triton.cache_clear()
+    assert main(["env", "--json", "--gpu", name.lower()]) == 0
+    described = json.loads(capsys.readouterr().out)
     capabilities.why_unmeasured.cache_clear()
-    unused = {name for name, reason in kernels.items() if reason}
-    assert unused == {"attention", "linear_logprobs_fused", "gated_delta"}
-    described = env.describe() | {"kernels": kernels, "gpus": [{"name": "A100", "capability": "8.0", "memory": 2**36}]}
+    assert {kernel for kernel, reason in described["kernels"].items() if reason} == unused
     text = env.as_text(described)
-    assert "gpu 0         A100, compute capability 8.0, 64.0 GiB" in text
+    assert f"kernels for torch.bfloat16 on {name}, compute capability" in text
     assert "rms_norm               triton RMSNorm" in text
-    assert "attention              torch  attention on packed sequences\n" in text
-    assert "and this is A100; set POSTLUDE_TRY_UNMEASURED=1 to try them" in text
+    if unused:
+        assert "attention              torch  attention on packed sequences\n" in text
+        assert f"and this is {name}; set POSTLUDE_TRY_UNMEASURED=1 to try them\n" in text
+        assert "torch takes 5.5 times as long on an H200" in text
+        fused = described["kernels"]["linear_logprobs_fused"]
+        assert GPUS[name].tma or fused == f"its kernels need compute capability 9.0, and {name} has " + (
+            "8.0" if name == "A100" else "8.9"
+        )
+
+
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--gpu", "V100"]) != 0
+    assert "GPU 'V100' is not in the table of kernels; it has A100, L40S" in capsys.readouterr().err

@@ -298,6 +298,7 @@ def _add_schema(command: argparse.ArgumentParser) -> None:
 
 
 def _add_env(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpu", metavar="NAME", help="list the kernels of this GPU, such as A100, instead")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -45,9 +45,11 @@ def half_broken(patch: pytest.MonkeyPatch) -> None:
 
 
 def old_gpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.version, "cuda", "12.8")
-    patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    patch.setattr(backend, "gpu_of", lambda device: backend.GPU("Tesla T4", (7, 5), 64 * backend.KIB))
+
+
+def amd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.version, "hip", "7.0")
 
 
 CASES: dict[Patch, str] = {
@@ -56,13 +58,17 @@ CASES: dict[Patch, str] = {
     broken: r"triton cannot be imported (RuntimeError: libtriton.so: undefined symbol: _ZN4llvm)",
     half_broken: "triton cannot be imported (AttributeError: module 'ast' has no attribute 'Num')",
     old_gpu: "Tesla T4 is older than compute capability 8.0",
+    amd: "this torch is built for AMD GPUs, on which Postlude was never run",
 }
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Nothing is known, or said, from before."""
-    said = (backend.why_no_triton, backend.why_unmeasured, backend._warn_once, problem._warn_of_promotion)
+    said = (
+        *(backend.why_no_triton, backend.why_unmeasured, backend._log_once, backend._warn_once),
+        problem._warn_of_promotion,
+    )
     for each in said:
         each.cache_clear()
     yield
@@ -91,36 +97,61 @@ def test_auto_falls_back_to_torch_with_one_warning(
     assert str(refused.value).startswith(f'backend="triton" cannot run: {CASES[case]}')
 
 
-def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", backend.GPUS)
+def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS[name])
     assert backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16)
+    assert backend.use_kernel("attention_softcap", "auto", GPU, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", [name for name, each in backend.MEASURED.items() if each.architectures])
+@pytest.mark.parametrize("name", [name for name, each in backend.KERNELS.items() if each.measured])
 def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.6.0")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert backend.why_unmeasured(name, GPU) is None
-    backend.why_unmeasured.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    why = backend.why_unmeasured(name, GPU)
+    assert backend.why_unmeasured(name, backend.GPUS["H200"]) is None
+    why = backend.why_unmeasured(name, backend.GPUS["B200"])
     assert why is not None
-    assert why.endswith("and this is NVIDIA B200; set POSTLUDE_TRY_UNMEASURED=1 to try them")
+    assert why.endswith("and this is B200; set POSTLUDE_TRY_UNMEASURED=1 to try them")
     backend.why_unmeasured.cache_clear()
     monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
-    assert backend.why_unmeasured(name, GPU) is None
-    assert backend.why_unmeasured(name, torch.device("cpu")) is None
+    assert backend.why_unmeasured(name, backend.GPUS["B200"]) is None
+
+
+def test_a_kernel_that_cannot_run_is_not_tried_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
+    why = backend.why_unmeasured("linear_logprobs_fused", backend.GPUS["A100"])
+    assert why == "its kernels need compute capability 9.0, and A100 has 8.0"
 
 
 def test_the_gated_delta_kernels_are_taken_with_the_triton_they_were_measured_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.7.1")
-    why = backend.why_unmeasured("gated_delta", GPU)
+    why = backend.why_unmeasured("gated_delta", backend.GPUS["H200"])
     assert why == "its kernels were measured with triton 3.6, and this is 3.7.1"
+
+
+def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS["L40S"])
+    with caplog.at_level(logging.INFO, logger=backend.log.name):
+        for _ in range(2):
+            assert not backend.use_kernel("ssd", "auto", GPU, torch.bfloat16, shared_memory=110_000)
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert said.getMessage() == (
+        "ssd uses the torch backend: its kernels need 110000 bytes of shared memory, and L40S has 101376. "
+        "The cost: torch takes 13 times as long on an H200"
+    )
+    assert backend.use_kernel("ssd", "auto", GPU, torch.bfloat16, shared_memory=101_376)
+
+
+def test_a_machine_without_a_gpu_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger=backend.log.name):
+        assert not backend.use_kernel("ssd", "auto", torch.device("cpu"), torch.bfloat16)
+    assert not caplog.records
 
 
 def test_logits_that_are_promoted_to_fp32_on_a_gpu_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

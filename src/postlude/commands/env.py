@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from postlude.ops.kernels.capabilities import KERNELS, OVERRIDE, why_not
+from postlude.ops.kernels.capabilities import GPU, GPUS, KERNELS, OVERRIDE, dotted, gpu_of, why_not
 from postlude.recipes.report.formatting import format_bytes
 from postlude.version import __version__
 
@@ -33,14 +33,19 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET", OVER
 
 def run(options: argparse.Namespace) -> None:
     """Prints the environment as text, or as JSON."""
-    environment = describe()
+    environment = describe(options.gpu)
     print(json.dumps(environment, indent=1) if options.json else as_text(environment))
 
 
-def describe() -> dict[str, Any]:
-    """Returns the environment as plain data. A package that is not installed is None."""
+def describe(gpu_name: str | None = None) -> dict[str, Any]:
+    """Returns the environment as plain data. A package that is not installed is None.
+
+    Kernels are those of the first GPU, or of the one with this name in `GPUS`.
+    """
     devices = [_gpu(index) for index in range(torch.cuda.device_count())]
-    device = torch.device("cuda", 0) if devices else torch.device("cpu")
+    gpu = gpu_of(torch.device("cuda", 0)) if devices else None
+    if gpu_name is not None:
+        gpu = named_gpu(gpu_name)
     return {
         "postlude": __version__,
         "python": platform.python_version(),
@@ -54,8 +59,17 @@ def describe() -> dict[str, Any]:
         "cpu": {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "gpus": devices,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "kernels": {name: why_not(name, device, torch.bfloat16) for name in KERNELS},
+        "kernels_for": None if gpu is None else f"{gpu.name}, compute capability {dotted(gpu.capability)}",
+        "kernels": {name: why_not(name, gpu) for name in KERNELS},
     }
+
+
+def named_gpu(name: str) -> GPU:
+    """Returns the GPU with this name, in any case. Raises ValueError if the table has none."""
+    for gpu in GPUS.values():
+        if gpu.name.lower() == name.lower():
+            return gpu
+    raise ValueError(f"GPU {name!r} is not in the table of kernels; it has {', '.join(GPUS)}.")
 
 
 def as_text(environment: dict[str, Any]) -> str:
@@ -78,18 +92,18 @@ def as_text(environment: dict[str, Any]) -> str:
         capability, memory = gpu["capability"], format_bytes(gpu["memory"])
         lines.append(f"gpu {index:<9} {gpu['name']}, compute capability {capability}, {memory}")
     lines += [f"{name}={text}" for name, text in environment["variables"].items()]
-    return "\n".join([*lines, "", *_kernel_lines(environment["kernels"])])
+    return "\n".join([*lines, "", *_kernel_lines(environment["kernels"], environment["kernels_for"])])
 
 
-def _kernel_lines(kernels: dict[str, str | None]) -> list[str]:
-    """Returns one line per kernel: whether it is used, what it computes, and why it is not used."""
+def _kernel_lines(kernels: dict[str, str | None], gpu: str | None) -> list[str]:
+    """Returns one line per kernel: whether it is used, what it computes, why it is not used and what that costs."""
     reasons = set(kernels.values())
     if len(reasons) == 1 and (reason := reasons.pop()) is not None:
         return [f"kernels       none of {len(kernels)} is used: {reason}. Operations run in torch."]
-    lines = [f"kernels for {torch.bfloat16} (a call whose shapes a kernel does not take runs in torch)"]
+    lines = [f"kernels for {torch.bfloat16} on {gpu} (a call whose shapes a kernel does not take runs in torch)"]
     for name, reason in kernels.items():
-        lines.append(f"  {name:<22} {'triton' if reason is None else 'torch '} {KERNELS[name]}")
-        lines += [] if reason is None else [f"  {'':<22}        {reason}"]
+        lines.append(f"  {name:<22} {'triton' if reason is None else 'torch '} {KERNELS[name].computes}")
+        lines += [] if reason is None else [f"  {'':<22}        {why}" for why in (reason, KERNELS[name].cost)]
     return lines
 
 

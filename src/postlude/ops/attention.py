@@ -66,12 +66,15 @@ def attend(
 def prefers_triton(query: Tensor, widths: tuple[int, int], score_config: ScoreConfig) -> bool:
     """Whether the Triton kernels are the fastest: where they were measured, with heads of a power of two up to 128.
 
-    `widths` are those of keys and values. Only the device and dtype of `query` matter. No other kernel has a softcap.
+    `widths` are those of keys and values. Only the device and dtype of `query` matter. With a softcap they are taken on
+    every GPU, since no other kernel has one.
     """
     if query.dtype not in (torch.bfloat16, torch.float16) or max(widths) > FLASH_WIDTH:
         return False
+    if score_config.softcap is not None:
+        return use_kernel("attention_softcap", "auto", query.device, query.dtype)
     fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)
-    return (fast or score_config.softcap is not None) and use_kernel("attention", "auto", query.device, query.dtype)
+    return fast and use_kernel("attention", "auto", query.device, query.dtype)
 
 
 def flash_supports(query: Tensor, score_config: ScoreConfig) -> bool:

@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from postlude.ops.kernels.capabilities import HOPPER, numbers_of, version_of, why_no_triton
+from postlude.ops.kernels.capabilities import HOPPER, gpu_of, numbers_of, version_of, why_no_triton
 from postlude.ops.packing import Packing
 
 CHECKED = "0.6"  # the releases whose results were compared with ours
@@ -41,7 +41,7 @@ def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
     if width > WIDEST:
         return f"flash-linear-attention has room for keys {WIDEST} wide, and these are {width}"
     why = why_no_triton(device, tensors[0].dtype, False)
-    return why or _refusal(version_of("fla"), version_of("triton"), torch.cuda.get_device_capability(device), gradient)
+    return why or _refusal(version_of("fla"), version_of("triton"), gpu_of(device).capability, gradient)
 
 
 def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool) -> str | None:

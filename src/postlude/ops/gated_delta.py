@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from postlude.ops import fla
-from postlude.ops.kernels.capabilities import GATED_DELTA_KEYS, ScanBackend, use_kernel, why_no_triton, why_unmeasured
+from postlude.ops.kernels.capabilities import (
+    GATED_DELTA_KEYS,
+    ScanBackend,
+    gpu_of,
+    use_kernel,
+    why_no_triton,
+    why_unmeasured,
+)
 from postlude.ops.packing import Packing, to_device
 
 CHUNK = 64
@@ -50,7 +57,7 @@ def gated_delta(
 
     `backend`: "torch" anywhere; "triton" on CUDA, whose matrix products take operands of value's dtype and add up in
     fp32: in bf16 that rounds what tokens write, and the states where they are read, once each. "auto" takes Triton for
-    bf16, chunks of 64 and dk and dv from 65 to 128, on the GPUs and Triton releases of `capabilities.MEASURED`.
+    bf16, chunks of 64 and dk and dv from 65 to 128, on the GPUs and Triton releases of `capabilities.KERNELS`.
     "fla" is flash-linear-attention's chunks of 64 in half precision, where it is installed and right (see
     `postlude.ops.fla`); there "auto" takes it rather than torch.
     """
@@ -439,7 +446,7 @@ def _unwise(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[
         return f"its kernels are meant for bf16 in chunks of {CHUNK}, and this is {dtype} in chunks of {chunk}"
     if any(width not in MEASURED_WIDTHS for width in widths):
         return f"its kernels were measured for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
-    return why_unmeasured("gated_delta", device) if why_no_triton(device, dtype, False) is None else None
+    return why_unmeasured("gated_delta", gpu_of(device)) if why_no_triton(device, dtype, False) is None else None
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops import fla
-from postlude.ops.kernels.capabilities import ScanBackend, use_kernel
+from postlude.ops.kernels.capabilities import GPU, ScanBackend, gpu_of, use_kernel
 from postlude.ops.packing import Packing
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; more heads are processed in turn
 BLOCK = 16  # chunks whose states one product carries
 
-# Bytes of shared memory that the Triton kernels' tiles need, for p and n up to these.
-SHARED = {(64, 128): 110_000, (64, 256): 176_000, (128, 128): 176_000}
+# Bytes of shared memory that the Triton kernels' tiles need, for p and n up to these: before Hopper, and from it on.
+SHARED = {(64, 128): (66_000, 110_000), (64, 256): (115_000, 176_000), (128, 128): (101_000, 176_000)}
 
 
 def ssd(
@@ -57,9 +57,10 @@ def ssd(
         if packing.total:
             return fla.ssd(x, dt, A, B, C, D, packing, last_states)
         backend = "torch"
+    if backend == "auto" and x.dtype not in (torch.bfloat16, torch.float16):
+        backend = "torch"  # the kernels' products are faster for half precision alone
     refused, needed = _refused(x, B, C, last_states)
-    unwise = None if x.dtype in (torch.bfloat16, torch.float16) else "its products are faster for half precision alone"
-    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, unwise=unwise, shared_memory=needed):
+    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, shared_memory=needed):
         output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
         return output, None
     chunk = max(1, min(chunk, packing.total))
@@ -107,10 +108,16 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -
         raise ValueError(f"chunks of {chunk} tokens: a chunk has at least 1.")
 
 
+def shared_memory_for(width: int, state: int, gpu: GPU) -> int:
+    """Returns the bytes of shared memory that the kernels need; 0 if they are too narrow for these sizes."""
+    needs = (need for (p, n), need in SHARED.items() if width <= p and state <= n)
+    return min((hopper if gpu.tma else before for before, hopper in needs), default=0)
+
+
 def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | None, int]:
     """Why the Triton kernels cannot do this, or None; and the bytes of shared memory that they need."""
     (tokens, _, width), size = x.shape, B.shape[2]
-    needed = min((room for (p, n), room in SHARED.items() if width <= p and size <= n), default=0)
+    needed = shared_memory_for(width, size, gpu_of(x.device))
     if last_states:
         return "its kernels give no last states", needed
     if tokens == 0:

@@ -24,6 +24,8 @@ def default_device() -> str:
 
 def check_device(device: torch.device | str | None) -> None:
     """Raises ValueError if this machine does not have the device. None is any."""
+    if torch.version.hip and torch.cuda.is_available() and str(device) != "cpu":
+        raise ValueError("this torch is built for AMD GPUs, on which Postlude was never run; use device cpu.")
     if device is None:
         return
     try:

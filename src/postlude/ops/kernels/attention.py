@@ -24,10 +24,15 @@ from torch.autograd import Function
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.kernels.attention_device import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.packing import Packing, to_device
 
 Array = NDArray[np.int64]
+
+# Bytes of shared memory for the tiles that were measured on an H200. GPUs with less get smaller ones, which fit in
+# 99 KiB and were not measured.
+LARGE = 147_456
 
 
 @dataclass(frozen=True)
@@ -51,23 +56,29 @@ class Tiles:
 
 
 def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
-    """Returns the tiles measured on an H200 for the wider of key and value heads.
+    """Returns the tiles for the wider of key and value heads on the GPU of these tensors.
 
     The tensor memory accelerator loads whole tiles, where heads are as wide as a tile and rows start at 16 bytes.
     """
-    widths = query.shape[-1], value.shape[-1]
-    tma = all(width >= 16 and width.bit_count() == 1 for width in widths) and all(
-        (each.stride(0) | each.stride(1)) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
-        for each in (query, key, value)
+    gpu, widths = gpu_of(query.device), (query.shape[-1], value.shape[-1])
+    tma = (
+        gpu.tma
+        and all(width >= 16 and width.bit_count() == 1 for width in widths)
+        and all(
+            (each.stride(0) | each.stride(1)) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
+            for each in (query, key, value)
+        )
     )
-    return _tiles(max(widths) > 128, tma)
+    return _tiles(max(widths) > 128, tma, gpu.shared_memory >= LARGE)
 
 
 @functools.cache
-def _tiles(wide: bool, tma: bool) -> Tiles:
-    if wide:
+def _tiles(wide: bool, tma: bool, large: bool) -> Tiles:
+    if wide and large:
         return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(32, 64, 8, 2, tma))
-    return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3, tma), Tile(64, 64, 4, 2, tma))
+    if wide:
+        return Tiles(Tile(64, 32, 4, 2, tma), Tile(64, 32, 8, 1, tma), Tile(32, 32, 8, 2, tma))
+    return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3 if large else 2, tma), Tile(64, 64, 4, 2, tma))
 
 
 def triton_attention(

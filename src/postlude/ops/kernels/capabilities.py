@@ -1,7 +1,9 @@
-"""Which kernel runs where: one table, one function that says why not, one variable that allows the unmeasured.
+"""Which kernel runs on which GPU: a table of GPUs, a table of kernels, and one function that says why not.
 
-Every kernel needs Triton 3.6 or newer and a GPU with bf16 tensor cores. `MEASURED` lists those that "auto" takes only
-where they were measured; with POSTLUDE_TRY_UNMEASURED=1 in the environment it takes them elsewhere too.
+Every kernel needs Triton 3.6 or newer and an NVIDIA GPU with bf16 tensor cores. Some need more: a tensor memory
+accelerator, or more shared memory for their tiles. Some are taken by "auto" only where they were measured;
+POSTLUDE_TRY_UNMEASURED=1 in the environment takes them elsewhere too. tests/ops/test_cross_compile.py compiles all of
+them for every GPU of the table.
 """
 
 from __future__ import annotations
@@ -20,63 +22,133 @@ from postlude.options import Backend as Backend  # noqa: PLC0414
 from postlude.options import ScanBackend as ScanBackend  # noqa: PLC0414
 
 Release = tuple[int, ...]
+Capability = tuple[int, int]
 
 OLDEST_TRITON = (3, 6)  # comes with torch 2.11; older ones lack what kernels and their launches use
-OLDEST_DEVICE = (8, 0)  # the first with bf16 tensor cores
+BF16_SINCE: Capability = (8, 0)  # bf16 tensor cores
+TMA_SINCE: Capability = (9, 0)  # a tensor memory accelerator, which loads whole tiles
 HOPPER = 9  # major compute capability
 GATED_DELTA_KEYS = 128  # the widest keys whose states fit a multiprocessor in the gated delta rule's kernels
 KERNELS_IMPORT = ("triton.language", "triton.runtime", "triton.tools.tensor_descriptor")
 OVERRIDE = "POSTLUDE_TRY_UNMEASURED"
+AMD = "this torch is built for AMD GPUs, on which Postlude was never run"
+KIB = 1024
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class GPU:
+    """What decides which kernels and tiles a GPU gets. `shared_memory` is what one block can have, in bytes."""
+
+    name: str
+    capability: Capability
+    shared_memory: int
+
+    @property
+    def tma(self) -> bool:
+        """Whether it has a tensor memory accelerator."""
+        return self.capability >= TMA_SINCE
+
+
+GPUS: Mapping[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("A100", (8, 0), 163 * KIB),
+        GPU("L40S", (8, 9), 99 * KIB),
+        GPU("RTX 4090", (8, 9), 99 * KIB),
+        GPU("H100", (9, 0), 227 * KIB),
+        GPU("H200", (9, 0), 227 * KIB),
+        GPU("B200", (10, 0), 227 * KIB),
+    )
+}
+"""GPUs by name. A GPU that runs is described by its driver, so others work too: see `gpu_of`."""
+
+MEASURED_ON = GPUS["H200"]
+
+
 @dataclass(frozen=True)
-class Measured:
-    """Where a kernel was measured: major compute capabilities of NVIDIA GPUs, and Triton releases, first and last."""
+class KernelSpec:
+    """What a kernel computes, what its absence costs, and where "auto" takes it."""
 
-    architectures: tuple[int, ...] = ()  # empty: all that Triton's kernels run on
-    triton: tuple[Release, Release] | None = None  # (major, minor) both; None: all
+    computes: str
+    cost: str = "its parts run as kernels of their own, each of which reads and writes memory"
+    oldest: Capability = BF16_SINCE
+    measured: tuple[int, ...] = ()  # major compute capabilities; empty: "auto" takes it on all
+    triton: tuple[Release, Release] | None = None  # releases it was measured with, first and last; None: all
 
 
-MEASURED: Mapping[str, Measured] = {
+KERNELS: Mapping[str, KernelSpec] = {
+    "linear_logprobs": KernelSpec("the output head: log-probs, entropy and their gradients"),
+    "linear_logprobs_fused": KernelSpec(
+        "the output head, with products and epilogue in one kernel",
+        "cuBLAS writes the logits, a slab at a time, and other kernels read them again",
+        oldest=TMA_SINCE,
+        measured=(HOPPER,),
+    ),
     # Tiles were chosen on an H200; on other GPUs flash attention or cuDNN may be faster.
-    "attention": Measured(architectures=(HOPPER,)),
-    # Products and epilogue in one kernel, with Hopper's tensor copies.
-    "linear_logprobs_fused": Measured(architectures=(HOPPER,)),
+    "attention": KernelSpec(
+        "attention on packed sequences",
+        "torch's flash attention takes 1.6 times as long on an H200",
+        measured=(HOPPER,),
+    ),
+    "attention_softcap": KernelSpec(
+        "attention on packed sequences, with a softcap",
+        "no other kernel has a softcap, so the scores of each sequence are written to memory",
+    ),
+    "attend_pages": KernelSpec(
+        "attention of the generator, on its paged cache",
+        "the cache of each row is copied at every step, and steps are no CUDA graphs",
+    ),
+    "rotate_heads": KernelSpec("rotary embedding and norms of queries and keys"),
+    "rms_norm": KernelSpec("RMSNorm with the residual"),
+    "gated_activation": KernelSpec("the activation of a gated MLP"),
+    "replicate_rows": KernelSpec("tokens sorted by expert"),
+    "merge_rows": KernelSpec("the experts' outputs, weighted and summed"),
+    "add_to": KernelSpec("gradients of experts, added up"),
+    "convolve": KernelSpec(
+        "the short convolution of Mamba-2 and gated delta nets", "torch takes 21 times as long on an H200"
+    ),
+    "ssd": KernelSpec("the scan of Mamba-2", "torch takes 13 times as long on an H200"),
     # Several releases of Triton compile such kernels wrongly for Hopper without an error (flash-linear-attention's
     # issues 640 and 984, Triton's 11366): taken only where tests/ops/test_gated_delta_kernels.py has passed.
-    "gated_delta": Measured(architectures=(HOPPER,), triton=((3, 6), (3, 6))),
+    "gated_delta": KernelSpec(
+        "the scan of gated delta nets",
+        "torch takes 5.5 times as long on an H200",
+        oldest=TMA_SINCE,  # for older ones Triton 3.9 compiles the backward for minutes
+        measured=(HOPPER,),
+        triton=((3, 6), (3, 6)),
+    ),
+    "decode_linear": KernelSpec(
+        "products of a few rows, in the generator", "16 rows of a 0.6B are decoded 1.2 times as slowly on an H200"
+    ),
+    "sample_next": KernelSpec("sampling of the next tokens, in the generator"),
+    "adamw_step": KernelSpec("the update of AdamW"),
     # `launch.Launcher` repeats a private part of these releases: 3.6 was run on a GPU, 3.9 was read.
-    "fast_launch": Measured(triton=((3, 6), (3, 9))),
+    "fast_launch": KernelSpec(
+        "launches that skip part of Triton's own launcher",
+        "each launch takes the host 30 µs more",
+        triton=((3, 6), (3, 9)),
+    ),
 }
+"""The kernels by the name of their operation."""
 
 
-KERNELS: Mapping[str, str] = {
-    "linear_logprobs": "the output head: log-probs, entropy and their gradients",
-    "linear_logprobs_fused": "the output head, with products and epilogue in one kernel",
-    "attention": "attention on packed sequences",
-    "attend_pages": "attention of the generator, on its paged cache",
-    "rotate_heads": "rotary embedding and norms of queries and keys",
-    "rms_norm": "RMSNorm with the residual",
-    "gated_activation": "the activation of a gated MLP",
-    "replicate_rows": "tokens sorted by expert",
-    "merge_rows": "the experts' outputs, weighted and summed",
-    "add_to": "gradients of experts, added up",
-    "convolve": "the short convolution of Mamba-2 and gated delta nets",
-    "ssd": "the scan of Mamba-2",
-    "gated_delta": "the scan of gated delta nets",
-    "decode_linear": "products of a few rows, in the generator",
-    "sample_next": "sampling of the next tokens, in the generator",
-    "adamw_step": "the update of AdamW",
-    "fast_launch": "launches that skip part of Triton's own launcher",
-}
-"""What each kernel computes, by the name of the operation."""
+@functools.cache
+def gpu_of(device: torch.device) -> GPU:
+    """Returns what the driver says of a GPU. Elsewhere, in Triton's interpreter, the GPU of the measurements."""
+    if device.type != "cuda":
+        return MEASURED_ON
+    properties = torch.cuda.get_device_properties(device)
+    room = int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return GPU(properties.name, (properties.major, properties.minor), room)
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why "auto" does not take the kernel `name` for tensors on `device`; None if it does where shapes allow it."""
-    return why_no_triton(device, dtype, False) or why_unmeasured(name, device)
+def why_not(name: str, gpu: GPU | None, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why "auto" does not take the kernel `name` on a GPU (None: a machine without); None if it does."""
+    if gpu is None:
+        return why_no_triton(torch.device("cpu"), dtype, False)
+    return _no_triton() or _too_old(gpu) or why_unmeasured(name, gpu)
 
 
 def use_kernel(
@@ -92,7 +164,8 @@ def use_kernel(
     """Whether operation `name` takes its kernel for tensors on `device` computed in `dtype`.
 
     `refused` is why the kernel cannot do this call. `unwise` is why "auto" prefers torch although it could. A kernel
-    that needs more than `shared_memory` bytes of a block cannot run. What "auto" decides against is logged once.
+    that needs more than `shared_memory` bytes of a block cannot run. Where a GPU goes without its kernel, "auto" warns
+    once, with the cost.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f'backend is "auto", "torch" or "triton", but {backend!r} was given.')
@@ -101,7 +174,8 @@ def use_kernel(
     # Triton's interpreter runs kernels on any device, slowly: for tests that ask for it, never by itself.
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     impossible = why_no_triton(device, dtype, interpreted)
-    refused = refused or (_too_little_memory(device, shared_memory) if shared_memory and not impossible else None)
+    if not (impossible or refused):
+        refused = _unfit(name, gpu_of(device), shared_memory)
     if backend == "triton":
         if impossible or refused:
             raise RuntimeError(
@@ -111,10 +185,13 @@ def use_kernel(
     if impossible and device.type == "cuda" and dtype != torch.float64:
         _warn_once(impossible)  # of the machine, whatever the operation
         return False
-    why = impossible or refused or unwise or why_unmeasured(name, device)
-    if why:
-        _log_once(logging.WARNING if impossible and device.type == "cuda" else logging.INFO, name, why)
-    return why is None
+    if impossible:
+        _log_once(logging.INFO, name, impossible)
+        return False
+    missing = refused or why_unmeasured(name, gpu_of(device)) or unwise
+    if missing:
+        warn_of_fallback(name, missing)
+    return missing is None
 
 
 @functools.cache
@@ -124,58 +201,60 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, interpreted: bool) -
         return "its kernels compute in float32, and these tensors are float64"
     if device.type != "cuda" and not interpreted:
         return f"the tensors are on {device.type}, not cuda"
-    if (why := _no_triton()) is not None:
-        return why
-    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST_DEVICE:
-        return (
-            f"{torch.cuda.get_device_name(device)} is older than compute capability {'.'.join(map(str, OLDEST_DEVICE))}"
-        )
-    return None
+    return _no_triton() or (_too_old(gpu_of(device)) if device.type == "cuda" else None)
 
 
 @functools.cache
-def why_unmeasured(name: str, device: torch.device) -> str | None:
+def why_unmeasured(name: str, gpu: GPU) -> str | None:
     """Why "auto" does not take the kernel `name` on this GPU; None where it was measured, and with the override."""
-    measured = MEASURED.get(name)
-    if measured is None or device.type != "cuda" or os.environ.get(OVERRIDE) == "1":
+    kernel = KERNELS[name]
+    if (why := _unfit(name, gpu, 0)) is not None:
+        return why
+    if os.environ.get(OVERRIDE) == "1":
         return None
-    if measured.triton is not None and not was_measured(name, version_of("triton")):
-        releases = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in measured.triton))
+    if not was_measured(name, version_of("triton")):
+        releases = " to ".join(dict.fromkeys(dotted(release) for release in kernel.triton or ()))
         return f"its kernels were measured with triton {releases}, and this is {version_of('triton')}"
-    capability = torch.cuda.get_device_capability(device)
-    if measured.architectures and (not torch.version.cuda or capability[0] not in measured.architectures):
-        majors = " and ".join(f"{each}.x" for each in measured.architectures)
+    if kernel.measured and gpu.capability[0] not in kernel.measured:
+        majors = " and ".join(f"{major}.x" for major in kernel.measured)
         return (
-            f"its kernels were measured on NVIDIA GPUs of compute capability {majors}, and this is "
-            f"{torch.cuda.get_device_name(device)}; set {OVERRIDE}=1 to try them"
+            f"its kernels were measured on NVIDIA GPUs of compute capability {majors}, and this is {gpu.name}; "
+            f"set {OVERRIDE}=1 to try them"
         )
     return None
 
 
 def was_measured(name: str, triton: str) -> bool:
     """Whether the kernel `name` was measured with this release of Triton."""
-    releases = MEASURED[name].triton
+    releases = KERNELS[name].triton
     return releases is None or releases[0] <= numbers_of(triton)[:2] <= releases[1]
 
 
 @functools.cache
-def _too_little_memory(device: torch.device, needed: int) -> str | None:
-    if device.type != "cuda":
-        return None
-    room = int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-    if needed <= room:
-        return None
-    return f"its kernels need {needed} bytes of shared memory, more than {torch.cuda.get_device_name(device)} has"
+def _unfit(name: str, gpu: GPU, needed: int) -> str | None:
+    """Why the kernel `name`, which needs so much shared memory, cannot run on this GPU; None if it can."""
+    oldest = KERNELS[name].oldest
+    if gpu.capability < oldest:
+        return f"its kernels need compute capability {dotted(oldest)}, and {gpu.name} has {dotted(gpu.capability)}"
+    if needed > gpu.shared_memory:
+        return f"its kernels need {needed} bytes of shared memory, and {gpu.name} has {gpu.shared_memory}"
+    return None
+
+
+def _too_old(gpu: GPU) -> str | None:
+    return f"{gpu.name} is older than compute capability {dotted(BF16_SINCE)}" if gpu.capability < BF16_SINCE else None
 
 
 def _no_triton() -> str | None:
     """Why the installed Triton cannot be used; None if it can."""
+    if torch.version.hip:
+        return AMD
     try:
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         version = version_of("triton")
         if numbers_of(version) < OLDEST_TRITON:
-            return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+            return f"triton {version} is older than {dotted(OLDEST_TRITON)}"
         for name in KERNELS_IMPORT:
             importlib.import_module(name)
     except Exception as error:  # whatever a Triton raises that does not fit its driver, its LLVM or its Python
@@ -193,6 +272,16 @@ def version_of(package: str) -> str:
 def numbers_of(version: str) -> Release:
     """3.7.1+git123 -> (3, 7, 1)."""
     return tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
+
+
+def dotted(release: Release) -> str:
+    """(3, 7) -> 3.7."""
+    return ".".join(map(str, release))
+
+
+def warn_of_fallback(name: str, why: str) -> None:
+    """Warns, once for each reason, that a GPU goes without the kernel `name`, and what that costs."""
+    _log_once(logging.WARNING, name, f"{why}. The cost: {KERNELS[name].cost}")
 
 
 @functools.cache

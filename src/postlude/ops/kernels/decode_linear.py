@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.kernels.activation import activated
+from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
@@ -26,6 +27,7 @@ from postlude.ops.norm import Norm
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
 ADAPTED_BLOCK = 128  # with adapters: tiles of A take shared memory too
+SPARE = 4096  # bytes of shared memory besides the tiles
 
 
 def product(
@@ -44,7 +46,11 @@ def product(
     features = weight.shape[0] // (2 if activation else 1)
     columns = COLUMNS // 2 if activation else COLUMNS
     tiles = triton.cdiv(features, columns)
+    ranks = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
+    loaded = most + COLUMNS + (0 if low_rank is None else ranks[1] * (2 if activation else 1))  # of each feature
     block = _divisor(width, BLOCK if low_rank is None else ADAPTED_BLOCK)
+    while (STAGES - 1) * block * loaded * rows.element_size() + SPARE > gpu_of(rows.device).shared_memory:
+        block //= 2
     splits = 1
     while counters is not None and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * block) == 0:
         splits *= 2
@@ -58,7 +64,6 @@ def product(
     tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters, a, b)
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    ranks = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
     constants = (*strides, width, features, most, columns, block, splits, activation, STAGES, *ranks)
     _product((tiles, splits, 1), tensors, numbers, constants, WARPS)
     return output
@@ -162,16 +167,26 @@ def add_low_rank(
     """See `ops/low_rank.py`. A program takes `span` columns, all of one layer."""
     count, width = rows.shape
     features = product.shape[1] // (2 if activation else 1)
-    tokens = 16 if count <= 64 else 32 if count <= 256 else 64
     output = product if activation is None else torch.empty(count, features, dtype=rows.dtype, device=rows.device)
     rank, ranks, *firsts = low_rank_constants(low_rank)
-    columns = min(span, 64 if activation else 128)
-    block = _divisor(width, 64 if ranks > 64 else ADAPTED_BLOCK)
+    room = gpu_of(rows.device).shared_memory // rows.element_size()
+    tokens, columns, block = low_rank_tile(count, width, span, ranks, 2 if activation else 1, room)
     strides = (rows.stride(0), product.stride(0), output.stride(0))
     constants = (*strides, width, features, tokens, span, columns, block, activation, rank, ranks, *firsts)
     grid = (triton.cdiv(count, tokens), triton.cdiv(features, span), 1)
     _low_rank(grid, (rows, product, output, low_rank.a, low_rank.b), (count,), constants, WARPS)
     return output
+
+
+def low_rank_tile(count: int, width: int, span: int, ranks: int, layers: int, room: int) -> tuple[int, int, int]:
+    """Returns tokens, columns and features of a tile whose numbers fit in `room`."""
+    tokens = 16 if count <= 64 else 32 if count <= 256 else 64
+    columns, block = min(span, 128 // layers), _divisor(width, 64 if ranks > 64 else ADAPTED_BLOCK)
+    while 2 * block * (tokens + layers * ranks) > room:  # rows and A, loaded one block ahead
+        block //= 2
+    while layers * ranks * (tokens + columns) > room:  # what A gives, and B
+        columns //= 2
+    return tokens, columns, block
 
 
 @triton.jit(do_not_specialize=["count"])

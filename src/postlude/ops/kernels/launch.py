@@ -2,7 +2,7 @@
 
 A layer launches a dozen kernels of a few µs each, so the host's time per launch is a step's time. The fast path repeats
 the last line of `triton.JITFunction.run`, which is private: it is taken for the Triton releases in
-`capabilities.MEASURED["fast_launch"]`, and others log a warning.
+`capabilities.KERNELS["fast_launch"]`, and others log a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from postlude.ops.kernels.capabilities import MEASURED, version_of, was_measured
+from postlude.ops.kernels.capabilities import KERNELS, dotted, version_of, was_measured
 
 ALIGNED = 16  # bytes: Triton compiles another kernel for addresses that are no multiples
 
@@ -109,7 +109,7 @@ def launches_fast(version: str) -> bool:
         "triton %s launches each kernel 30 µs slower than triton %s to %s, whose fast path is known. Use one of those "
         "where steps wait for the host.",
         version,
-        *(".".join(map(str, each)) for each in MEASURED["fast_launch"].triton or ()),
+        *(dotted(release) for release in KERNELS["fast_launch"].triton or ()),
     )
     return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from postlude.ops.kernels.capabilities import Backend, use_kernel, why_unmeasured
+from postlude.ops.kernels.capabilities import Backend, gpu_of, use_kernel, warn_of_fallback, why_unmeasured
 from postlude.ops.linear_logprobs import torch_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF
 from postlude.ops.linear_logprobs.statistics import Epilogue
@@ -24,9 +24,10 @@ def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) 
 
 def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: Tensor) -> bool:
     """Whether the fused kernels can take these operands: tensor copies want half precision and 16-byte steps."""
-    if epilogue is torch_epilogue or why_unmeasured("linear_logprobs_fused", hidden.device):
+    if epilogue is torch_epilogue or (hidden.is_cuda and operand not in HALF):
         return False
-    if hidden.is_cuda and operand not in HALF:
+    if why := why_unmeasured("linear_logprobs_fused", gpu_of(hidden.device)):
+        warn_of_fallback("linear_logprobs_fused", why)
         return False
     return all(
         tensor.dtype == operand

@@ -1,0 +1,317 @@
+"""Compiles every Triton kernel for GPUs that are not here, at the sizes of models: Triton's compiler needs no GPU.
+
+`CALLS` call each kernel as its operation does, with tensors in host memory. Nothing is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from postlude.ops import kernels
+from postlude.ops.adamw_storage import AdamWHyperparameters, QuantizedMoment, TensorSlice, scales_shape
+from postlude.ops.attention import ScoreConfig
+from postlude.ops.kernels import (
+    activation,
+    adamw,
+    attention,
+    capabilities,
+    convolution,
+    decode_linear,
+    experts,
+    gated_delta,
+    linear_logprobs_fused,
+    linear_logprobs_quantized,
+    linear_logprobs_rows,
+    norm,
+    paged_attention,
+    rotary,
+    sample,
+    ssd,
+)
+from postlude.ops.linear_logprobs.statistics import Slab, TokenRows, Upstream
+from postlude.ops.low_rank import LowRank
+from postlude.ops.norm import Norm
+from postlude.ops.packing import Packing
+from postlude.ops.paged_attention import new_page_store
+from postlude.ops.ssd import shared_memory_for
+
+TOKENS = 512
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16)
+
+
+def fp32(*shape: int) -> Tensor:
+    return torch.empty(shape)
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call_norm() -> None:
+    rows, weight = bf16(TOKENS, 4096), bf16(4096)
+    norm.forward(rows, weight, 1e-6, 0.0)
+    norm.backward(rows, weight, 1e-6, 0.0, rows, rows, None)
+
+
+def call_activation() -> None:
+    gate, up = bf16(TOKENS, 2 * 12288).chunk(2, 1)
+    activation.forward(gate, up, "silu")
+    activation.backward(gate, up, "silu", bf16(TOKENS, 12288), bf16(TOKENS, 12288))
+
+
+def call_rotary() -> None:
+    query, key, table = bf16(TOKENS, 32, 128), bf16(TOKENS, 8, 128), (fp32(TOKENS, 128), fp32(TOKENS, 128))
+    weights = bf16(128), bf16(128)
+    rotary.forward(query, key, table, weights, 1e-6, 0.0)
+    rotary.backward(query, key, table, weights, 1e-6, 0.0, (query, key), (None, None))
+
+
+def call_experts() -> None:
+    tokens, rows = bf16(TOKENS, 2048), bf16(TOKENS * 8, 2048)
+    inverse, weights = whole(TOKENS * 8), fp32(TOKENS, 8)
+    experts.spread(tokens, inverse, 8)
+    experts.collect(rows, inverse, 8, weights)
+    experts.spread_and_rate(tokens, inverse, 8, weights, rows)
+    experts.add_to(fp32(2048, 768), bf16(2048, 768))
+
+
+def call_convolution() -> None:
+    inputs, kernel, bias, positions = bf16(TOKENS, 10240), bf16(10240, 4), bf16(10240), whole(TOKENS)
+    convolution.forward(inputs, kernel, bias, positions, True)
+    convolution.backward(inputs, kernel, bias, positions, True, inputs)
+
+
+def call_ssd(width: int, state: int) -> None:
+    heads, groups = 16, 8
+    x, B, C = bf16(TOKENS, heads, width), bf16(TOKENS, groups, state), bf16(TOKENS, groups, state)
+    scan = ssd.Scan.of(x, fp32(TOKENS, heads), fp32(heads), B, C, whole(TOKENS, dtype=torch.int32), 128)
+    scan.outputs(fp32(heads))
+    scan.gradients(fp32(heads), x)
+
+
+def call_gated_delta() -> None:
+    key, value = bf16(TOKENS, 2, 128), bf16(TOKENS, 4, 128)
+    rates = fp32(TOKENS, 4), fp32(TOKENS, 4)
+    packing = Packing.from_lengths([TOKENS])
+    call = gated_delta.GatedDeltaCall(
+        key, key, value, *rates, packing.cu_seqlens, [TOKENS], 0.1, True, 64, keep=True
+    )  # fmt: skip
+    states = call.run(last_states=True)
+    call.outputs()
+    call.gradients(value, states)
+
+
+def call_attention(widths: tuple[int, int] = (128, 128), **config: float) -> None:
+    packing = Packing.from_lengths([TOKENS])
+    query, key, value = bf16(TOKENS, 8, widths[0]), bf16(TOKENS, 2, widths[0]), bf16(TOKENS, 2, widths[1])
+    call = attention.AttentionCall.of(
+        (query, key, value), packing, packing, 0.1, config.get("window"), config.get("softcap")
+    )
+    output, lse = attention.forward(query, key, value, None, call, operator=False)
+    attention.backward(query, key, value, None, output, lse, output, call)
+
+
+def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = BF16) -> None:
+    query, key = (torch.empty(rows, heads, width, dtype=dtype) for heads in (32, 8))
+    store = new_page_store(4, 8, width, dtype, torch.device("cpu"))
+    table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
+    paged_attention.attend(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1))
+
+
+def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
+    rows, gate_and_up, down = bf16(16, width), bf16(2 * 3 * width, width), bf16(width, 3 * width)
+    weights = Norm(bf16(width), 1e-6, 0.0)
+    first = second = None
+    if rank is not None:
+        first = LowRank(bf16(2 * rank, width), bf16(6 * width, rank), (3 * width, 3 * width))
+        second = LowRank(bf16(rank, 3 * width), bf16(width, rank), (width,))
+    decode_linear.product(rows, gate_and_up, 16, norm=weights, low_rank=first)
+    decode_linear.product(rows, gate_and_up, 16, norm=weights, activation="silu", low_rank=first)
+    counters = whole(1024, dtype=torch.int32)
+    decode_linear.product(bf16(16, 3 * width), down, 16, residual=rows, counters=counters, low_rank=second)
+
+
+def call_low_rank(rank: int, count: int) -> None:
+    rows, product = bf16(count, 4096), bf16(count, 2 * 12288)
+    adapters = LowRank(bf16(2 * rank, 4096), bf16(2 * 12288, rank), (12288, 12288))
+    decode_linear.add_low_rank(product, rows, adapters, 256)
+    decode_linear.add_low_rank(product, rows, adapters, 256, activation="silu")
+
+
+def call_sample() -> None:
+    logits, rows = fp32(16, 151936), whole(16)
+    sample.sample_next(
+        logits, rows, whole(6, 16), fp32(3, 16), whole(2, 16), torch.empty(16, 3, dtype=torch.float64), True
+    )
+
+
+def call_adamw(eight_bits: bool, dtype: torch.dtype, split: bool) -> None:
+    shape = (64, 4096)
+    weight, gradient = torch.empty(shape, dtype=dtype), fp32(*shape)
+    moments: list[Tensor | QuantizedMoment] = [fp32(*shape), fp32(*shape)]
+    if eight_bits:
+        moments = [QuantizedMoment(whole(*shape, dtype=torch.uint8), fp32(*scales_shape(shape))) for _ in range(2)]
+    rates = AdamWHyperparameters(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, decay=0.0)
+    low = whole(*shape, dtype=torch.int16) if split else None
+    place = TensorSlice.of(tuple(slice(0, size) for size in shape), shape)
+    adamw.launch(weight, gradient, *moments, fp32(3), rates, low, fp32(2), 7, place)
+
+
+def call_head_rows() -> None:
+    rows = TokenRows(whole(TOKENS), fp32(TOKENS), None)
+    linear_logprobs_rows.select(
+        rows.targets, 1.0, 1.0, ignore_index=-100, allowed=(0, 8192), vocab_start=0, dtype=FP32, promised=None
+    )
+    products = fp32(TOKENS, 8192)
+    slab = Slab(
+        products=products, rows=rows, bias=None, hidden=products, weight=products, row_range=slice(0, TOKENS),
+        column_range=slice(0, 8192),
+    )  # fmt: skip
+    state = fp32(4, TOKENS)
+    linear_logprobs_rows.accumulate(slab, state, entropy=True)
+    results = linear_logprobs_rows.results(state)
+    upstream = Upstream(fp32(TOKENS), fp32(TOKENS), None)
+    made = linear_logprobs_rows.coefficients(rows, results.normalizer, results.entropy, upstream, None)
+    linear_logprobs_rows.differentiate(slab, made, BF16)
+    linear_logprobs_rows.scale(bf16(TOKENS, 4096), fp32())
+
+
+def call_head_fused(softcap: bool) -> None:
+    hidden, weight, columns = bf16(TOKENS, 4096), bf16(1024, 4096), slice(0, 1024)
+    rows, state = TokenRows(whole(TOKENS), fp32(TOKENS), 0.1 if softcap else None), fp32(4, TOKENS)
+    linear_logprobs_fused.accumulate(hidden, weight, None, rows, columns, state)
+    linear_logprobs_fused.differentiate(hidden, weight, None, rows, columns, fp32(5, TOKENS), bf16(TOKENS, 1024))
+    codes = whole(TOKENS, 1024, dtype=torch.int16).view(BF16)
+    partial, results = linear_logprobs_quantized.encode(hidden, weight, None, rows, 1024, codes, state)
+    upstream = Upstream(fp32(TOKENS), fp32(TOKENS), None)
+    linear_logprobs_quantized.decode(codes, partial, rows, results, upstream, masked=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the kernels of an operation. `fits` says whether the operation makes it on a GPU."""
+
+    operation: str
+    label: str
+    make: Callable[[], None]
+    fits: Callable[[capabilities.GPU], bool] = lambda gpu: True
+
+
+def ssd_call(width: int, state: int) -> Call:
+    def fits(gpu: capabilities.GPU) -> bool:
+        return shared_memory_for(width, state, gpu) <= gpu.shared_memory
+
+    return Call("ssd", f"{width}x{state}", partial(call_ssd, width, state), fits)
+
+
+CALLS = (
+    Call("rms_norm", "4096", call_norm),
+    Call("gated_activation", "12288", call_activation),
+    Call("rotate_heads", "128", call_rotary),
+    Call("merge_rows", "2048", call_experts),
+    Call("convolve", "10240", call_convolution),
+    ssd_call(64, 128),
+    ssd_call(128, 128),
+    ssd_call(64, 256),
+    Call("gated_delta", "128", call_gated_delta),
+    Call("attention", "128", call_attention),
+    Call("attention", "64, window", partial(call_attention, (64, 64), window=64)),
+    Call("attention_softcap", "256", partial(call_attention, (256, 256), softcap=50.0)),
+    Call("attention_softcap", "192 and 128", partial(call_attention, (192, 128), softcap=50.0)),
+    Call("attention_softcap", "128", partial(call_attention, softcap=50.0)),
+    Call("attend_pages", "128", call_paged_attention),
+    Call("attend_pages", "256, fp32", partial(call_paged_attention, 256, dtype=FP32)),
+    Call("decode_linear", "4096", call_decode_linear),
+    Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),
+    Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),
+    Call("decode_linear", "rank 256 of 512 rows", partial(call_low_rank, 256, 512)),
+    Call("sample_next", "151936", call_sample),
+    Call("adamw_step", "fp32", partial(call_adamw, False, FP32, False)),
+    Call("adamw_step", "8 bits", partial(call_adamw, True, BF16, True)),
+    Call("linear_logprobs", "8192", call_head_rows),
+    Call("linear_logprobs_fused", "4096", partial(call_head_fused, False)),
+)
+
+
+class FakeDriver:
+    """Tells Triton that a GPU of this capability is there. Its device number keeps compilations apart."""
+
+    def __init__(self, capability: capabilities.Capability) -> None:
+        self.architecture = 10 * capability[0] + capability[1]
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a call launched: the kernel, its constants, and after a compilation its memory."""
+
+    kernel: str
+    options: dict[str, object]
+    shared_memory: int = 0
+    tensor_memory: int = 0  # columns, of Blackwell
+
+
+@contextlib.contextmanager
+def launches_on(gpu: capabilities.GPU, *, compiles: bool) -> Iterator[list[Launch]]:
+    """Yields what is launched inside, as if on this GPU. With `compiles` Triton compiles it; nothing runs."""
+    launches: list[Launch] = []
+    run = jit.JITFunction.run
+
+    def note(kernel: jit.JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        names = [name for name, each in zip(kernel.arg_names, kernel.params, strict=True) if each.is_constexpr]
+        bound = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        chosen = {name: bound[name] for name in (*names, "num_warps", "num_stages") if name in bound}
+        memory = (0, 0)
+        if compiles:
+            metadata = run(kernel, *arguments, grid=grid, warmup=True, **options).metadata
+            memory = metadata.shared, getattr(metadata, "tmem_size", 0)
+        launches.append(Launch(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}", chosen, *memory))
+
+    driver.set_active(FakeDriver(gpu.capability))
+    modules = [module for module in sys.modules.values() if getattr(module, "gpu_of", None) is capabilities.gpu_of]
+    try:
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(jit.JITFunction, "run", note))
+            for module in modules:
+                patches.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
+            yield launches
+    finally:
+        if torch.cuda.is_available():
+            driver.reset_active()  # without a GPU there is no other driver
+
+
+def kernels_of_the_project() -> set[str]:
+    """The names of all kernels that are launched, as in `Launch.kernel`."""
+    names = set()
+    for file in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{file.name}")
+        for value in vars(module).values():
+            launched = getattr(value, "function", None) or getattr(value, "kernel", None)
+            if isinstance(launched, jit.JITFunction):
+                names.add(f"{launched.fn.__module__.rsplit('.', 1)[1]}.{launched.fn.__name__}")
+    return names

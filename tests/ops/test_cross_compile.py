@@ -1,0 +1,84 @@
+"""Every Triton kernel compiles for every GPU of the table, with tiles that fit its shared memory.
+
+Triton's compiler needs no GPU. What a kernel computes is tested elsewhere: in Triton's interpreter and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton has no wheel for this platform, so no kernel can be compiled")
+
+from postlude.ops.kernels import attention, decode_linear
+from postlude.ops.kernels.capabilities import GPUS, KERNELS, gpu_of
+from tests.ops.cross_compile import CALLS, Call, kernels_of_the_project, launches_on
+
+ARCHITECTURES = ("L40S", "A100", "H200", "B200")  # one GPU of each, that with the least shared memory first
+TENSOR_MEMORY = 512  # columns of a multiprocessor, on Blackwell
+SECONDS = ("64x", "192 and 128", "rank 256", "attention ", "attention_softcap 128")  # calls that compile for long
+
+
+def cases() -> Iterator[Any]:
+    """Each call on each GPU that it can be made on, also where a variable must allow it. The long ones are thorough."""
+    for name in ARCHITECTURES:
+        for call in CALLS:
+            said = f"{call.operation} {call.label}"
+            quick = name == ARCHITECTURES[0] and not any(each in said for each in SECONDS)
+            if KERNELS[call.operation].oldest <= GPUS[name].capability and call.fits(GPUS[name]):
+                yield pytest.param(call, name, id=f"{name}, {said}", marks=() if quick else pytest.mark.thorough)
+
+
+def test_every_kernel_of_the_project_is_among_the_calls() -> None:
+    with launches_on(GPUS["H200"], compiles=False) as launches:
+        for call in CALLS:
+            call.make()
+    assert {launch.kernel for launch in launches} == kernels_of_the_project()
+
+
+@pytest.mark.parametrize(("call", "name"), cases())
+def test_kernels_compile_and_fit(call: Call, name: str) -> None:
+    with launches_on(GPUS[name], compiles=True) as launches:
+        call.make()
+    assert launches
+    for launch in launches:
+        assert launch.shared_memory <= GPUS[name].shared_memory, launch
+        assert launch.tensor_memory <= TENSOR_MEMORY, launch
+
+
+@pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200"])
+def test_large_gpus_have_the_tiles_that_were_measured(name: str) -> None:
+    """Those of an H200, without its tensor memory accelerator on an A100."""
+    chosen = []
+    for gpu in (GPUS["H200"], GPUS[name]):
+        with launches_on(gpu, compiles=False) as launches:
+            for call in CALLS:
+                call.make()
+        chosen.append([(launch.kernel, {**launch.options, "TMA": None}) for launch in launches])
+    assert chosen[0] == chosen[1]
+
+
+def test_the_tiles_of_an_h200_are_those_of_the_measurements() -> None:
+    with launches_on(GPUS["H200"], compiles=False):
+        heads = torch.empty(4, 2, 128, dtype=torch.bfloat16)
+        wide = torch.empty(4, 2, 256, dtype=torch.bfloat16)
+        assert attention.tiles_for(heads, heads, heads) == attention.Tiles(
+            attention.Tile(64, 64, 4, 3, True), attention.Tile(128, 64, 8, 3, True), attention.Tile(64, 64, 4, 2, True)
+        )
+        assert attention.tiles_for(wide, wide, wide) == attention.Tiles(
+            attention.Tile(128, 64, 8, 2, True), attention.Tile(64, 64, 8, 2, True), attention.Tile(32, 64, 8, 2, True)
+        )
+    room = GPUS["H200"].shared_memory // 2
+    assert decode_linear.low_rank_tile(512, 4096, 256, 256, 2, room) == (64, 64, 64)
+    assert decode_linear.low_rank_tile(16, 4096, 256, 64, 1, room) == (16, 128, 128)
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_as_the_table_says() -> None:
+    gpu = gpu_of(torch.device("cuda", 0))
+    for known in GPUS.values():
+        if known.name in gpu.name:
+            assert (gpu.capability, gpu.shared_memory) == (known.capability, known.shared_memory)
