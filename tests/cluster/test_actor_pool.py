@@ -18,6 +18,7 @@ from postlude.generate.protocol import Request, VersionSpan
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
 from postlude.rollout.rewards import RewardPool
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.rollout import functions
 from tests.serving.test_server_pool import PROMPTS, THREE, check
@@ -106,7 +107,7 @@ def test_a_server_whose_actor_is_killed_is_started_again(
     ) as engine:
         assert {server.url.rpartition(":")[0] for server in engine.pool.servers} == {"http://127.0.0.1"}
         engine.connect()
-        engine.reload("/weights/1", "start.1")
+        engine.reload(Weights("/weights/1", "start.1"))
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         running: Any = engine.supervisor._slots[0].process
         ray.kill(running.actor)

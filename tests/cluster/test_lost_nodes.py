@@ -18,6 +18,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actor_pool import FAKE, answered, busy
@@ -90,7 +91,7 @@ def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path)), **QUICK)) as engine,
     ):
         engine.connect()
-        engine.reload("/weights/1", "start.1")
+        engine.reload(Weights("/weights/1", "start.1"))
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         cluster.remove_node(one_with(cluster, b"ServerActor"), allow_graceful=False)
         answered(engine, tickets)

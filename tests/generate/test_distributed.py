@@ -43,13 +43,13 @@ def synced_adapter(group: Any) -> tuple[bool, bool, float]:
     """Whether a second copy left the model's weights, and how far log-probs are from the engine's."""
     engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(Layout()), budget=64, lora=LoRA(rank=4), optimizer=AdamW(lr=0.1))
     generator = SyncedGenerator(engine, byte_tokenizer())
-    generator.refresh()
+    generator.sync_weights()
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in generator.model.state_dict().items()}
     engine.forward_backward(Batch(PROMPTS[:3]), SFT())
     engine.optimizer_step()
     weight = generator.model.get_parameter("layers.0.mlp.up_proj.weight")
     weight.data[0, 0] += 1.0  # what a copy of the model would undo
-    generator.refresh()
+    generator.sync_weights()
     left = bool(weight[0, 0] == before["layers.0.mlp.up_proj.weight"][1][0, 0] + 1.0)
     weight.data[0, 0] -= 1.0
     in_place = all(

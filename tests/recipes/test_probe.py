@@ -44,19 +44,19 @@ def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks,
 
 def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     """As `lost`, with a native generator that keeps its first weights."""
-    refresh = SyncedGenerator.refresh
+    sync_weights = SyncedGenerator.sync_weights
 
     def keep(self: SyncedGenerator) -> None:
         kept = [parameter.detach().clone() for parameter in self.model.parameters()] if self.copied_step >= 0 else []
-        refresh(self)
+        sync_weights(self)
         for parameter, old in zip(self.model.parameters(), kept, strict=False):
             parameter.data.copy_(old)
 
-    SyncedGenerator.refresh = keep  # type: ignore[method-assign]
+    SyncedGenerator.sync_weights = keep  # type: ignore[method-assign]
     try:
         return lost(group, directory, *overrides)
     finally:
-        SyncedGenerator.refresh = refresh  # type: ignore[method-assign]
+        SyncedGenerator.sync_weights = sync_weights  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

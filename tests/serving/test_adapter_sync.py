@@ -110,12 +110,12 @@ def synced(group: Any, url: str, run: str, steps: int, rank: int = 4) -> dict[st
             if step:
                 train(engine)
             try:
-                rollouts.refresh()
+                rollouts.sync_weights()
             except ServerError as error:
                 return {"gaps": gaps, "error": str(error), "kind": kind}
             gaps.append(scored(engine, rollouts))
             sizes.append(rollouts.take_metrics()["servers/sync_bytes"])
-        folder = getattr(rollouts.sync, "_folder", None)
+        folder = getattr(rollouts.sync, "_adapter_root", None)
         kept = sorted(path.name for path in folder.iterdir()) if folder is not None else []
     left = folder is not None and folder.exists()
     return {"gaps": gaps, "sizes": sizes, "error": "", "kind": kind, "kept": kept, "left": left}

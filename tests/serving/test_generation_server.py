@@ -30,6 +30,7 @@ from postlude.generate.protocol import Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model import LanguageModel
 from postlude.serving.clients.client import GenerationClient
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer
 from tests.generate.test_generator import teacher_forced
@@ -101,7 +102,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:
-        engine.reload(str(tmp_path / "old"), "start.1")
+        engine.reload(Weights(str(tmp_path / "old"), "start.1"))
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
         while not any(each.tokens[2:] for each in list(served._session._active.values())):
@@ -110,7 +111,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
             status, words = said(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
             assert status == 400
             assert words["error"].startswith("the weights stay 'start.1', as they were: ")
-        engine.reload(str(tmp_path / "new"), "start.2")
+        engine.reload(Weights(str(tmp_path / "new"), "start.2"))
         (done,) = engine.poll(timeout=60)
         one = done.completion
         assert one is not None
@@ -134,14 +135,14 @@ def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Pat
         assert engine.run_on(server, server.max_length()) == 96
         monkeypatch.setattr("postlude.serving.clients.remote_server.checksum", lambda path: "other")
         with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
-            engine.reload(str(tmp_path / "new"), "start.1")
+            engine.reload(Weights(str(tmp_path / "new"), "start.1"))
 
 
 def test_one_without_weights_answers_once_it_has_some(tmp_path: Path) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
         assert said(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (503, {"error": "there are no weights yet."})
-        engine.reload(str(tmp_path / "new"), "start.1")
+        engine.reload(Weights(str(tmp_path / "new"), "start.1"))
         ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
         assert one.versions == (VersionSpan("start.1", 0, 3),)
 

@@ -299,7 +299,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(c
             logged = caplog.text  # before the server is gone once more
     assert (done.ticket, done.error) == (ticket, None)
     assert logged.count("Waiting for one of them, up to 60 s more (rollout.outage_timeout)") == 1
-    assert logged.count("It is given up for now") == 1
+    assert logged.count("It is unavailable now") == 1
 
 
 def test_a_server_that_asks_for_an_hour_is_told_of_and_asked_again_sooner(caplog) -> None:

@@ -21,6 +21,7 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import ServerError, ServerUnavailable
@@ -244,14 +245,14 @@ def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two
     engine = engines(*two)
     engine.connect()
     for step in (1, 2):
-        engine.reload(f"/weights/{step}", f"start.{step}")
+        engine.reload(Weights(f"/weights/{step}", f"start.{step}"))
         for server in two:
             assert (server.directory, server.version) == (f"/weights/{step}", f"start.{step}")
         ((one,),) = engine.generate(PROMPTS[:1], THREE)
         assert one.versions == (VersionSpan(f"start.{step}", 0, 3),)
     assert [call for call in two[0].calls if call in RELOAD] == RELOAD * 2
     two[0].say = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
-    engine.reload("/weights/3", "start.3")
+    engine.reload(Weights("/weights/3", "start.3"))
     assert engine.pool.servers[0].state == "excluded"
     assert engine.pool.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
     check(engine)
@@ -263,9 +264,9 @@ def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, en
     release = threading.Event()
     for server in two:
         server.read = lambda directory: release.wait(300)
-    engine.reload("/weights/2", "start.2", wait=False)  # which returns while they read
+    engine.reload(Weights("/weights/2", "start.2"), wait=False)  # which returns while they read
     assert engine.directories_in_use() == {"/weights/2"}
-    engine.reload("/weights/3", "start.3", wait=False)  # before any has the last ones
+    engine.reload(Weights("/weights/3", "start.3"), wait=False)  # before any has the last ones
     release.set()
     found = engine.generate([[1, 2], [3]] * 4, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert {span.version for each in found for one in each for span in one.versions} == {"start.3"}
@@ -273,7 +274,7 @@ def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, en
     assert [server.version for server in two] == ["start.3"] * 2
     two[0].kill()
     two[1].kill()
-    engine.reload("/weights/4", "start.4", wait=False)
+    engine.reload(Weights("/weights/4", "start.4"), wait=False)
     with pytest.raises(ServerError, match="none of the 2 servers replies any more"):
         engine.wait_for_reload()
 
@@ -282,13 +283,13 @@ def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines)
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
         engine = engines(old, other, retries=0)
         engine.connect()
-        engine.reload("/weights/1", "start.1")
+        engine.reload(Weights("/weights/1", "start.1"))
         old.kill()
         check(engine)
         assert engine.pool.servers[0].state == "unavailable"
         with closing(FakeVLLM(port=old.port)) as new:
             assert new.version == OLD
-            engine.reload("/weights/2", "start.2")
+            engine.reload(Weights("/weights/2", "start.2"))
             while engine.pool.servers[0].state != "up":
                 time.sleep(0.01)
             check(engine)
@@ -302,7 +303,7 @@ def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engine
     """A server that was started anew between two requests tells its old weights, and gets the new ones."""
     engine = engines(*two)
     engine.connect()  # both are there: else an update does not wait for who comes later
-    engine.reload("/weights/1", "start.1")
+    engine.reload(Weights("/weights/1", "start.1"))
     two[0].version = OLD
     for (one,) in engine.generate(PROMPTS, THREE):
         assert one.versions == (VersionSpan("start.1", 0, 3),)
@@ -328,7 +329,7 @@ def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read
     engine = engines(*two)
     engine.connect()
     failing(two[0], path, 500, 1)
-    engine.reload("/weights/1", "start.1")
+    engine.reload(Weights("/weights/1", "start.1"))
     check(engine)
     until = time.monotonic() + 300
     while engine.pool.count_up() < 2 and time.monotonic() < until:
@@ -347,7 +348,7 @@ def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to
     asked, other = sorted(two, key=lambda each: each.calls.count("/inference/v1/generate"), reverse=True)
     other.before = lambda: None
     failing(asked, "/collective_rpc", 400, 1)
-    engine.reload("/weights/1", "start.1")
+    engine.reload(Weights("/weights/1", "start.1"))
     (found,) = engine.poll(5.0)
     release.set()
     assert (found.ticket, found.completion is not None, other.answered) == (ticket, True, 1)
@@ -360,7 +361,7 @@ def test_one_that_reads_weights_at_the_end_is_waited_for_and_one_that_was_left_p
         with closing(GenerationClient([server.url])) as engine:
             engine.connect()
             server.read = lambda directory: time.sleep(0.2)
-            engine.reload("/weights/1", "start.1", wait=False)
+            engine.reload(Weights("/weights/1", "start.1"), wait=False)
         assert [call for call in server.calls if call in RELOAD] == RELOAD
         known = server.say
         server.say = lambda path, body: {"is_paused": True} if path == "/is_paused" else known(path, body)
@@ -373,13 +374,13 @@ def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_ne
         engine = engines(server)
         (met,) = engine.connect()
         met.api.reports_checksum = True
-        engine.reload("/nowhere", "start.1", wait=False)
+        engine.reload(Weights("/nowhere", "start.1"), wait=False)
         deadline = time.monotonic() + 300
         while met.state == "up" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "/nowhere" in met.problem
         met.api.reports_checksum = False
-        engine.reload("/weights/2", "start.2", wait=False)
+        engine.reload(Weights("/weights/2", "start.2"), wait=False)
         ((one,),) = engine.generate(PROMPTS[:1], THREE)
         assert one.versions == (VersionSpan("start.2", 0, 3),)
 
@@ -387,12 +388,12 @@ def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_ne
 def test_a_directory_is_kept_while_a_server_that_came_late_reads_it(engines) -> None:
     with closing(FakeVLLM()) as one, closing(FakeVLLM()) as late:
         engine = engines(one)
-        engine.reload("/weights/1", "start.1")
+        engine.reload(Weights("/weights/1", "start.1"))
         reading, release = threading.Event(), threading.Event()
         late.read = lambda directory: (reading.set(), release.wait(300))
         engine.add_server(late.url)
         assert reading.wait(300)
-        engine.reload("/weights/2", "start.2")
+        engine.reload(Weights("/weights/2", "start.2"))
         assert engine.directories_in_use() == {"/weights/1", "/weights/2"}
         release.set()
         deadline = time.monotonic() + 300

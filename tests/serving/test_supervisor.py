@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from postlude.generate.protocol import Request, VersionSpan
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
 from postlude.serving.launch import supervisor
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, log_tail
@@ -57,7 +58,7 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, LocalLauncher(tmp_path)), **QUICK)) as engine,
     ):
         engine.connect()
-        engine.reload("/weights/1", "start.1")
+        engine.reload(Weights("/weights/1", "start.1"))
         first = {server.url for server in engine.pool.servers}
         tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         os.kill(pid_of(engine, 0), signal.SIGKILL)

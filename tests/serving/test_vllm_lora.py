@@ -57,7 +57,7 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
             if step:
                 engine.forward_backward(Batch(PROMPTS), SFT())
                 engine.optimizer_step()
-            rollouts.refresh()
+            rollouts.sync_weights()
             for place, prompt in enumerate(PROMPTS):
                 rollouts.submit(Request(tuple(prompt), SamplingParams(**{**vars(SAMPLING), "seed": place})))
             finished: list[Any] = []

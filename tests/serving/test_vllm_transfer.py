@@ -44,7 +44,7 @@ def sends(group: Any, url: str, source: str, directory: str) -> tuple[Any, Any, 
         answered = servers.generate(PROMPTS, GREEDY)
         assert {span.version for (one,) in answered for span in one.versions} == {"start.1"}
         held = digests(url)
-        servers.reload(directory, "start.2")
+        servers.reload(Weights(directory, "start.2"))
         return before, [one.tokens for (one,) in answered], held, digests(url)
 
 

@@ -20,6 +20,7 @@ from postlude.generate.probe import GREEDY, Probe, TrainerScores, WeightProbe
 from postlude.generate.protocol import Request
 from postlude.hf.checksum import checksum
 from postlude.serving.clients.client import GenerationClient
+from postlude.serving.clients.remote_server import Weights
 from postlude.serving.engine import ServerEngine
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer, _resolve, _WeightsInfo
@@ -83,7 +84,7 @@ def probed(
             if step:
                 train(engine, [step])
             try:
-                rollouts.refresh()
+                rollouts.sync_weights()
             except ServerError as error:
                 problem = str(error)
                 break
@@ -164,7 +165,7 @@ def test_a_busy_server_is_asked_again() -> None:
 
     with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
         client.connect()
-        client.reload("anywhere", "start.1", probe=Probe(requests, scores, [], 1e-3))
+        client.reload(Weights("anywhere", "start.1", Probe(requests, scores, [], 1e-3)))
         (one,) = client.pool.servers
         assert (one.state, one.failures) == ("up", 0)
         assert one.probe_result is not None

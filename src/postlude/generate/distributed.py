@@ -29,7 +29,7 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
 
     controller: Rank0Controller[Any, Any]
 
-    def refresh(self) -> None:
+    def sync_weights(self) -> None:
         """Loads the newest weights. Every rank calls it before completions are requested."""
 
     def check_health(self) -> None:
@@ -57,7 +57,7 @@ class ReplicatedGenerator(PollAdapter):
         self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._share)
         super().__init__(self.generator)
 
-    def refresh(self) -> None:
+    def sync_weights(self) -> None:
         """Does nothing: the weights do not change."""
 
     def check_health(self) -> None:
@@ -140,7 +140,7 @@ class SyncedGenerator(ReplicatedGenerator):
         self.copied_step = -1
         self._copied_adapter: str | None = None
 
-    def refresh(self) -> None:
+    def sync_weights(self) -> None:
         """Copies the engine's weights, if they changed since the last copy."""
         if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.in_use):
             self._copy()
@@ -165,7 +165,7 @@ class SyncedGenerator(ReplicatedGenerator):
 
     def _share(self, call: _Call) -> list[list[Completion]]:
         """Generates with the engine's current weights. A large cache is freed for training."""
-        self.refresh()
+        self.sync_weights()
         if self._pending_probe is not None:
             self._compare(self._pending_probe)
             self._pending_probe = None

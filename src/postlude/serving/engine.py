@@ -32,7 +32,7 @@ class ServerEngine:
     ) -> None:
         self.engine = engine
         self.sync: WeightSync | None = None
-        self.controller: Rank0Controller[None, None] = Rank0Controller(lambda _: self.refresh())
+        self.controller: Rank0Controller[None, None] = Rank0Controller(lambda _: self.sync_weights())
         self._client: GenerationClient | None = None
         try:
             self._client = connect() if self.controller.is_rank0 else None
@@ -49,7 +49,7 @@ class ServerEngine:
         assert self._client is not None, "only rank 0 has the client"
         return self._client
 
-    def refresh(self) -> None:
+    def sync_weights(self) -> None:
         """Syncs the engine's weights to servers, if they are new or a server lacks them. Every rank calls it."""
         if self.engine is not None and self.sync is not None:
             self.sync.sync(f"{self.start_id}.{self.engine.step}")

@@ -99,7 +99,7 @@ class RolloutSampler:
     def sync_and_run_on_rank0(self, work: Callable[[], Result]) -> Result:
         """Syncs weights to the rollout engine, calls `work` on rank 0 and returns its result on every rank."""
         with self.timer("weight_sync"):
-            self.rollout_engine.refresh()
+            self.rollout_engine.sync_weights()
         with offloading(self.offloaded_engine, self.timer):
             return self.rollout_engine.controller.on_rank0(work)
 

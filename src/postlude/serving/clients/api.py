@@ -49,7 +49,7 @@ class ServerAPI(ABC):
     omits_stop_tokens: bool = False
     """Whether the tokens that ended a completion are left out, so that a completion may be empty."""
 
-    async def probe(self, send: SendRequest) -> None:
+    async def detect_features(self, send: SendRequest) -> None:
         """Checks that the server replies, and detects what it supports."""
         await send("GET", "/v1/models")
 

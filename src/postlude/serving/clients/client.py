@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.counter_rng import rng_key
-from postlude.generate.probe import Probe
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.text_stream import completion_text
@@ -161,16 +160,12 @@ class GenerationClient:
         except queue.Empty:
             return finished
 
-    def reload(self, directory: str, version: str, *, wait: bool = True, probe: Probe | None = None) -> None:
-        """Makes every server read new weights from a directory. Running completions continue with the new weights.
+    def reload(self, weights: Weights, *, wait: bool = True) -> None:
+        """Makes every server read new weights from their directory. Running completions continue with them.
 
-        Without `wait`, servers read in the background; new requests go to servers that have the weights. With a
-        `probe`, these are servers whose log-probs are the trainer's.
+        Without `wait`, servers read in the background. New requests go only to servers that have the weights and, if
+        the weights come with a `probe`, whose log-probs equal the trainer's.
         """
-        self.load(Weights(directory, version, probe), wait=wait)
-
-    def load(self, weights: Weights, *, wait: bool = True) -> None:
-        """Makes every server use these weights: see `reload`."""
         self.run(self.pool.reload(weights))
         if wait:
             self.wait_for_reload()

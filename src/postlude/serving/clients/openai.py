@@ -24,7 +24,7 @@ class OpenAIAPI(ServerAPI):
         self.extra = dict(extra or {})
         """Fields added to every request."""
 
-    async def probe(self, send: SendRequest) -> None:
+    async def detect_features(self, send: SendRequest) -> None:
         """Does nothing: the server may have no list of models."""
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:

@@ -126,7 +126,7 @@ class RemoteServer:
         if self._api is None:
             assert self._choose_api is not None
             self._api = self._choose_api(await self._send_status("GET", "/v1/models"))
-        await self.api.probe(self._send_status)
+        await self.api.detect_features(self._send_status)
         self.connect_count += 1
         if self.model is None:
             self.model = await self._only_model()
@@ -173,7 +173,7 @@ class RemoteServer:
                 raise InvalidResponse(
                     f"read weights of checksum {actual} from {weights.directory}, where there are {await expected}"
                 )
-            await self.probe(weights)
+            await self.compare_logprobs(weights)
         except RequestRefused as error:
             raise InvalidResponse(f"could not read new weights from {self.reading}: {error}") from error
         except OSError as error:  # from reading the files here
@@ -191,7 +191,7 @@ class RemoteServer:
         if self.version != weights.version:
             raise InvalidResponse(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
 
-    async def probe(self, weights: Weights, *, timeout: float | None = None) -> None:
+    async def compare_logprobs(self, weights: Weights, *, timeout: float | None = None) -> None:
         """Compares its log-probs of a few tokens with the trainer's, after it was given weights.
 
         If they are too far apart, raises `ServerUnavailable`, so that it is given the weights again, and the second

@@ -164,7 +164,7 @@ class ServerPool:
         server.problem = str(error)
         server.busy_since = server.busy_since or now
         if server.state == "up" and now - server.busy_since >= max(self.outage_timeout, BUSY_TIMEOUT):
-            LOG.warning("%s %s for %g s. It is given up for now.", server.url, error, now - server.busy_since)
+            LOG.warning("%s %s for %g s. It is unavailable now.", server.url, error, now - server.busy_since)
             self.counts.failed += 1
             server.state, self._outage_start = "unavailable", self._outage_start or server.busy_since
             return
@@ -252,7 +252,7 @@ class ServerPool:
     async def confirm(self, server: RemoteServer, weights: Weights, *, timeout: float | None = None) -> None:
         """Checks that a server has the weights that it was sent, and lets it take requests."""
         await server.confirm_version(weights)
-        await server.probe(weights, timeout=timeout)
+        await server.compare_logprobs(weights, timeout=timeout)
         server.state, server.update_unconfirmed = "up", False
         await self._notify()
 
@@ -409,7 +409,7 @@ class ServerPool:
         self.counts.failed += 1
         if server.failures > self.retries:
             if not self._outage_logged:
-                LOG.warning("%s %s. It is given up for now.", server.url, error)
+                LOG.warning("%s %s. It is unavailable now.", server.url, error)
             server.state = "unavailable"
             if server.update_unconfirmed:  # it may be paused, and would never reply
                 server.connection.cancel_requests()

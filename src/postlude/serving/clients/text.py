@@ -42,7 +42,7 @@ class TextAPI(ServerAPI):
             raise ValueError("text_only's tokenizer has no eos_token_id to end completions with; set its eos_token.")
         self.tokenizer, self.extra = tokenizer, dict(extra or {})
 
-    async def probe(self, send: SendRequest) -> None:
+    async def detect_features(self, send: SendRequest) -> None:
         """Does nothing: the server may have no list of models."""
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:

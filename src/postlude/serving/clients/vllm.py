@@ -33,7 +33,7 @@ class VLLMAPI(OpenAIAPI):
         super().__init__(extra)
         self.has_generate = False  # whether the path GENERATE is enabled
 
-    async def probe(self, send: SendRequest) -> None:
+    async def detect_features(self, send: SendRequest) -> None:
         """Detects with an empty request whether the path GENERATE is enabled."""
         await send("GET", "/v1/models")
         try:

@@ -22,7 +22,7 @@ from postlude.world.agreement import on_rank0
 
 POLICY = "policy"  # the name of the adapter at servers
 BASE = "base"  # in the directory of weights: the frozen model
-MEMORY = Path("/dev/shm")  # memory-backed files, where the system has them
+SHARED_MEMORY = Path("/dev/shm")  # files in memory, where the system has them
 LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 LOG = logging.getLogger("postlude")
 
@@ -41,14 +41,14 @@ class AdapterSync(DiskSync):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(engine, client, options, group)
-        self._folder: Path | None = None
+        self._adapter_root: Path | None = None
         """The directory of the adapters, on rank 0."""
 
     def close(self) -> None:
         """Removes the files."""
         super().close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._adapter_root is not None:
+            shutil.rmtree(self._adapter_root, ignore_errors=True)
 
     def _compare_checksums(self) -> None:
         """Does nothing: a server's checksum is that of the frozen model, and the probe compares log-probs."""
@@ -62,7 +62,7 @@ class AdapterSync(DiskSync):
             configs, pairs = adapter_matrices(self.engine)
 
             def write() -> Path:
-                path = self._adapter_folder() / version
+                path = self._make_adapter_root() / version
                 on_cpu = {name: (a.cpu(), b.cpu()) for name, (a, b) in pairs.items()}
                 model = (self.engine.config, self.engine.family)
                 # Servers read experts one by one where the model's files have them so.
@@ -74,42 +74,34 @@ class AdapterSync(DiskSync):
         except OSError as error:
             raise ServerError(f"the adapter for servers could not be written: {error}") from error
         self.metrics["servers/write_seconds"] = time.perf_counter() - start
-        return on_rank0(lambda: self._load(str(base), path), self.group)
+        weights = Weights(str(base), version, self._probe, adapter=str(path), adapter_name=POLICY)
+        return on_rank0(lambda: self._reload(weights, path), self.group)
 
-    def _load(self, base: str, path: Path) -> int:
-        self.client.load(
-            Weights(base, path.name, self._probe, adapter=str(path), adapter_name=POLICY), wait=self.options.wait
-        )
-        in_use = self.client.directories_in_use()
-        for other in path.parent.iterdir():
-            if str(other) not in in_use:
-                shutil.rmtree(other, ignore_errors=True)
-        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-    def _adapter_folder(self) -> Path:
+    def _make_adapter_root(self) -> Path:
         """Returns the directory of the adapters of all versions, made at the first call."""
-        if self._folder is None:
+        if self._adapter_root is None:
             hosts = {urlsplit(server.url).hostname for server in self.client.pool.servers}
             if hosts <= LOCAL_HOSTS:
-                self._folder = Path(tempfile.mkdtemp(prefix="postlude-", dir=MEMORY if MEMORY.is_dir() else None))
+                in_memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+                self._adapter_root = Path(tempfile.mkdtemp(prefix="postlude-", dir=in_memory))
             else:
-                self._folder = self.root / "adapters"
-                self._folder.mkdir(parents=True, exist_ok=True)
-        return self._folder
+                self._adapter_root = self.root / "adapters"
+                self._adapter_root.mkdir(parents=True, exist_ok=True)
+        return self._adapter_root
 
 
 def make_sync(
     engine: Engine, client: GenerationClient | None, options: SyncOptions, group: dist.ProcessGroup | None
 ) -> WeightSync:
-    """Returns the way in which servers get an engine's weights. Every rank calls it.
+    """Returns the `WeightSync` of an engine. Every rank calls it.
 
-    An adapter is sent as an adapter if all servers take one; else all get merged weights, which is logged once.
+    An adapter is sent as an adapter if all servers can load one; else all get merged weights, and a warning is logged.
     """
-    merged = NetworkSync if options.method == "network" else DiskSync
+    full_sync = NetworkSync if options.method == "network" else DiskSync
     if not engine.adapters.configs:
-        return merged(engine, client, options, group)
+        return full_sync(engine, client, options, group)
 
-    def problem() -> str:
+    def adapter_problem() -> str:
         assert client is not None
         if options.method == "network":
             return "rollout.sync: network sends whole models"
@@ -117,15 +109,15 @@ def make_sync(
         reasons = [(server.url, client.run_on(server, server.adapter_problem())) for server in servers]
         return next((f"{url} {reason}" for url, reason in reasons if reason), "")
 
-    why = on_rank0(problem, group)
-    if not why:
+    problem = on_rank0(adapter_problem, group)
+    if not problem:
         return AdapterSync(engine, client, options, group)
     if client is not None:
         LOG.warning(
             "%s: at every synchronisation servers get weights with the adapter merged in, in %s. In bfloat16 this "
-            "rounds small updates away (in the first steps of a run most of them), so that the sampler is behind the "
-            "trainer; sync/gap and rollout_kl show by how much.",
-            why,
+            "rounds small updates away (in the first steps of a run most of them), so the servers' weights lag behind "
+            "the trainer's; sync/gap and rollout_kl show by how much.",
+            problem,
             str(engine.compute_dtype).removeprefix("torch."),
         )
-    return merged(engine, client, options, group)
+    return full_sync(engine, client, options, group)

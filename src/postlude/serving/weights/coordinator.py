@@ -1,4 +1,4 @@
-"""TransferCoordinator: rank 0's requests to servers during a weight transfer, and the servers that still take part."""
+"""TransferCoordinator: sends rank 0's requests during a weight transfer, and tracks which servers still take part."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TransferTarget:
 
     url: str
     connect_count: int
-    """A channel that was opened at an earlier count is useless."""
+    """A channel that was opened at an earlier count is invalid."""
     workers: int
 
 
 class TransferCoordinator:
-    """One transfer. A server that fails is left to its pool, and the others continue.
+    """One transfer. A server that fails is reported to its pool, and the others continue.
 
     A command goes to all servers at the same time and runs until the next command: ranks send weights meanwhile. No
     request waits longer than `timeout` seconds, since all ranks wait with it.
@@ -68,9 +68,9 @@ class TransferCoordinator:
 
         self._command({url: join(url) for url in infos if url in self._servers})
 
-    def begin(self, broken: Mapping[str, str]) -> list[str]:
+    def begin(self, failures: Mapping[str, str]) -> list[str]:
         """Makes servers pause and prepare. They get no requests until `finish`. Returns those that are ready."""
-        ready = self._wait(broken)
+        ready = self._wait(failures)
         for server in self._servers.values():
             server.update_unconfirmed = True
             if server.state == "up":
@@ -78,15 +78,15 @@ class TransferCoordinator:
         self._command(dict.fromkeys(ready, lambda api, send: api.begin_update(send)))
         return self._wait()
 
-    def receive(self, specs: TensorSpecs, broken: Mapping[str, str]) -> list[str]:
+    def receive(self, specs: TensorSpecs, failures: Mapping[str, str]) -> list[str]:
         """Makes servers receive the next broadcast. Returns those that do."""
-        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.receive_tensors(send, specs)))
+        self._command(dict.fromkeys(self._wait(failures), lambda api, send: api.receive_tensors(send, specs)))
         return list(self._servers)
 
-    def finish(self, broken: Mapping[str, str]) -> list[str]:
+    def finish(self, failures: Mapping[str, str]) -> list[str]:
         """Makes servers use the new weights. Returns those that report the new version."""
         version = self.weights.version
-        self._command(dict.fromkeys(self._wait(broken), lambda api, send: api.finish_update(send, version)))
+        self._command(dict.fromkeys(self._wait(failures), lambda api, send: api.finish_update(send, version)))
         for url in self._wait():
             server = self._servers[url]
             server.reload_seconds = time.perf_counter() - self._start_time
@@ -100,9 +100,9 @@ class TransferCoordinator:
             work = server.call(command, timeout=self.timeout)
             self._running[url] = self.client.start(self._attempt(server, work))
 
-    def _wait(self, broken: Mapping[str, str] | None = None) -> list[str]:
-        """Waits for all commands. Returns the servers that still take part; `broken` are those with failed channels."""
-        for url, reason in (broken or {}).items():
+    def _wait(self, failures: Mapping[str, str] | None = None) -> list[str]:
+        """Waits for all commands. Returns the servers that still take part; `failures` are those of channels, by server."""
+        for url, reason in (failures or {}).items():
             self._drop(url, ServerUnavailable(reason))
         running, self._running = self._running, {}
         for url, future in running.items():
@@ -121,7 +121,7 @@ class TransferCoordinator:
             self.client.run(fail())
 
     async def _attempt(self, server: RemoteServer, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether the server did its part."""
+        """Returns whether `work` succeeded; a failure is reported to the pool."""
         try:
             await work
         except RequestRefused as error:

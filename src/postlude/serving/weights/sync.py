@@ -1,4 +1,4 @@
-"""WeightSync: brings an engine's weights to servers, by a directory that all can read or over the network.
+"""WeightSync: sends an engine's weights to servers, through a directory that all can read or over the network.
 
 Every rank makes the same calls; only rank 0 has the client of the servers.
 """
@@ -30,7 +30,7 @@ WEIGHTS = "weights"  # in the run's directory: what servers read
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How weights reach servers."""
+    """How weights are sent to servers."""
 
     directory: Path
     """The run's directory. With `method="disk"`, servers see it under the same path."""
@@ -48,7 +48,7 @@ class SyncOptions:
 
 
 class WeightSync(ABC):
-    """One method of syncing. `group` holds all ranks and waits as long as servers may take; None is the default."""
+    """Sends weights to servers. `group` has all ranks and a timeout longer than servers take; None is the default."""
 
     def __init__(
         self,
@@ -147,14 +147,15 @@ class DiskSync(WeightSync):
                 "There must be room for two copies of the weights."
             ) from error
         self.metrics["servers/write_seconds"] = time.perf_counter() - start
-        return on_rank0(lambda: self._reload(path), self.group)
+        return on_rank0(lambda: self._reload(Weights(str(path), version, self._probe), path), self.group)
 
-    def _reload(self, path: Path) -> int:
-        self.client.reload(str(path), path.name, wait=self.options.wait, probe=self._probe)
+    def _reload(self, weights: Weights, path: Path) -> int:
+        """Makes servers read weights that were written to `path`, and deletes older versions. Returns their bytes."""
+        self.client.reload(weights, wait=self.options.wait)
         in_use = self.client.directories_in_use()
-        for other in path.parent.iterdir():
-            if str(other) not in in_use:
-                shutil.rmtree(other, ignore_errors=True)
+        for directory in path.parent.iterdir():
+            if str(directory) not in in_use:
+                shutil.rmtree(directory, ignore_errors=True)
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
     def _checksum(self) -> str:

@@ -1,7 +1,7 @@
 """WeightTransfer: sends weights from an engine's ranks into the memory of servers, without a disk.
 
-All ranks stream the model in buckets, and each rank sends the buckets to its own servers. Rank 0 tells servers what
-comes. No rank holds more than a bucket. Both sides go through the tensors in the order of `Engine.stream_weights`.
+All ranks stream the model in buckets, and each rank sends them to the servers that it is assigned. Rank 0 announces
+each broadcast to servers. No rank holds more than a bucket. Tensors are sent in the order of `Engine.stream_weights`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from postlude.serving.weights.gloo import GlooRendezvous
 from postlude.serving.weights.nccl import NCCLRendezvous
 from postlude.world.agreement import gather_and_decide, on_rank0
 
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
@@ -67,11 +67,11 @@ class WeightTransfer:
     def send(self, client: GenerationClient | None, weights: Weights) -> TransferResult:
         """Sends the engine's weights to all servers that reply and lack them. Only rank 0 has a client.
 
-        A server that fails is left to its pool, and the others continue.
+        A server that fails is reported to its pool, and the others continue.
         """
         start = time.perf_counter()
         coordinator = None if client is None else TransferCoordinator(client, weights, self.timeout)
-        targets, known = on_rank0(lambda: _on_rank0(coordinator).targets(), self.group)
+        targets, known = on_rank0(lambda: _not_none(coordinator).targets(), self.group)
         self._close([url for url in self.channels if url not in known])
         ready = self._connect(coordinator, targets)
         sent, failed, sums = 0, dict[str, str](), list[Tensor]()
@@ -85,7 +85,7 @@ class WeightTransfer:
                 self._close(failed)
                 sent += data.numel()
                 sums.append(word_sum(data))
-            ready = self._decide(failed, lambda broken: _on_rank0(coordinator).finish(broken))
+            ready = self._merge_on_rank0(failed, lambda failures: _not_none(coordinator).finish(failures))
         checksum = " ".join(map(str, torch.stack(sums).tolist())) if sums else ""
         return TransferResult(len(ready), sent, time.perf_counter() - start, checksum)
 
@@ -102,11 +102,11 @@ class WeightTransfer:
         self._close([target.url for target in new])
         rendezvous = {target.url: self._rendezvous(target) for target in new}
         infos = {url: channel.info for url, channel in rendezvous.items()}
-        self._decide(infos, lambda all_infos: _on_rank0(coordinator).join(all_infos))
+        self._merge_on_rank0(infos, lambda all_infos: _not_none(coordinator).join(all_infos))
         opened, failed = open_all(rendezvous, self.timeout)
         self.channels |= opened
         self.connect_counts |= {target.url: target.connect_count for target in new if target.url in opened}
-        return self._decide(failed, lambda broken: _on_rank0(coordinator).begin(broken))
+        return self._merge_on_rank0(failed, lambda failures: _not_none(coordinator).begin(failures))
 
     def _rendezvous(self, target: TransferTarget) -> ChannelRendezvous:
         """Returns a channel of this rank and all workers of a server."""
@@ -118,15 +118,15 @@ class WeightTransfer:
         self, coordinator: TransferCoordinator | None, specs: TensorSpecs, failed: Mapping[str, str]
     ) -> list[str]:
         """Makes servers receive the next broadcast, except those with failed channels. Returns those that do."""
-        return self._decide(failed, lambda broken: _on_rank0(coordinator).receive(specs, broken))
+        return self._merge_on_rank0(failed, lambda failures: _not_none(coordinator).receive(specs, failures))
 
-    def _decide(self, part: Mapping[str, Part], decide: Callable[[dict[str, Part]], Result]) -> Result:
-        """Returns what rank 0 decides, given the merged mappings of all ranks."""
+    def _merge_on_rank0(self, local: Mapping[str, Value], work: Callable[[dict[str, Value]], Result]) -> Result:
+        """Calls `work` on rank 0 with the merged mappings of all ranks. Returns its result on every rank."""
 
-        def merge_and_decide(parts: list[Mapping[str, Part]]) -> Result:
-            return decide({url: value for mapping in parts for url, value in mapping.items()})
+        def merge(mappings: list[Mapping[str, Value]]) -> Result:
+            return work({url: value for mapping in mappings for url, value in mapping.items()})
 
-        return gather_and_decide(lambda: part, merge_and_decide, self.group, raise_cause=True)
+        return gather_and_decide(lambda: local, merge, self.group, raise_cause=True)
 
     def _close(self, urls: Mapping[str, str] | Sequence[str]) -> None:
         for url in urls:
@@ -137,27 +137,27 @@ class WeightTransfer:
     def _broadcasts(self) -> Iterator[tuple[TensorSpecs, Tensor]]:
         """Yields the tensors of each broadcast and their bytes, [n] uint8."""
         for bucket in self.engine.stream_buckets(bucket_bytes=self.send_bytes):
-            for part in split_aligned(bucket):
-                names = [name for name, _ in part]
-                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in part]
-                data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in part])
-                yield TensorSpecs(names, dtypes, [list(tensor.shape) for _, tensor in part]), data
+            for chunk in split_aligned(bucket):
+                names = [name for name, _ in chunk]
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk]
+                data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in chunk])
+                yield TensorSpecs(names, dtypes, [list(tensor.shape) for _, tensor in chunk]), data
 
 
 def split_aligned(bucket: Sequence[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields parts of a bucket in which every tensor is aligned to its dtype: the receiver views it in place."""
-    part: list[tuple[str, Tensor]] = []
+    """Yields chunks of a bucket in which every tensor is aligned to its dtype: the receiver views it in place."""
+    chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in bucket:
         if size % tensor.element_size():
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
         size += tensor.numel() * tensor.element_size()
-    if part:
-        yield part
+    if chunk:
+        yield chunk
 
 
-def _on_rank0(coordinator: TransferCoordinator | None) -> TransferCoordinator:
+def _not_none(coordinator: TransferCoordinator | None) -> TransferCoordinator:
     assert coordinator is not None, "only rank 0 sends requests to servers"
     return coordinator
