@@ -160,8 +160,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = _parser(recipes)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, 1)
-        there = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
-        parser.error(f"{words[0]!r} is not a command; {there}")
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+        parser.error(f"{words[0]!r} is not a command; {hint}")
     options, unknown = parser.parse_known_args(words)
     options.overrides, options.config = unknown, file and Path(file)
     options.resume_command = resume_command(arguments if arguments is not None else sys.argv[1:])

@@ -222,8 +222,8 @@ class ShardReader:
         for file, start, size in self.tensors[name]["parts"]:
             low = [max(one, other) for one, other in zip(start, shard.start, strict=True)]
             high = [
-                min(one + length, other + wanted)
-                for one, length, other, wanted in zip(start, size, shard.start, shard.size, strict=True)
+                min(one + length, other + size_needed)
+                for one, length, other, size_needed in zip(start, size, shard.start, shard.size, strict=True)
             ]
             if all(begin < end for begin, end in zip(low, high, strict=True)):
                 overlaps.append((file, (_slices(low, high, start), _slices(low, high, shard.start))))

@@ -22,11 +22,11 @@ class UserCodeError(ValueError):
     """User code could not be loaded. The message says why, and what to write instead."""
 
 
-def load_callable(where: str, *, kind: str = "function") -> Callable[..., Any]:
+def load_callable(reference: str, *, kind: str = "function") -> Callable[..., Any]:
     """Loads path/to/file.py:name, a callable that messages call a `kind`. It runs the file: name only trusted ones."""
-    path, colon, name = where.rpartition(":")
+    path, colon, name = reference.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        raise UserCodeError(f'"{where}" names no {kind}. Write it as path/to/file.py:name.')
+        raise UserCodeError(f'"{reference}" names no {kind}. Write it as path/to/file.py:name.')
     module = _run(Path(path).expanduser())
     if not hasattr(module, name):
         raise UserCodeError(f"{path} has no {name}; {_names(module, name)}")

@@ -550,7 +550,7 @@ def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:
         pytest.param(
             config("tiny-dense", num_hidden_layers=1),
             "dp_shard=2",
-            "it holds 27 tensor(s) this model and optimizer have no place for, such as "
+            "it holds 27 tensor(s) this model and optimizer do not have, such as "
             "model/layers.1.attention.k_proj.weight.",
             id="fewer layers",
         ),

@@ -22,7 +22,7 @@ from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
 from postlude.recipes.references import prune_references, reference_name
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollout_columns import RolloutRows, overlong_share, routing_column
+from postlude.recipes.rollout_columns import RolloutRows, overlong_fraction, routing_column
 from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
 from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch
 from postlude.recipes.run.directory import read_layers
@@ -492,10 +492,10 @@ def test_the_penalty_of_long_answers_grows_over_the_buffer() -> None:
     for lengths in ([6], [7], [9], [10], [10, 3], [2, 8]):
         found = answered(0, 1.0)
         found.completions = [Completion([2] * length, [0.0] * length, [], "stop") for length in lengths]
-        shares.append(overlong_share(found, 10, 4))
+        shares.append(overlong_fraction(found, 10, 4))
     assert shares == [0.0, 0.25, 0.75, 1.0, 1.0, 0.5]
-    assert overlong_share(answered(0, 1.0, "length"), 10, 0) == 1.0
-    assert overlong_share(answered(0, 1.0), 10, 0) == 0.0
+    assert overlong_fraction(answered(0, 1.0, "length"), 10, 0) == 1.0
+    assert overlong_fraction(answered(0, 1.0), 10, 0) == 0.0
 
 
 @pytest.mark.parametrize("baseline", [False, True])

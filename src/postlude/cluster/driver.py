@@ -204,8 +204,8 @@ def _start_relay(ranks: int) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_concurrency": 2 * ranks + 64, "scheduling_strategy": here}
+    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_concurrency": 2 * ranks + 64, "scheduling_strategy": on_this_node}
     return ray.remote(MessageRelay).options(**options).remote()
 
 

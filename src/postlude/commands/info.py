@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> None:
     console.print(table)
     memory = Table("dtype", "weights", "trained by AdamW", title="Memory, without activations")
     for dtype in DTYPES:
-        label, each = str(dtype).removeprefix("torch."), dtype.itemsize
+        label, weight_bytes = str(dtype).removeprefix("torch."), dtype.itemsize
         # Weights, gradients and two moments in fp32, and a copy to compute with in another dtype: docs/optimizer.md.
-        trained = 16 + (each if each < 4 else 0)
-        memory.add_row(label, format_bytes(total * each), format_bytes(total * trained))
+        training_bytes = 16 + (weight_bytes if weight_bytes < 4 else 0)
+        memory.add_row(label, format_bytes(total * weight_bytes), format_bytes(total * training_bytes))
     console.print(memory)
 
 

@@ -190,7 +190,7 @@ def _show(console: Console, plan: StepForecast, gpu: str) -> None:
         "in flight": [str(step.timeline.peak_in_flight[rank]) for rank in ranks],
         "busy": [f"{step.timeline.busy[rank] / step.timeline.makespan:.0%}" for rank in ranks],
     }
-    parts = {
+    fields = {
         "weights": "parameters",
         "gradients": "gradients",
         "optimizer": "optimizer",
@@ -202,9 +202,9 @@ def _show(console: Console, plan: StepForecast, gpu: str) -> None:
         "peak": "total",
     }
     if not plan.model.frozen:
-        del parts["reference"]
-    for name, part in parts.items():
-        rows[name] = [format_bytes(getattr(plan.memory[rank], part)) for rank in ranks]
+        del fields["reference"]
+    for name, field in fields.items():
+        rows[name] = [format_bytes(getattr(plan.memory[rank], field)) for rank in ranks]
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)

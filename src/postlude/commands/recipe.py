@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     needed = getattr(config, "layout", Layout()).world_size
     size = needed if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine checks for all
-        here = options.ray in (None, LOCAL)
-        launch = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), here, options.ray is not None)
+        on_this_machine = options.ray in (None, LOCAL)
+        launch = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), on_this_machine, options.ray is not None)
         inputs = PreflightInputs(config, launch)
         lines, console = preflight(recipe.checks(inputs)), Console()
         if options.dry_run:

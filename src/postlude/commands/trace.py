@@ -79,10 +79,11 @@ def run(options: argparse.Namespace) -> int | None:
     recorded = run_on_ranks(record_all, chosen, nproc=layout.world_size, timeout=options.timeout, device=device)
     if not recorded:
         return None  # only rank 0 writes
-    timelines = [Timeline(TITLES[each.overlap], spans) for each, spans in zip(chosen, recorded, strict=True)]
+    timelines = [Timeline(TITLES[run.overlap], spans) for run, spans in zip(chosen, recorded, strict=True)]
     write(timelines, options.to)
     console = Console()
-    for line in (*(each.summary for each in timelines), f"wrote {options.to / PICTURE} and {options.to / EVENTS}"):
+    summaries = [timeline.summary for timeline in timelines]
+    for line in (*summaries, f"wrote {options.to / PICTURE} and {options.to / EVENTS}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 
@@ -101,8 +102,8 @@ def write(timelines: list[Timeline], directory: Path) -> None:
 def record_all(chosen: list[Traced]) -> list[list[Span]]:
     """Records each step on the ranks. Rank 0 returns the spans of all ranks, the others []."""
     spans = []
-    for each in chosen:
-        spans.append(record(each))
+    for run in chosen:
+        spans.append(record(run))
         gc.collect()  # frees the engine before the next is made
     return spans if dist.get_rank() == 0 else []
 

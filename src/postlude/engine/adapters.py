@@ -1,4 +1,4 @@
-"""The adapters of an engine: their whole tensors, what they add to weights, and the base that they belong to."""
+"""Adapters of an engine: adding and removing, full tensors, what they add to weights, and the base they belong to."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Adapters:
         return NO_ADAPTERS if self.in_use is None else self.by_name[self.in_use]
 
     def check_name(self, name: str | None) -> None:
-        """Raises ValueError unless there is such an adapter. None, the model alone, there always is."""
+        """Raises ValueError unless there is an adapter of this name. None, the model alone, always exists."""
         if name is not None and name not in self.by_name:
             if not self.enabled:
                 raise ValueError(f'this engine has no adapter "{name}": make it with Engine(..., lora=LoRA()).')
@@ -148,10 +148,10 @@ def plan_adapter_tensors(
 ) -> list[StreamedTensor]:
     """Returns every tensor of the adapters of the whole model, under our names."""
     with torch.device("meta"):
-        whole = LanguageModel(config, blocks=blocks, adapters=adapters).state_dict()
+        tensors = LanguageModel(config, blocks=blocks, adapters=adapters).state_dict()
     return [
         StreamedTensor(name, tuple(tensor.shape), ((name, _identity(name, tensor)),), torch.float32)
-        for name, tensor in whole.items()
+        for name, tensor in tensors.items()
         if is_adapter(name)
     ]
 
@@ -164,8 +164,10 @@ def _identity(name: str, tensor: Tensor) -> TensorMapping:
 def weight_deltas(stages: Stages) -> dict[str, WeightDelta]:
     """Returns what each adapter of this rank's stages adds to the weight of its layer. Every rank calls it."""
     return {
-        name.removesuffix("adapter") + "weight": WeightDelta(_whole(each.a), _whole(each.b), each.config.scale)
-        for name, each in _adapters(stages)
+        name.removesuffix("adapter") + "weight": WeightDelta(
+            _full_tensor(adapter.a), _full_tensor(adapter.b), adapter.config.scale
+        )
+        for name, adapter in _adapters(stages)
     }
 
 
@@ -174,7 +176,7 @@ def _adapters(stages: Stages) -> Iterator[tuple[str, Adapter]]:
         yield from ((name, module) for name, module in stage.named_modules() if isinstance(module, Adapter))
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if is_dtensor(parameter) else parameter.detach()
 
 
@@ -233,7 +235,9 @@ def stream_adapters(
     name = engine.adapters.resolve(name)
     engine.failure_state.check(gradients=gradients, adapter=name)
     parameters = engine.trainings[name].parameters
-    tensors = {key: each.grad if gradients else each for key, each in parameters.items() if is_adapter(key)}
+    tensors = {
+        key: parameter.grad if gradients else parameter for key, parameter in parameters.items() if is_adapter(key)
+    }
     local = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     planned = plan_adapter_tensors(engine.config, engine.block_types, engine.adapters.by_name[name])
     buckets = plan_buckets(planned, BUCKET_BYTES, torch.float32)
@@ -273,18 +277,18 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
         add_adapter_configs(engine, name, configs)
     present = engine.adapters.by_name[name]
     for layer in sorted(configs.keys() | present.keys()):
-        there, here = configs.get(layer), present.get(layer)
-        if there != here:
+        saved, ours = configs.get(layer), present.get(layer)
+        if saved != ours:
             raise ValueError(
-                f"{directory} has another adapter of {layer}: {there or 'none'} there, {here or 'none'} here. Give the "
+                f"{directory} has another adapter of {layer}: {saved or 'none'} there, {ours or 'none'} here. Give the "
                 "engine the lora that it was made with."
             )
     with engine.failure_state.guard_write("load_adapter"):
         for key, parameter in engine.trainings[name].parameters.items():
             if is_adapter(key):
                 layer, leaf = key.rsplit(".adapter.", 1)
-                whole = pairs[layer]["ab".index(leaf)]
-                local_shard(parameter).copy_(whole[region(parameter)])
+                matrix = pairs[layer]["ab".index(leaf)]
+                local_shard(parameter).copy_(matrix[region(parameter)])
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class TrainingState(AdaptedModel, Protocol):
 
 
 def saved_trainings(trained: TrainingState) -> dict[str, Training]:
-    """Returns what a checkpoint has, by the name there: all adapters; "" is the default one, or all weights."""
+    """Returns the trainings that a checkpoint saves: all adapters by name; "" is the default one, or all weights."""
     named = {name: trained.trainings[name] for name in trained.adapters.names if name != DEFAULT}
     return {"": trained.trainings.get(DEFAULT) or trained.trainings[None], **named}
 
@@ -70,7 +70,7 @@ def _prefix(name: str) -> str:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in the background: over its own group, from host memory that it reuses."""
+    """Writes one checkpoint at a time, in a background thread with its own group and reused host memory."""
 
     def __init__(self) -> None:
         self._staging = StagingBuffers()
@@ -94,11 +94,11 @@ class CheckpointWriter:
         self.finish()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        parts = saved_trainings(trained) if adapter is None else {"": adapter}
-        shards = shards_to_save(trained, parts)
+        trainings = saved_trainings(trained) if adapter is None else {"": adapter}
+        shards = shards_to_save(trained, trainings)
         if adapter is None:
             shards |= _random_shards(trained)
-        state = _describe(trained, parts, extra)
+        state = _describe(trained, trainings, extra)
         write = _prepare_save(shards, state, directory, self._group, self._staging, write_model_files)
 
         def run() -> None:
@@ -117,7 +117,7 @@ class CheckpointWriter:
         self._group = None
 
     def finish(self) -> None:
-        """Waits until the checkpoint is written. Raises what went wrong."""
+        """Waits until the checkpoint is written. Raises the error of a failed write."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -165,8 +165,10 @@ def _prepare_save(
     return write
 
 
-def _describe(trained: TrainingState, parts: Mapping[str, Training], extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns what state.json has beside the index."""
+def _describe(
+    trained: TrainingState, trainings: Mapping[str, Training], extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the entries of state.json besides the index."""
     try:
         extra = json.loads(json.dumps(dict(extra or {})))
     except (TypeError, ValueError) as error:
@@ -183,7 +185,7 @@ def _describe(trained: TrainingState, parts: Mapping[str, Training], extra: Mapp
             "began_later": training.late_start_steps,
             "adapter": {layer: astuple(config) for layer, config in training.adapters.items()},
         }
-        for name, training in parts.items()
+        for name, training in trainings.items()
     }
     state = {"format": FORMAT, "base": trained.base_fingerprint(), **entries.pop("")}
     return {**state, "layout": str(trained.mesh.layout), "extra": extra, "adapters": entries}
@@ -209,27 +211,27 @@ def load(
     check_base(source, state.get("base"), trained.base_fingerprint())
     random_states = {} if adapter is not None else _random_states(trained)
     with _adapters_of(trained, source, state, adapter, same_layers=recast is None) as trainings, ExitStack() as stack:
-        parts = [_SavedTraining(state, name, training, recast) for name, training in trainings.items()]
-        wanted, optional = dict[str, TensorShard](), frozenset[str]()
-        for part in parts:
-            part.check_optimizer(source)
-            stack.enter_context(_optimizer_state(part.training, saved=part.has_optimizer_state))
-            part.shards = _all_shards(trained, part.training)
-            wanted |= {part.name(name): shard for name, (shard, _) in part.shards.items() if part.has(name)}
-            optional |= part.optional
+        saved_parts = [_SavedTraining(state, name, training, recast) for name, training in trainings.items()]
+        shards, optional = dict[str, TensorShard](), frozenset[str]()
+        for saved in saved_parts:
+            saved.check_optimizer(source)
+            stack.enter_context(_optimizer_state(saved.training, saved=saved.has_optimizer_state))
+            saved.shards = _all_shards(trained, saved.training)
+            shards |= {saved.name(name): shard for name, (shard, _) in saved.shards.items() if saved.has(name)}
+            optional |= saved.optional
         for kind, values in random_states.items():
             if name := _random_state_name(state, kind):
-                wanted[name] = _shard(values)
+                shards[name] = _shard(values)
         optional |= frozenset(name for name in state["tensors"] if name.startswith(RANDOM))
-        check_tensors(source, wanted, state["tensors"], optional)
+        check_tensors(source, shards, state["tensors"], optional)
     reader = ShardReader(source, state)
     with (
         trained.failure_state.guard_write("load"),
         _as_os_error(f"{source} could not be read", "The engine may hold parts of it; load again."),
     ):
-        gather_and_decide(lambda: reader.read_into(wanted), lambda _: None)
-    for part in parts:
-        part.restore_counts()
+        gather_and_decide(lambda: reader.read_into(shards), lambda _: None)
+    for saved in saved_parts:
+        saved.restore_counts()
     trained.failure_state.recovered(weights=adapter is None, adapter=adapter)
     if random_states:
         torch.set_rng_state(random_states["cpu"])
@@ -243,7 +245,10 @@ def load(
 def _adapters_of(
     trained: TrainingState, source: Path, state: Mapping[str, Any], adapter: str | None, *, same_layers: bool
 ) -> Iterator[dict[str, Training]]:
-    """Yields what a checkpoint is loaded into, by the name there. Missing ones are made, and kept if all is well."""
+    """Yields the trainings that a checkpoint is loaded into, by their names there.
+
+    Adapters that the engine lacks are added, and removed again if the block raises.
+    """
     entries = {"": state, **state.get("adapters", {})}
     if adapter is not None and len(entries) > 1:
         raise ValueError(f"{source} has the adapters {', '.join(filter(None, entries))} too: load it with engine.load.")
@@ -255,28 +260,29 @@ def _adapters_of(
     for name in trained.adapters.names:
         if adapter is None and name not in names.values():
             raise ValueError(f'{source} has no adapter "{name}", which this engine has: remove it with remove_adapter.')
-    made = list[str]()
+    added = list[str]()
     try:
-        for there, here in names.items():
-            configs = {layer: AdapterConfig(*values) for layer, values in entries[there].get("adapter", {}).items()}
-            if here is not None and here not in trained.trainings:
+        for saved_name, present in names.items():
+            layers = entries[saved_name].get("adapter", {})
+            configs = {layer: AdapterConfig(*values) for layer, values in layers.items()}
+            if present is not None and present not in trained.trainings:
                 if not configs:
                     raise ValueError(
-                        f'{source} does not say how its adapter was made: give the engine lora for "{here}".'
+                        f'{source} does not say how its adapter was made: give the engine lora for "{present}".'
                     )
-                add_adapter_configs(trained, here, configs)
-                made.append(here)
-            elif here is not None and same_layers and "adapter" in entries[there]:
-                check_adapter(source, here, configs, trained.trainings[here].adapters)
-        yield {there: trained.trainings[here] for there, here in names.items()}
+                add_adapter_configs(trained, present, configs)
+                added.append(present)
+            elif present is not None and same_layers and "adapter" in entries[saved_name]:
+                check_adapter(source, present, configs, trained.trainings[present].adapters)
+        yield {saved_name: trained.trainings[present] for saved_name, present in names.items()}
     except BaseException:
-        for name in made:
+        for name in added:
             discard_adapter(trained, name)
         raise
 
 
 class _SavedTraining:
-    """What a checkpoint has of one adapter, or of all weights. The engine's pattern may be another."""
+    """The saved state of one adapter, or of all weights. The engine's pattern may differ from the saved one."""
 
     def __init__(self, state: Mapping[str, Any], name: str, training: Training, recast: RecastPlan | None) -> None:
         self.training, self.recast, self.prefix = training, recast, _prefix(name)
@@ -325,7 +331,7 @@ class _SavedTraining:
         return ours if self.recast is None else f"{prefix}/{self.recast.kept.get(tensor, tensor)}"
 
     def has(self, ours: str) -> bool:
-        """Returns whether a tensor is read. Moments may be missing: those of what was not trained then."""
+        """Returns whether a tensor is read. Moments of parameters that were not trained may be missing."""
         if self.recast is None:
             return True
         if ours.rpartition("/")[2] in self.new_tensors:
@@ -334,7 +340,7 @@ class _SavedTraining:
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the optimizer had made its state: it does so when it first meets gradients."""
+        """Whether the optimizer had state: it is created in the first step with gradients."""
         return any(name.startswith(OPTIMIZER) for name in self.tensors)
 
     @property
@@ -380,11 +386,11 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
-def shards_to_save(trained: TrainingState, parts: Mapping[str, Training]) -> dict[str, TensorShard]:
-    """Returns what this rank, of all that hold the same, writes."""
+def shards_to_save(trained: TrainingState, trainings: Mapping[str, Training]) -> dict[str, TensorShard]:
+    """Returns the shards that this rank writes. Of ranks that hold the same shard, one writes it."""
     return {
-        _prefix(part) + name: shard
-        for part, training in parts.items()
+        _prefix(adapter) + name: shard
+        for adapter, training in trainings.items()
         for name, (shard, like) in _all_shards(trained, training).items()
         if shard.values.numel() and is_owner(name.rsplit("/", 1)[1], like, trained.mesh, trained.shared_parameters)
     }
@@ -425,7 +431,7 @@ def _all_shards(trained: TrainingState, training: Training) -> dict[str, tuple[T
 
 
 def _shard(tensor: Tensor) -> TensorShard:
-    return TensorShard(local_shard(tensor), tuple(where.start for where in region(tensor)), tuple(tensor.shape))
+    return TensorShard(local_shard(tensor), tuple(dimension.start for dimension in region(tensor)), tuple(tensor.shape))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ CRITIC = f"{MODEL}value_head.weight"
 
 
 def check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
-    """Every rank checks its share of the files, and all raise if one is damaged."""
+    """Checks the files, divided among the ranks. All ranks raise if one file is damaged."""
 
     def damaged() -> list[str]:
         names = sorted(files)[dist.get_rank() :: dist.get_world_size()]
@@ -41,20 +41,20 @@ def refuse_damaged(source: Path, names: list[str]) -> None:
 
 
 def check_tensors(
-    source: Path, wanted: Mapping[str, TensorShard], saved: Mapping[str, Any], optional: Container[str]
+    source: Path, shards: Mapping[str, TensorShard], saved: Mapping[str, Any], optional: Container[str]
 ) -> None:
-    """Checks that all ranks together want exactly what was saved, except for `optional` tensors.
+    """Checks that the ranks' `shards` together are exactly the saved tensors, except for `optional` ones.
 
-    Each rank sends a short comparison.
+    Each rank sends only a short comparison.
     """
     numbers = {name: number for number, name in enumerate(saved)}
 
     def compare() -> tuple[int, list[str], list[str]]:
-        used = sum(1 << numbers[name] for name in wanted if name in numbers)
-        missing = [name for name in wanted if name not in numbers]
+        used = sum(1 << numbers[name] for name in shards if name in numbers)
+        missing = [name for name in shards if name not in numbers]
         shapes = [
             f"{name} is {tuple(saved[name]['shape'])} there, but {shard.shape} here"
-            for name, shard in wanted.items()
+            for name, shard in shards.items()
             if name in saved and tuple(saved[name]["shape"]) != shard.shape
         ]
         return used, missing, shapes[:1]
@@ -85,8 +85,8 @@ def _refuse_other_model(source: Path, missing: list[str], unused: list[str], sha
         )
     if unused:
         raise ValueError(
-            f"{source} is of another model: it holds {len(unused)} tensor(s) this model and optimizer have no place "
-            f"for, such as {min(unused)}."
+            f"{source} is of another model: it holds {len(unused)} tensor(s) this model and optimizer do not have, "
+            f"such as {min(unused)}."
         )
     if shapes:
         raise ValueError(f"{source} is of another model: {shapes[0]}.")
@@ -114,9 +114,9 @@ def check_adapter(
 ) -> None:
     """Raises ValueError unless an adapter of a checkpoint has the layers, ranks and scales of the engine's."""
     for layer in sorted(saved.keys() | present.keys()):
-        there, here = saved.get(layer), present.get(layer)
-        if there != here:
+        theirs, ours = saved.get(layer), present.get(layer)
+        if theirs != ours:
             raise ValueError(
-                f'{source} has another adapter "{name}" of {layer}: {there or "none"} there, {here or "none"} here. '
+                f'{source} has another adapter "{name}" of {layer}: {theirs or "none"} there, {ours or "none"} here. '
                 "Give the engine the lora that it was made with."
             )

@@ -1,4 +1,4 @@
-"""How a stage's parameters are stored and gathered: sharded by FSDP2, or unsharded if no other rank shares them."""
+"""ParameterSharding: shards a stage's parameters with FSDP2, or keeps them unsharded if no other rank shares them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class ParameterSharding(Protocol):
     """Makes the weights of one stage ready for passes, and reduces its gradients."""
 
     def begin_pass(self, *, train: bool) -> None:
-        """Called before the first forward of a pass over microbatches. With `train`, backwards follow."""
+        """Prepares for a pass over microbatches, before its first forward. With `train`, backwards follow."""
         ...
 
     def before_last_backward(self) -> None:
-        """Called when all backwards but one are done."""
+        """Prepares for the last backward."""
         ...
 
     def grads_ready(self, module: FSDPUnit) -> None:
-        """Called when a planned backward has added all that it adds to the gradients of a layer or the stage."""
+        """Handles the gradients of a layer or the stage, to which a planned backward has added all that it adds."""
         ...
 
     def finish_grads(self) -> None:
-        """Called after the last backward: gradients become those of all ranks."""
+        """Finishes the reduction of gradients over ranks, after the last backward."""
         ...
 
     def end_pass(self) -> None:
-        """Called after a pass, also one that failed: the stage has its stored parameters again."""
+        """Restores the stored parameters, after a pass or a failed pass."""
         ...
 
 
@@ -104,19 +104,19 @@ class FSDPAutomatic:
         self.stage, self.reduce_once = stage, reduce_once
 
     def begin_pass(self, *, train: bool) -> None:
-        """Sets what FSDP does in all backwards but the last."""
+        """Configures FSDP for all backwards but the last."""
         if train:
             self._set_backward(last=False)
 
     def before_last_backward(self) -> None:
-        """Sets what FSDP does in the last backward."""
+        """Configures FSDP for the last backward."""
         self._set_backward(last=True)
 
     def grads_ready(self, module: FSDPUnit) -> None:
-        """FSDP's hooks notice it."""
+        """Does nothing: FSDP's hooks reduce gradients."""
 
     def finish_grads(self) -> None:
-        """FSDP has reduced them."""
+        """Does nothing: FSDP has reduced gradients."""
 
     def end_pass(self) -> None:
         """Frees gathered weights, so that the next forward gathers the current ones."""
@@ -157,7 +157,7 @@ class FSDPManual(FSDPAutomatic):
                 module.unshard()
 
     def before_last_backward(self) -> None:
-        """From here on, ready gradients are the step's."""
+        """Makes `grads_ready` reduce the final gradients."""
         self.last_backward = True
 
     def grads_ready(self, module: FSDPUnit) -> None:

@@ -65,10 +65,10 @@ class LayerMetrics:
                 values.numbers[f"{kind}/{layer}/{name}"] = metric.value
             if metrics:
                 values.vectors.update({f"{kind}/{layer}/{name}": sums[name] for name in sums if len(sums[name]) > 1})
-        for name, found in layers.items():
-            worst = found[0].worst
-            values.numbers[name] = fmean(metric.value for metric in found)
-            values.numbers[name + WORST] = (max if worst == "max" else min)(metric.value for metric in found)
+        for name, by_layer in layers.items():
+            worst = by_layer[0].worst
+            values.numbers[name] = fmean(metric.value for metric in by_layer)
+            values.numbers[name + WORST] = (max if worst == "max" else min)(metric.value for metric in by_layer)
             values.reductions[name + WORST] = worst
         return values
 

@@ -33,12 +33,12 @@ def run_offloaded(works: Sequence[OffloadedWork], device: torch.device) -> None:
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
     slot_bytes = max(sum(map(_aligned_bytes, pieces)) for pieces, _ in works)
     slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-    left: list[torch.cuda.Event | None] = [None] * SLOTS
+    slot_free: list[torch.cuda.Event | None] = [None] * SLOTS
     inward.wait_stream(current)  # which may have used the slots' memory until now
     for number, (pieces, work) in enumerate(works):
         slot = number % SLOTS
         copies = _views(slots[slot], pieces)
-        if (free := left[slot]) is not None:
+        if (free := slot_free[slot]) is not None:
             inward.wait_event(free)
         with torch.cuda.stream(inward):
             for piece, copy in zip(pieces, copies, strict=True):
@@ -49,7 +49,7 @@ def run_offloaded(works: Sequence[OffloadedWork], device: torch.device) -> None:
         with torch.cuda.stream(outward):
             for piece, copy in zip(pieces, copies, strict=True):
                 piece.copy_(copy, non_blocking=True)
-        left[slot] = outward.record_event()
+        slot_free[slot] = outward.record_event()
     current.wait_stream(outward)
 
 

@@ -54,7 +54,7 @@ def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
     """Returns the rank's optimizer state of a parameter as a shard of the full state tensor."""
     like = state if is_dtensor(state) else parameter
-    starts, shape = tuple(part.start for part in region(like)), tuple(like.shape)
+    starts, shape = tuple(dimension.start for dimension in region(like)), tuple(like.shape)
     if local_shard(state).shape != local_shard(like).shape:  # one number per quantisation block
         starts, shape = (*starts[:-1], starts[-1] // BLOCK), scales_shape(shape)
     return TensorShard(local_shard(state), starts, shape)
@@ -111,11 +111,11 @@ class ShardedAdamW(torch.optim.Optimizer):
             for parameter in updated:
                 if not self.state[parameter]:
                     self.state[parameter] = self._initial_state(parameter)
-            fp32, others = list[nn.Parameter](), list[nn.Parameter]()
+            fused, unfused = list[nn.Parameter](), list[nn.Parameter]()
             for parameter in updated:
-                (fp32 if self._is_fp32(parameter) else others).append(parameter)
-            self._step_fp32(fp32, hyperparameters)
-            for pieces, work in self._updates(others, hyperparameters):
+                (fused if self._is_fp32(parameter) else unfused).append(parameter)
+            self._step_fp32(fused, hyperparameters)
+            for pieces, work in self._updates(unfused, hyperparameters):
                 if pieces[0].device == self._device:
                     work(pieces)
                 else:

@@ -38,7 +38,7 @@ class StateOffload:
         self.failure_state.check()
         storages = {
             storage.data_ptr(): (storage, storage.nbytes())
-            for storage in (local_shard(each).untyped_storage() for each in _tensors(trainings))
+            for storage in (local_shard(tensor).untyped_storage() for tensor in _tensors(trainings))
             if storage.device == self.device and storage.nbytes() and storage.resizable()
         }
         moved = list(storages.values())
@@ -72,15 +72,15 @@ class StateOffload:
 
     def _pieces(self, storages: Sequence[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the bytes of the storages in pieces, each with its place in host memory."""
-        place = 0
+        position = 0
         for storage, size in storages:
-            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
             start = 0
             while start < size:
-                chunk, offset = divmod(place, CHUNK_BYTES)
+                chunk, offset = divmod(position, CHUNK_BYTES)
                 length = min(size - start, CHUNK_BYTES - offset)
-                yield whole[start : start + length], self.chunks[chunk][offset : offset + length]
-                start, place = start + length, place + length
+                yield data[start : start + length], self.chunks[chunk][offset : offset + length]
+                start, position = start + length, position + length
 
     def _free(self) -> None:
         for storage, _ in self.moved:

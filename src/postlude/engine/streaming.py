@@ -1,4 +1,4 @@
-"""Whole tensors of a model that is distributed over ranks: for inference engines, for export and for comparison.
+"""Streams full tensors of a model that is distributed over ranks, for inference engines, export and comparison.
 
 Tensors have their Hugging Face names and transformers' order, or ours if there is no family, and come in buckets of
 bounded size. Each element of a bucket is written by the one rank that owns it and is zero elsewhere, so one integer
@@ -48,7 +48,7 @@ class DistributedModel(Protocol):
         ...
 
     def weight_deltas(self) -> Mapping[str, WeightDelta]:
-        """What adapters add to this rank's weights, by the weights' names. Every rank calls it."""
+        """Returns what adapters add to this rank's weights, by the weights' names. Every rank calls it."""
         ...
 
 
@@ -60,10 +60,10 @@ class WeightDelta:
     b: Tensor
     scale: float
 
-    def at(self, where: Sequence[slice]) -> Tensor:
-        """Returns the addition to a region of the weight, fp32."""
-        *experts, rows, columns = where
-        a, b = (each[tuple(experts)] if each.dim() == 3 else each for each in (self.a, self.b))
+    def at(self, slices: Sequence[slice]) -> Tensor:
+        """Returns what is added to these slices of the weight, in fp32."""
+        *experts, rows, columns = slices
+        a, b = (matrix[tuple(experts)] if matrix.dim() == 3 else matrix for matrix in (self.a, self.b))
         return self.scale * (b[..., rows, :] @ a[..., :, columns])
 
 
@@ -134,16 +134,18 @@ def stream(
     low_bits: Mapping[str, Tensor] | None = None,
     deltas: Mapping[str, WeightDelta] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole tensors by name, on every rank, in `dtype` or a wider one that the model keeps.
+    """Yields full tensors by name, on every rank, in `dtype` or a wider one that the model keeps.
 
     `tensors` are this rank's, by our names. `shared` names those that the first and the last stage both hold.
-    `low_bits` are the lower halves of split weights, `deltas` what adapters add to weights. Every rank takes every
-    tensor, in step: a rank that stops early leaves the others waiting.
+    `low_bits` are the lower halves of split weights, `deltas` what adapters add to weights. Every rank must exhaust the
+    iterator: the others wait for a rank that stops early.
     """
     owned = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
     device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
     for bucket in buckets:
-        words = [-(-tensor.bytes(dtype) // 8) for tensor in bucket]  # each begins where any dtype may
+        words = [
+            -(-tensor.bytes(dtype) // 8) for tensor in bucket
+        ]  # each starts at a multiple of 8 bytes, aligned for any dtype
         flat = torch.zeros(sum(words), dtype=torch.int64, device=device)
         views = []
         for tensor, buffer in zip(bucket, flat.split(words), strict=True):
@@ -210,14 +212,14 @@ class InterruptibleStream:
             )
 
     def end(self) -> None:
-        """On rank 0, tells the others to stop. Does nothing after the last bucket."""
+        """Makes all ranks stop, on rank 0. Does nothing on other ranks, and after the last bucket."""
         if dist.get_rank() == 0 and self.begun < len(self.buckets):
             self._continues(False)
 
-    def _continues(self, here: bool) -> bool:
-        """Broadcasts rank 0's choice."""
+    def _continues(self, proceed: bool) -> bool:
+        """Broadcasts rank 0's `proceed`, and returns it on every rank."""
         device = next((tensor.device for tensor in self.tensors.values()), torch.device(self.mesh.device_type))
-        flag = torch.tensor([here], dtype=torch.uint8, device=device)
+        flag = torch.tensor([proceed], dtype=torch.uint8, device=device)
         dist.broadcast(flag, 0)
         return bool(flag.item())
 

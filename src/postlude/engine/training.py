@@ -118,7 +118,9 @@ class Training:
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the gradients, over every rank."""
-        return self._norm({name: each.grad for name, each in self.parameters.items() if each.grad is not None})
+        return self._norm(
+            {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+        )
 
     def weight_norm(self) -> Tensor:
         """Returns the norm of the parameters, over every rank."""

@@ -1,4 +1,4 @@
-"""A stage whose parameters no other rank shares: used as they are stored, or as copies made once per pass. No FSDP."""
+"""Unsharded: parameters of a stage that no other rank shares, used as stored or copied once per pass. No FSDP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ComputeParameter:
 
 
 class Unsharded:
-    """The parameter sharding of such a stage. FSDP would copy every weight and gradient that it handles.
+    """The `ParameterSharding` of a stage whose parameters no other rank shares. FSDP would copy weights and gradients.
 
     During a pass, a plain tensor in the compute dtype replaces each parameter: a copy made once, or the same memory if
     the dtypes are equal. Autograd adds gradients directly to the stored parameter's gradient, in its dtype.
@@ -59,28 +59,28 @@ class Unsharded:
         self.in_pass = True
         self._make_copies()
         if train:
-            self._attach_gradients([each for each in self.compute_parameters if each.parameter.requires_grad])
-        for each in self.compute_parameters:
-            each.module.register_parameter(each.name, each.leaf)
+            self._attach_gradients([entry for entry in self.compute_parameters if entry.parameter.requires_grad])
+        for entry in self.compute_parameters:
+            entry.module.register_parameter(entry.name, entry.leaf)
 
     def before_last_backward(self) -> None:
-        """Nothing to do: gradients are complete after every backward."""
+        """Does nothing: gradients are complete after every backward."""
 
     def grads_ready(self, module: FSDPUnit) -> None:
-        """Nothing to do: gradients are where they belong."""
+        """Does nothing: autograd has added to the stored gradients."""
 
     def finish_grads(self) -> None:
         """Sums the gradients of parameters that tensor-parallel ranks replicate: each has its own addend."""
-        all_reduce_replicated([each.parameter for each in self.compute_parameters])
+        all_reduce_replicated([entry.parameter for entry in self.compute_parameters])
 
     def end_pass(self) -> None:
         """Restores the parameters, and frees the copies."""
         if not self.in_pass:
             return
-        for each in self.compute_parameters:
-            each.module.register_parameter(each.name, each.parameter)
-            each.leaf.grad = None
-            set_main_grad(each.leaf, None)
+        for entry in self.compute_parameters:
+            entry.module.register_parameter(entry.name, entry.parameter)
+            entry.leaf.grad = None
+            set_main_grad(entry.leaf, None)
         for memory, _ in self.memory:
             memory.resize_(0)
         self.in_pass = False
@@ -92,17 +92,17 @@ class Unsharded:
             memory.resize_(size)
         if not self.compute_parameters:
             self.compute_parameters = list(self._leaves())
-            self.copied = [each for each in self.compute_parameters if each.is_copy]
-            for dtype in {each.leaf.dtype for each in self.copied}:
-                some = [each for each in self.copied if each.leaf.dtype == dtype]
-                buffers = allocate_like([each.shard for each in some], dtype, torch.empty)
-                for each, buffer in zip(some, buffers, strict=True):
-                    each.leaf.data = buffer
-            storages = (each.leaf.untyped_storage() for each in self.copied)
+            self.copied = [entry for entry in self.compute_parameters if entry.is_copy]
+            for dtype in {entry.leaf.dtype for entry in self.copied}:
+                entries = [entry for entry in self.copied if entry.leaf.dtype == dtype]
+                buffers = allocate_like([entry.shard for entry in entries], dtype, torch.empty)
+                for entry, buffer in zip(entries, buffers, strict=True):
+                    entry.leaf.data = buffer
+            storages = (entry.leaf.untyped_storage() for entry in self.copied)
             by_address = {storage.data_ptr(): storage for storage in storages}
             self.memory = [(storage, storage.nbytes()) for storage in by_address.values()]
         if self.copied:
-            foreach_copy([each.leaf for each in self.copied], [each.shard for each in self.copied])
+            foreach_copy([entry.leaf for entry in self.copied], [entry.shard for entry in self.copied])
 
     def _leaves(self) -> Iterable[ComputeParameter]:
         for module in self.stage.modules():
@@ -116,33 +116,33 @@ class Unsharded:
 
     def _attach_gradients(self, compute_parameters: Sequence[ComputeParameter]) -> None:
         """Makes autograd add the leaves' gradients to those of the stored parameters."""
-        fresh = [each.parameter for each in compute_parameters if each.parameter.grad is None]
+        fresh = [entry.parameter for entry in compute_parameters if entry.parameter.grad is None]
         plain = [parameter for parameter in fresh if not isinstance(parameter, DTensor)]
         for parameter, buffer in zip(plain, allocate_like(plain, torch.float32, torch.zeros), strict=True):
             parameter.grad = buffer
-        for each in compute_parameters:
-            parameter, total = each.parameter, each.parameter.grad
+        for entry in compute_parameters:
+            parameter, total = entry.parameter, entry.parameter.grad
             if isinstance(parameter, DTensor):
                 if total is None:
                     total = parameter.grad = zero_gradient(parameter)
                 total = local_shard(total)
                 if parameter.device_mesh.get_local_rank() and replica_count(parameter) > 1:
-                    total.zero_()  # the sum so far is replicated, and the first rank brings it into the next sum
-            each.leaf.grad = total
-            set_main_grad(each.leaf, total)
+                    total.zero_()  # replicated: the first rank adds the sum so far to the next one
+            entry.leaf.grad = total
+            set_main_grad(entry.leaf, total)
 
 
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[..., Tensor]) -> list[Tensor]:
-    """Returns memory of the tensors' shapes in a `dtype`, allocated in buckets: a launch for each would take time."""
+    """Returns tensors of the same shapes in `dtype`, allocated in buckets: one allocation each would be slow."""
     allocated: list[Tensor] = []
     waiting: list[Tensor] = []
     size = 0
     for tensor in [*tensors, None]:
         if waiting and (tensor is None or size + _aligned(tensor) > BUCKET_BYTES // dtype.itemsize):
-            buffers = make(size, dtype=dtype, device=waiting[0].device).split([_aligned(each) for each in waiting])
+            buffers = make(size, dtype=dtype, device=waiting[0].device).split([_aligned(like) for like in waiting])
             allocated += [
-                (buffer if buffer.numel() == each.numel() else buffer[: each.numel()]).view(each.shape)
-                for buffer, each in zip(buffers, waiting, strict=True)
+                (buffer if buffer.numel() == like.numel() else buffer[: like.numel()]).view(like.shape)
+                for buffer, like in zip(buffers, waiting, strict=True)
             ]
             waiting, size = [], 0
         if tensor is not None:
@@ -158,8 +158,8 @@ def _aligned(tensor: Tensor) -> int:
 def all_reduce_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Sums the gradients of parameters that several ranks replicate over those ranks, in one all-reduce per mesh."""
     by_mesh: dict[DeviceMesh, list[Tensor]] = {}
-    for each in parameters:
-        if isinstance(each, DTensor) and replica_count(each) > 1 and each.grad is not None:
-            by_mesh.setdefault(each.device_mesh, []).append(local_shard(each.grad))
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and replica_count(parameter) > 1 and parameter.grad is not None:
+            by_mesh.setdefault(parameter.device_mesh, []).append(local_shard(parameter.grad))
     for mesh, gradients in by_mesh.items():
         all_reduce_together(gradients, [mesh.get_group()])

@@ -157,11 +157,11 @@ class NamedAdapters:
         if configs.keys() != pairs.keys():
             odd = min(configs.keys() ^ pairs.keys())
             raise ValueError(f"adapter {name!r} has only one of config and matrices for {odd}.")
-        for layer, given_pair in pairs.items():
-            for letter, matrix, given in zip("AB", layers[layer], given_pair, strict=True):
-                if tuple(given.shape) != matrix.whole:
+        for layer, pair in pairs.items():
+            for letter, matrix, tensor in zip("AB", layers[layer], pair, strict=True):
+                if tuple(tensor.shape) != matrix.whole:
                     raise ValueError(
-                        f"adapter {name!r} has {letter} of {list(given.shape)} for {layer}, but its config and the "
+                        f"adapter {name!r} has {letter} of {list(tensor.shape)} for {layer}, but its config and the "
                         f"model ask for {list(matrix.whole)}."
                     )
         return layers

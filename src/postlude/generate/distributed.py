@@ -178,8 +178,10 @@ class SyncedGenerator(ReplicatedGenerator):
 
         def compare() -> ProbeResult:
             requests = probe.requests
-            prompts, samplings = [list(one.prompt) for one in requests], [one.sampling for one in requests]
-            completions = [one for (one,) in self.generator.generate(prompts, samplings, adapter=self.adapter)]
+            prompts = [list(request.prompt) for request in requests]
+            samplings = [request.sampling for request in requests]
+            by_prompt = self.generator.generate(prompts, samplings, adapter=self.adapter)
+            completions = [completion for (completion,) in by_prompt]
             result = probe.compare(completions, self._probe_result)
             if not result.problem:
                 self._probe_result = result

@@ -90,9 +90,9 @@ class MixedMicrobatches:
         packing = Packing.from_lengths(prefill_lengths, device)
         self.cache.begin_forward(on_device, longest, tokens_per_row, packing, rows, padding)
         positions = torch.cat((consecutive_positions(on_device - tokens_per_row, tokens_per_row), packing.positions()))
-        whole = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
+        all_tokens = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
         return microbatch_of(
-            whole, Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device), positions, padding
+            all_tokens, Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device), positions, padding
         )
 
 

@@ -166,7 +166,9 @@ class PollAdapter:
             samplings = [request.sampling for request in batch.values()]
             results = self._generate(prompts, samplings, n, first)
             for ticket, completions in zip(batch, results, strict=True):
-                finished += [FinishedCompletion(ticket, number, one) for number, one in enumerate(completions)]
+                finished += [
+                    FinishedCompletion(ticket, number, completion) for number, completion in enumerate(completions)
+                ]
         return finished
 
     def _generate(

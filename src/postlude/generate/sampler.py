@@ -66,7 +66,9 @@ class SamplerSettings:
 
     def at(self, rows: Tensor) -> SamplerSettings:
         """Returns the settings of `rows` [m] int64."""
-        columns: dict[str, Any] = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        columns: dict[str, Any] = {
+            name: tensor[rows] for name, tensor in vars(self).items() if isinstance(tensor, Tensor)
+        }
         return replace(self, **columns)
 
 

@@ -198,10 +198,10 @@ def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[st
         if mapping.is_whole and not others:
             yield tensor.name, ours[name][mapping.region].view(tensor.shape)
             continue
-        whole = torch.empty(tensor.shape, dtype=ours[name].dtype, device=ours[name].device)
+        full = torch.empty(tensor.shape, dtype=ours[name].dtype, device=ours[name].device)
         for name, mapping in tensor.parts:
-            copy_to_hf(whole, mapping, ours[name], region(ours[name]))
-        yield tensor.name, whole
+            copy_to_hf(full, mapping, ours[name], region(ours[name]))
+        yield tensor.name, full
 
 
 def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInfo]:
@@ -247,9 +247,9 @@ def export_config(
     """As `describe`, or Postlude's own words for a model that no family describes."""
     if has_hf_config(config, families):
         return hf_export_config(config, dtype, families)
-    own = PostludeConfig(config, dtype, blocks)
-    own.to_json()  # raises if it cannot
-    return None, own
+    postlude_config = PostludeConfig(config, dtype, blocks)
+    postlude_config.to_json()  # raises if it cannot
+    return None, postlude_config
 
 
 def has_hf_config(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:

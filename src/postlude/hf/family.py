@@ -182,18 +182,18 @@ def tensor_mappings(
     if name in NOT_IN_HF:
         return
     mapping = TensorMapping(name) if family is None else family.mapping(name, config)
-    whole = tuple(slice(0, size) for size in shape)
+    full_region = tuple(slice(0, size) for size in shape)
     if EXPERT not in mapping.hf_name:
-        yield replace(mapping, hf_shape=mapping.hf_shape or tuple(shape), region=whole)
+        yield replace(mapping, hf_shape=mapping.hf_shape or tuple(shape), region=full_region)
         for copy in () if family is None else family.copies(name, config):
-            yield TensorMapping(copy, tuple(shape), region=whole, is_copy=True)
+            yield TensorMapping(copy, tuple(shape), region=full_region, is_copy=True)
         return
     for expert in range(shape[0]):
         yield replace(
             mapping,
             hf_name=mapping.hf_name.replace(EXPERT, str(expert)),
             hf_shape=mapping.hf_shape or tuple(shape[1:]),
-            region=(slice(expert, expert + 1), *whole[1:]),
+            region=(slice(expert, expert + 1), *full_region[1:]),
         )
 
 

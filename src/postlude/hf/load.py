@@ -118,14 +118,14 @@ def init_or_load_weights(
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copies every tensor that this rank holds, and checks that every tensor of the source is known."""
     _zero_unstored(model)
-    wanted, available = expected_tensors(model.config, family, model.block_types), set(tensors.names())
+    expected, available = expected_tensors(model.config, family, model.block_types), set(tensors.names())
     ours = base_tensors(model)
     has_score = model.value_head is not None and SCORE in available
-    if has_score and family is not None and (head := _tied_names(family)[1]) not in available and head in wanted:
-        del wanted[head]  # transformers' models that classify sequences have no output head
+    if has_score and family is not None and (head := _tied_names(family)[1]) not in available and head in expected:
+        del expected[head]  # transformers' models that classify sequences have no output head
         if (unused := ours.pop("head.weight", None)) is not None:
             local_shard(unused).detach().zero_()
-    _check_names(wanted, available, family, model.config)
+    _check_names(expected, available, family, model.config)
     _check_tied(tensors, family, model.config)
     _copy(tensors, family, model.config, ours)
     if model.value_head is not None and has_score:
@@ -170,15 +170,15 @@ def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, our
     for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in ours.items())).values():
         if tensor.is_copy:
             continue
-        here = [
+        local_parts = [
             (mapping, ours[name], region(ours[name]))
             for name, mapping in tensor.parts
             if overlap(mapping, region(ours[name])) is not None
         ]
-        if here:  # else it is none of this rank's experts
-            whole = _take(tensors, tensor)
-            for mapping, target, where in here:
-                copy_from_hf(whole, mapping, local_shard(target), where)
+        if local_parts:  # else it is none of this rank's experts
+            full = _take(tensors, tensor)
+            for mapping, target, slices in local_parts:
+                copy_from_hf(full, mapping, local_shard(target), slices)
 
 
 def _compare_copies(
@@ -189,14 +189,14 @@ def _compare_copies(
     for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in ours.items())).values():
         if not tensor.is_copy or tensor.name not in available:
             continue
-        whole = _take(tensors, tensor)
+        full = _take(tensors, tensor)
         for name, mapping in tensor.parts:
-            part, where = local_shard(ours[name]), region(ours[name])
-            common = overlap(mapping, where)
+            shard, slices = local_shard(ours[name]), region(ours[name])
+            common = overlap(mapping, slices)
             if common is None:
                 continue
-            inside, here = common
-            if not torch.equal(mapping.read(whole)[inside].to(part), part[here]):
+            in_tensor, in_shard = common
+            if not torch.equal(mapping.read(full)[in_tensor].to(shard), shard[in_shard]):
                 warnings.warn(
                     f"{tensor.name} differs from the model's own {name.rpartition('.')[0]}, which multi-token "
                     "prediction shares from now on: it is left out.",
@@ -220,11 +220,11 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
     initialised, or are in a GGUF file, which has no such header. Of a `Recast` it checks the source, multi-token
     prediction included.
     """
-    given = source.source if isinstance(source, Recast) else source
-    path = weights_path(given)
+    base = source.source if isinstance(source, Recast) else source
+    path = weights_path(base)
     if path is None or not path.is_dir():
         return None
-    family, config = (read_model_with_mtp if isinstance(source, Recast) else read_model)(given, families)
+    family, config = (read_model_with_mtp if isinstance(source, Recast) else read_model)(base, families)
     return check_tensors(tensors_in(path, family, config), family, config)
 
 
@@ -232,26 +232,26 @@ def check_tensors(
     tensors: TensorSource, family: Family | None, config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> int:
     """Checks the tensors of any source as `check_weights` does."""
-    wanted, available = expected_tensors(config, family, blocks), set(tensors.names())
-    _check_names(wanted, available, family, config)
+    expected, available = expected_tensors(config, family, blocks), set(tensors.names())
+    _check_names(expected, available, family, config)
     _check_tied(tensors, family, config)
-    for name in wanted.keys() & available:
-        _check_shape(name, tensors.shape(name), wanted[name].shape)
-    return len(wanted.keys() & available)
+    for name in expected.keys() & available:
+        _check_shape(name, tensors.shape(name), expected[name].shape)
+    return len(expected.keys() & available)
 
 
 def _check_names(
     tensors: Mapping[str, HFTensor], available: set[str], family: Family | None, config: ModelConfig
 ) -> None:
-    wanted = set(tensors)
-    missing = sorted(name for name in wanted - available if not tensors[name].is_copy)
+    expected = set(tensors)
+    missing = sorted(name for name in expected - available if not tensors[name].is_copy)
     if missing:
         raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
     derived = {name for name in available if name == SCORE or name.endswith("rotary_emb.inv_freq")}
     if config.tied_head and family is not None:
         derived.add(_tied_names(family)[1])
     for what, starts in {} if family is None else family.ignored_prefixes(config, available).items():
-        ignored = {name for name in available - wanted if name.startswith(starts)}
+        ignored = {name for name in available - expected if name.startswith(starts)}
         if ignored:
             named = ", ".join(f"{start}…" for start in starts)
             warnings.warn(
@@ -260,7 +260,7 @@ def _check_names(
                 stacklevel=2,
             )
         derived |= ignored
-    unknown = sorted(available - wanted - derived)
+    unknown = sorted(available - expected - derived)
     if unknown:
         raise ValueError(
             f"the source holds {len(unknown)} tensor(s) {config.pattern} has no place for: {_some(unknown)}."
@@ -294,9 +294,9 @@ def _take(tensors: TensorSource, expected: HFTensor) -> Tensor:
     return tensor
 
 
-def _check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(shape) != tuple(wanted):
-        raise ValueError(f"{name} is {tuple(shape)} in the source, but the config asks for {tuple(wanted)}.")
+def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name} is {tuple(shape)} in the source, but the config asks for {tuple(expected)}.")
 
 
 def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:

@@ -101,9 +101,9 @@ def _specificity(key: str) -> tuple[int, int]:
 def _check_alike(targets: _Targets, configs: Mapping[str, AdapterConfig]) -> None:
     """Refuses different adapters of layers that are one matrix in transformers, which has one adapter there."""
     for matrix in targets.matrices.values():
-        found = {part.layer.name: configs.get(part.layer.name) for part in matrix.parts}
-        if len(set(found.values())) > 1:
-            names = " and ".join(name.rpartition(".")[2] for name in found)
+        by_layer = {part.layer.name: configs.get(part.layer.name) for part in matrix.parts}
+        if len(set(by_layer.values())) > 1:
+            names = " and ".join(name.rpartition(".")[2] for name in by_layer)
             raise ValueError(
                 f"lora: {names} are one matrix in transformers, {matrix.module}, with one adapter: name all of them in "
                 "lora.targets, and give them the same rank and alpha."

@@ -29,9 +29,9 @@ class Mxfp4Source:
         """Returns the names of all tensors, with the names of dequantised ones."""
         names = set(self._quantised.names())
         for name in names:
-            whole = name.removesuffix(BLOCKS)
-            if whole != name and whole + SCALES in names:
-                yield whole
+            full = name.removesuffix(BLOCKS)
+            if full != name and full + SCALES in names:
+                yield full
             elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in names):
                 yield name
 
@@ -53,8 +53,8 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantises [experts, out, groups, bytes], scales [experts, out, groups]: bf16 [experts, 2·groups·bytes, out]."""
     values = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.bfloat16)
     experts, out, groups, bytes_of_one = blocks.shape
-    whole = torch.empty(experts, 2 * groups * bytes_of_one, out, dtype=torch.bfloat16)
-    for one, block, scale in zip(whole, blocks, scales, strict=True):  # one by one, to save memory
+    full = torch.empty(experts, 2 * groups * bytes_of_one, out, dtype=torch.bfloat16)
+    for one, block, scale in zip(full, blocks, scales, strict=True):  # one by one, to save memory
         pairs = torch.stack((values[(block & 15).int()], values[(block >> 4).int()]), dim=-1)  # [out, groups, bytes, 2]
         one.copy_(torch.ldexp(pairs, (scale.int() - BIAS)[..., None, None]).flatten(1).T)
-    return whole
+    return full

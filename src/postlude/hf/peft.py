@@ -212,11 +212,11 @@ def _pattern(suffix: str) -> str:
 
 def _suffixes(values: Mapping[str, T]) -> dict[str, T]:
     """Returns the shortest ends of names, at dots, such that all names that end so have the same value."""
-    found: dict[str, set[T]] = {}
+    values_by_suffix: dict[str, set[T]] = {}
     for name, value in values.items():
         for suffix in _ends(name):
-            found.setdefault(suffix, set()).add(value)
-    shortest = {name: next(suffix for suffix in _ends(name) if len(found[suffix]) == 1) for name in values}
+            values_by_suffix.setdefault(suffix, set()).add(value)
+    shortest = {name: next(suffix for suffix in _ends(name) if len(values_by_suffix[suffix]) == 1) for name in values}
     return {suffix: values[name] for name, suffix in shortest.items()}
 
 

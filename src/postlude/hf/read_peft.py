@@ -144,12 +144,12 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             )
         side = match[2] or EMBEDDING_SIDES[match[3]]
         sides.setdefault(match[1], {})[side] = tensor if match[2] else tensor.t()
-    for module, found in sides.items():
-        if len(found) < 2:
-            raise ValueError(f"the adapter of {module} has lora_{next(iter(found))} alone; A and B are needed.")
+    for module, pair in sides.items():
+        if len(pair) < 2:
+            raise ValueError(f"the adapter of {module} has lora_{next(iter(pair))} alone; A and B are needed.")
     if not sides:
         raise ValueError("the adapter holds no tensors.")
-    return {module: (found["A"], found["B"]) for module, found in sides.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
 def _places(model: AdaptableModel, modules: Collection[str], adapter_config: Mapping[str, Any]) -> dict[str, _Place]:
@@ -233,7 +233,7 @@ def _share(model: AdaptableModel, configs: dict[str, AdapterConfig], adapters: A
                 configs[name] = AdapterConfig(configs[name].rank, configs[name].scale, side)
 
 
-def _check_complete(model: AdaptableModel, adapter_config: Mapping[str, Any], found: Collection[str]) -> None:
+def _check_complete(model: AdaptableModel, adapter_config: Mapping[str, Any], names: Collection[str]) -> None:
     """Refuses targets of the config that name no matrix of the model, or one that the file lacks."""
     modules, parameters = adapter_config.get("target_modules") or (), adapter_config.get("target_parameters") or ()
     expected = {name: [m for m in model.matrices.values() if _named([name], m.name)] for name in parameters}
@@ -248,7 +248,7 @@ def _check_complete(model: AdaptableModel, adapter_config: Mapping[str, Any], fo
             raise ValueError(
                 f'the adapter\'s config names "{target}", which takes no adapter here{_hint(model, target)}'
             )
-        missing = [m.module for m in matrices if m.name not in found and model.in_transformers(m)]
+        missing = [m.module for m in matrices if m.name not in names and model.in_transformers(m)]
         if missing and not partial:
             raise ValueError(
                 f'the adapter\'s config names "{target}", but its file has no weights for {len(missing)} of '

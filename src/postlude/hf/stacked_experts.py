@@ -38,14 +38,14 @@ class StackedExpertsSource:
         parts = self._parts(name)
         if parts is None:
             return self._single.take(name)
-        return torch.stack([torch.cat([self._single.take(each) for each in expert]) for expert in parts])
+        return torch.stack([torch.cat([self._single.take(part) for part in expert]) for expert in parts])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor."""
         parts = self._parts(name)
         if parts is None:
             return self._single.shape(name)
-        rows, *rest = zip(*(self._single.shape(each) for each in parts[0]), strict=True)
+        rows, *rest = zip(*(self._single.shape(part) for part in parts[0]), strict=True)
         return (len(parts), sum(rows), *(sizes[0] for sizes in rest))
 
     def _parts(self, name: str) -> list[list[str]] | None:
@@ -53,8 +53,9 @@ class StackedExpertsSource:
         stem, dot, leaf = name.rpartition(".")
         if stem not in self._experts or dot + leaf not in (FUSED, DOWN):
             return None
-        which = ("gate", "up") if dot + leaf == FUSED else ("down",)
-        parts = [[f"{stem}.{expert}.{each}_proj.weight" for each in which] for expert in range(self._experts[stem])]
+        projections = ("gate", "up") if dot + leaf == FUSED else ("down",)
+        experts = range(self._experts[stem])
+        parts = [[f"{stem}.{expert}.{projection}_proj.weight" for projection in projections] for expert in experts]
         available = set(self._single.names())
         for missing in (name for expert in parts for name in expert if name not in available):
             raise ValueError(f"the source lacks {missing}, but has other experts of {stem}; fetch it again.")

@@ -75,10 +75,10 @@ class CheckpointSource:
         ]
         if len(regions) == 1 and tensor.parts[0][1].is_whole:
             return regions[0].view(tensor.shape)
-        whole = torch.empty(tensor.shape, dtype=regions[0].dtype)
+        full = torch.empty(tensor.shape, dtype=regions[0].dtype)
         for (_, mapping), region in zip(tensor.parts, regions, strict=True):
-            mapping.write(whole, region)
-        return whole
+            mapping.write(full, region)
+        return full
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor."""
@@ -107,17 +107,17 @@ class MemorySource:
 class ModuleSource(MemorySource):
     """The tensors of a transformers model in memory."""
 
-    def __init__(self, module: nn.Module, family: Family, wanted: Container[str]) -> None:
-        """`wanted` are the names of the family's tensors in its files."""
-        super().__init__(as_stored(module.state_dict(), family, wanted))
+    def __init__(self, module: nn.Module, family: Family, file_names: Container[str]) -> None:
+        """Takes the tensors of `module`. `file_names` are the names of the family's tensors in its files."""
+        super().__init__(as_stored(module.state_dict(), family, file_names))
         module.to("meta")  # so that taking a tensor frees its memory
 
 
-def names_in_order(config: ModelConfig, family: Family, wanted: Container[str]) -> list[str]:
-    """Returns the names of `wanted` tensors in files, in the order of transformers' state dict."""
+def names_in_order(config: ModelConfig, family: Family, file_names: Container[str]) -> list[str]:
+    """Returns `file_names` in the order of transformers' state dict."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(hf_config(config))
-    return list(as_stored(module.state_dict(), family, wanted))
+    return list(as_stored(module.state_dict(), family, file_names))
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -134,10 +134,10 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def as_stored(tensors: Mapping[str, Tensor], family: Family, wanted: Container[str]) -> dict[str, Tensor]:
+def as_stored(tensors: Mapping[str, Tensor], family: Family, file_names: Container[str]) -> dict[str, Tensor]:
     """Returns the tensors of a transformers module by their names in files: stacked experts become views, one each.
 
-    Tensors that are `wanted` under the module's own name stay as they are.
+    Tensors whose name in the module is among `file_names` stay as they are.
     """
     stored: dict[str, Tensor] = {}
     for module_name, tensor in tensors.items():
@@ -145,7 +145,7 @@ def as_stored(tensors: Mapping[str, Tensor], family: Family, wanted: Container[s
         for in_module, in_file in family.module_renames.items():
             name = name.replace(in_module, in_file)
         stem, _, leaf = name.rpartition(".")
-        if name in wanted:
+        if name in file_names:
             stored[name] = tensor
         elif stem.endswith(".experts") and leaf == "gate_up_proj":
             for expert, matrix in enumerate(tensor):

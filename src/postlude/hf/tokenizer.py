@@ -24,14 +24,14 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return fast
 
 
-def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
+def first_difference(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
     """Returns the smallest id with different tokens in two tokenizers, and both tokens; None if there is none."""
-    tokens, others = ({number: token for token, number in each.get_vocab().items()} for each in (one, other))
+    tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
     differing = [number for number in tokens.keys() | others.keys() if tokens.get(number) != others.get(number)]
     if not differing:
         return None
     first = min(differing)
-    return first, *(repr(each[first]) if first in each else "no token" for each in (tokens, others))
+    return first, *(repr(vocab[first]) if first in vocab else "no token" for vocab in (tokens, others))
 
 
 def _byte_letters() -> list[str]:

@@ -44,9 +44,9 @@ def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:
     before = adaptable.adapter
     with torch.device("meta"):
         adaptable.add_adapter(config)
-    made, adaptable.adapter = adaptable.adapter, before
-    assert made is not None
-    return made
+    adapter, adaptable.adapter = adaptable.adapter, before
+    assert adapter is not None
+    return adapter
 
 
 def attach_adapters(
@@ -76,10 +76,10 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
-def reset_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
+def reset_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Initialises A uniformly, as torch's linear layers, and B with zero: a new adapter changes nothing."""
     if name.endswith(".a"):
-        bound = whole.shape[-1] ** -0.5
-        whole.uniform_(-bound, bound, generator=generator)
+        bound = tensor.shape[-1] ** -0.5
+        tensor.uniform_(-bound, bound, generator=generator)
     else:
-        whole.zero_()
+        tensor.zero_()

@@ -110,4 +110,4 @@ class BlockConfig:
     @staticmethod
     def shared_fields(others: Sequence[BlockConfig]) -> dict[str, Any]:
         """Returns the fields of every block as the first of `others` has them."""
-        return {each.name: getattr(others[0], each.name) for each in fields(BlockConfig)} if others else {}
+        return {field.name: getattr(others[0], field.name) for field in fields(BlockConfig)} if others else {}

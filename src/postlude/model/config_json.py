@@ -35,9 +35,9 @@ def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOC
     Raises ValueError for one that would not be read back unchanged, such as a block config with a non-JSON field.
     """
     written = {field.name: getattr(config, field.name) for field in _given(ModelConfig) if field.name not in LEFT_OUT}
-    written |= {"pattern": str(config.pattern), "blocks": {each: config.blocks[each] for each in config.symbols}}
-    own = {each: config.pattern.symbols[each] for each in config.symbols if each not in SYMBOLS}
-    data: dict[str, Any] = _plain({**written, **({"symbols": own} if own else {})})
+    written |= {"pattern": str(config.pattern), "blocks": {symbol: config.blocks[symbol] for symbol in config.symbols}}
+    custom_symbols = {symbol: config.pattern.symbols[symbol] for symbol in config.symbols if symbol not in SYMBOLS}
+    data: dict[str, Any] = _plain({**written, **({"symbols": custom_symbols} if custom_symbols else {})})
     if config_from_json(data, blocks) != _without_family(config):
         raise ValueError(f"the config of {config.pattern} has a value that JSON gives back as another: {data}.")
     return data
@@ -64,7 +64,7 @@ def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> M
 
 def _without_family(config: ModelConfig) -> ModelConfig:
     kept = {field.name: getattr(config, field.name) for field in _given(ModelConfig) if field.name not in LEFT_OUT}
-    return ModelConfig(**{**kept, "blocks": {each: config.blocks[each] for each in config.symbols}})
+    return ModelConfig(**{**kept, "blocks": {symbol: config.blocks[symbol] for symbol in config.symbols}})
 
 
 def _given(kind: Any) -> list[Field[Any]]:
@@ -75,14 +75,14 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in _given(value)}
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     if isinstance(value, str | int | NoneType) or (isinstance(value, float) and not math.isnan(value)):
         return value
-    raise ValueError(f"a config holds {value!r}, a {type(value).__name__}, which JSON has no word for.")
+    raise ValueError(f"a config holds {value!r}, a {type(value).__name__}, which JSON cannot represent.")
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:
@@ -97,7 +97,7 @@ def _read(name: str, kind: Any, value: Any) -> Any:
     if origin is tuple:
         return _read_tuple(name, parts, value)
     if origin is dict:
-        return {each: _read(f"{name}[{each!r}]", parts[1], one) for each, one in _object(name, value).items()}
+        return {key: _read(f"{name}[{key!r}]", parts[1], item) for key, item in _object(name, value).items()}
     return _read_simple(name, kind, value)
 
 
@@ -124,10 +124,10 @@ def _read_any(name: str, kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _read_dataclass(name: str, kind: Any, value: Any) -> Any:
-    given = _object(name, value)
-    _check_names(name, given, _given(kind))
+    data = _object(name, value)
+    _check_names(name, data, _given(kind))
     hints = get_type_hints(kind)
-    read = {each: _read(f"{name}.{each}", hints[each], one) for each, one in given.items()}
+    read = {field_name: _read(f"{name}.{field_name}", hints[field_name], item) for field_name, item in data.items()}
     try:
         return kind(**read)
     except ValueError as error:  # what the config itself refuses
@@ -140,7 +140,7 @@ def _read_tuple(name: str, parts: tuple[Any, ...], value: Any) -> tuple[Any, ...
         count = "a list" if endless else f"a list of {len(parts)}"
         raise ValueError(f"{name} is {value!r}, but it must be {count}.")
     kinds = parts[:1] * len(value) if endless else parts
-    return tuple(_read(f"{name}[{i}]", kind, each) for i, (kind, each) in enumerate(zip(kinds, value, strict=True)))
+    return tuple(_read(f"{name}[{i}]", kind, item) for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
 
 
 def _chosen(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
@@ -155,14 +155,14 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _check_names(name: str, given: Mapping[str, Any], known: Iterable[Field[Any]]) -> None:
+def _check_names(name: str, data: Mapping[str, Any], known: Iterable[Field[Any]]) -> None:
     names = {field.name: field for field in known}
-    for each in given:
-        if each not in names:
-            near = difflib.get_close_matches(each, names, 1)
+    for field_name in data:
+        if field_name not in names:
+            near = difflib.get_close_matches(field_name, names, 1)
             fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
-            raise ValueError(f"{name} has {each!r}, which is none of its fields; {fix}")
-    missing = [each for each, field in names.items() if each not in given and _is_required(field)]
+            raise ValueError(f"{name} has {field_name!r}, which is none of its fields; {fix}")
+    missing = [field_name for field_name, field in names.items() if field_name not in data and _is_required(field)]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(map(repr, missing))}.")
 

@@ -327,14 +327,14 @@ class LanguageModel(FSDPUnit):
                 continue
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if is_adapter(name):
-                reset_adapter(name, whole, generator)
+                reset_adapter(name, full, generator)
             elif owner is None:
-                reset_parameter(role_of(self, name), whole, std, generator, norm=1.0 - self.config.norm_offset)
+                reset_parameter(role_of(self, name), full, std, generator, norm=1.0 - self.config.norm_offset)
             else:
-                owners[owner].reset(name.removeprefix(owner), whole, std, generator)
-            local_shard(parameter).copy_(whole[region(parameter)])
+                owners[owner].reset(name.removeprefix(owner), full, std, generator)
+            local_shard(parameter).copy_(full[region(parameter)])
         for buffer in self.buffers() if only is None else ():
             buffer.zero_()
 

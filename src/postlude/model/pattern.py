@@ -125,11 +125,11 @@ class Pattern:
     def depth_layers(self, depth: int) -> tuple[Layer, ...]:
         """Returns the logical layers of one MTP depth, counted from 0; blocks are counted on from the trunk's."""
         before = len(self.blocks) + sum(len(layer) for layers in self.mtp[:depth] for layer in layers)
-        found = []
+        layers = []
         for index, blocks in enumerate(self.mtp[depth]):
-            found.append(Layer(index, blocks, before, block_names(blocks, self.symbols)))
+            layers.append(Layer(index, blocks, before, block_names(blocks, self.symbols)))
             before += len(blocks)
-        return tuple(found)
+        return tuple(layers)
 
     def stages(
         self,

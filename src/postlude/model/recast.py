@@ -154,5 +154,5 @@ def _inside(shapes: Shapes, part: str) -> dict[str, tuple[int, ...]]:
 
 def _shapes(config: ModelConfig, blocks: Mapping[str, type[Block]]) -> Shapes:
     with torch.device("meta"):
-        whole = LanguageModel(config, blocks=blocks).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        tensors = LanguageModel(config, blocks=blocks).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -20,11 +20,11 @@ def check_routing(routing: Tensor, routers: Routers) -> None:
             f'the batch has a column "{ROUTING}", which gives the experts of each token, but this model has no router. '
             "Leave it out, or give it another name."
         )
-    wanted = (len(routers), max(top_k for top_k, _ in routers.values()))
-    if routing.ndim != 3 or tuple(routing.shape[1:]) != wanted:
+    blocks, top_k = len(routers), max(top_k for top_k, _ in routers.values())
+    if routing.ndim != 3 or tuple(routing.shape[1:]) != (blocks, top_k):
         raise ValueError(
             f'column "{ROUTING}" has shape {tuple(routing.shape[1:])} per token, but the model sends a token to '
-            f"{wanted[1]} experts in each of {wanted[0]} blocks. Give [length, {wanted[0]}, {wanted[1]}], with -1 for "
+            f"{top_k} experts in each of {blocks} blocks. Give [length, {blocks}, {top_k}], with -1 for "
             "tokens whose experts the router is to choose."
         )
     if routing.is_floating_point() or routing.is_complex() or routing.dtype == torch.bool:
@@ -34,9 +34,9 @@ def check_routing(routing: Tensor, routers: Routers) -> None:
 def check_experts(routing: Tensor, routers: Routers) -> None:
     """Raises ValueError for expert numbers, [T, routers, top_k] on the host, that do not exist."""
     check_routing(routing, routers)
-    for place, (name, (_, experts)) in enumerate(routers.items()):
-        given = routing[:, place]
-        if given.numel() and not -1 <= (worst := int(given.min() if given.min() < -1 else given.max())) < experts:
+    for index, (name, (_, experts)) in enumerate(routers.items()):
+        ids = routing[:, index]
+        if ids.numel() and not -1 <= (worst := int(ids.min() if ids.min() < -1 else ids.max())) < experts:
             raise ValueError(
                 f'column "{ROUTING}" sends a token to expert {worst} of {name}, whose experts are numbered from 0 to '
                 f"{experts - 1}. Give one of them, or -1 where the router is to choose."

@@ -112,7 +112,7 @@ class PlanSegment:
     @property
     def used_again(self) -> Sequence[nn.Module]:
         """Modules that its steps use first and others use again."""
-        return [module for each in self.steps for module in each.used_again]
+        return [module for planned in self.steps for module in planned.used_again]
 
 
 @dataclass(slots=True)
@@ -223,11 +223,11 @@ class SchedulePlan:
                 edges, upstream = [], []
                 summed.add(part.used_again)
                 new_wgrads += len(queue)
-                completed = [module for each in reversed(part.steps) for module in each.completes]
+                completed = [module for planned in reversed(part.steps) for module in planned.completes]
                 if completed and not compute_wgrads:
                     self.pending_wgrads.append((len(queue), completed))
                 done += completed
-                if not any(isinstance(each, AsyncExchange) for each in self.parts[-3:]):
+                if not any(isinstance(near, AsyncExchange) for near in self.parts[-3:]):
                     flush(len(queue))  # no exchange is near that they could overlap with
                     self._notify(done, complete)
         flush(len(queue))
@@ -252,7 +252,7 @@ class SchedulePlan:
             if self.context.recompute != "full":
                 values = _run_steps(segment.steps, values)
             else:
-                for never_recompute, group in groupby(segment.steps, key=lambda each: each.step.never_recompute):
+                for never_recompute, group in groupby(segment.steps, key=lambda planned: planned.step.never_recompute):
                     values = recomputed(_run_steps, "none" if never_recompute else "full", tuple(group), values)
         return {name: value for name, value in values.items() if name not in before or value is not before[name]}
 
@@ -323,8 +323,8 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def _run_steps(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values together with those that the steps write."""
     values = dict(values)
-    for each in steps:
-        run_step(each.step, values, each.context)
+    for planned in steps:
+        run_step(planned.step, values, planned.context)
     return values
 
 
@@ -348,13 +348,13 @@ def interleave(*generators: StepGenerator) -> list[Any]:
 def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
     """Returns segments and exchanges in order, each segment with the names that are read after it."""
     groups: list[list[PlannedStep]] = [[]]
-    for each in steps:
-        if each.step.kind == "exchange":
-            groups += [[each], []]
+    for planned in steps:
+        if planned.step.kind == "exchange":
+            groups += [[planned], []]
             continue
-        if each.step.syncs_host or each.completes or each.owner is None:
+        if planned.step.syncs_host or planned.completes or planned.owner is None:
             groups.append([])
-        groups[-1].append(each)
+        groups[-1].append(planned)
     groups = [group for group in groups if group]
     parts: list[PlanSegment | AsyncExchange] = []
     for index, group in enumerate(groups):
@@ -365,16 +365,16 @@ def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]
         read = {
             name
             for later in groups[index + 1 :]
-            for each in later
-            for name in each.step.reads
-            if name in SHARED or each.owner is None or each.owner is owner
+            for planned in later
+            for name in planned.step.reads
+            if name in SHARED or planned.owner is None or planned.owner is owner
         }
         first_owner = group[0].owner
         synced = any(
-            each.step.syncs_host for earlier in groups[:index] for each in earlier if each.owner is first_owner
+            planned.step.syncs_host for earlier in groups[:index] for planned in earlier if planned.owner is first_owner
         )
-        last = all(each.owner is not first_owner for later in groups[index + 1 :] for each in later)
-        name = _join_names([each.name for each in group])
+        last = all(planned.owner is not first_owner for later in groups[index + 1 :] for planned in later)
+        name = _join_names([planned.name for planned in group])
         parts.append(PlanSegment(tuple(group), frozenset(read), name, pauses=synced and last))
     pausing = [part for part in parts if isinstance(part, PlanSegment) and part.pauses]
     if pausing:

@@ -144,12 +144,12 @@ def gae(
         next_value, advantage = 0.0, 0.0
         steps, segments = kept.nonzero()[:, 0], kept.cumsum(0) - 1  # -1 before the first kept token
         gains = earned.new_zeros(len(steps)).index_add_(0, segments[segments >= 0], earned[segments >= 0])
-        found: list[float] = []  # in a loop over plain numbers: one over tensors takes ten times as long
+        reversed_advantages: list[float] = []  # a loop over numbers: one over tensors takes ten times as long
         for gain, value in zip(reversed(gains.tolist()), reversed(expected[steps].tolist()), strict=True):
             advantage = gain + gamma * next_value - value + gamma * lam * advantage
-            found.append(advantage)
+            reversed_advantages.append(advantage)
             next_value = value
-        estimates[steps] = torch.tensor(found[::-1], dtype=torch.float64)
+        estimates[steps] = torch.tensor(reversed_advantages[::-1], dtype=torch.float64)
         advantages.append(estimates.float())
         returns.append((estimates + expected).where(kept, 0.0).float())
     return advantages, returns
@@ -157,12 +157,12 @@ def gae(
 
 def _discounted(rewards: Tensor, kept: Tensor, gamma: float) -> Tensor:
     steps = kept.nonzero()[:, 0]
-    later, found = 0.0, list[float]()
+    later, reversed_returns = 0.0, list[float]()
     for reward in reversed(rewards[steps].tolist()):
         later = reward + gamma * later
-        found.append(later)
+        reversed_returns.append(later)
     returns = torch.zeros_like(rewards)
-    returns[steps] = torch.tensor(found[::-1], dtype=rewards.dtype)
+    returns[steps] = torch.tensor(reversed_returns[::-1], dtype=rewards.dtype)
     return returns
 
 

@@ -72,8 +72,8 @@ class MTP:
     def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
         """Returns the denominators of the objective, and those of each depth."""
         inner = getattr(self.objective, "denominators", None)
-        own = tuple((self.over, depth) for depth in range(1, depths + 1))
-        return own if inner is None else (*inner(depths), *own)
+        depth_denominators = tuple((self.over, depth) for depth in range(1, depths + 1))
+        return depth_denominators if inner is None else (*inner(depths), *depth_denominators)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -62,14 +62,14 @@ class SummedLoss:
         from postlude.data import IGNORE
 
         microbatch, head = inputs.microbatch, inputs.head
-        given, columns = microbatch.column(TARGETS), self.read_columns(microbatch)
-        if given.ndim == 1:
-            targets = given.masked_fill(microbatch.targets == IGNORE, IGNORE)
+        target_column, columns = microbatch.column(TARGETS), self.read_columns(microbatch)
+        if target_column.ndim == 1:
+            targets = target_column.masked_fill(microbatch.targets == IGNORE, IGNORE)
             result = head.objective(
                 inputs.hidden, targets, self.token_losses, columns, target_count=microbatch.target_count
             )
             return Loss(result.loss, outputs={LOGPROBS: result.stats.logprob})
-        _, logprobs = head.logprobs_at(inputs.hidden, microbatch.targets, given)
+        _, logprobs = head.logprobs_at(inputs.hidden, microbatch.targets, target_column)
         losses = self.token_losses(logprobs, None, columns)
         return Loss(losses.sum(), outputs={LOGPROBS: logprobs.detach()})
 

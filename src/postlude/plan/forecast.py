@@ -46,7 +46,7 @@ class StepForecast:
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs most."""
-        return max(each.total for each in self.memory)
+        return max(rank_memory.total for rank_memory in self.memory)
 
     @property
     def tokens(self) -> int:

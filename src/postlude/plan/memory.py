@@ -152,10 +152,10 @@ def _gathered(
         trained = total(sizes.trained(stage) for stage in stages)
         stored = sum(sizes.trained(stage).stored(layout) for stage in stages)  # gradients that replace gathered ones
         return held.used * compute_bytes + (trained.used - stored) * STORED
-    largest = max((each.used for each in sizes.inside(stages[0])), default=0)
+    largest = max((layer.used for layer in sizes.inside(stages[0])), default=0)
     if overlap:
         trained_layers = sizes.adapters_inside(stages[0]) if sizes.adapters else sizes.inside(stages[0])
-        waiting = max((each.used for each in trained_layers), default=0)
+        waiting = max((layer.used for layer in trained_layers), default=0)
         return sizes.stage(stages[0]).used * compute_bytes + waiting * STORED
     return (2 * largest + sizes.outside(stages[0]).used) * compute_bytes
 
@@ -164,8 +164,7 @@ def _summed(
     sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout, compute_bytes: int, *, once: bool
 ) -> int:
     """Returns the bytes of a gradient, of what is sent of it, and of this rank's shard of the sum."""
-    each = [sizes.outside(stage) for stage in stages]
-    largest = max(each, key=lambda held: held.used)
+    largest = max((sizes.outside(stage) for stage in stages), key=lambda count: count.used)
     if _is_unsharded(sizes, stages, layout):
         return largest.used * compute_bytes
     unreduced = 0 if layout.pp > 1 or once else compute_bytes

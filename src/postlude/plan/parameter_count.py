@@ -141,7 +141,7 @@ def _count_adapters(
     for index, blocks in enumerate(config.pattern.layers if adapters else ()):
         prefix = f"layers.{index}."
         inner = frozenset(
-            (name.removeprefix(prefix), each) for name, each in adapters.items() if name.startswith(prefix)
+            (name.removeprefix(prefix), adapter) for name, adapter in adapters.items() if name.startswith(prefix)
         )
         if (blocks, inner) not in counted:
             with torch.device("meta"):
@@ -170,7 +170,7 @@ def _local_rows(rows: int, mesh: Mesh) -> int:
 
 def _count(module: nn.Module, blocks: Iterable[Block], *, only_adapters: bool = False) -> ParameterCount:
     units: list[SeparateUnit] = [unit for block in blocks for unit in block.sharded_separately()]
-    experts = {id(each) for unit in units if unit.experts for each in unit.module.parameters()}
+    experts = {id(parameter) for unit in units if unit.experts for parameter in unit.module.parameters()}
     sizes = [
         (parameter.numel(), id(parameter) in experts)
         for name, parameter in module.named_parameters()

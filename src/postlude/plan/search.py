@@ -58,14 +58,14 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
         kind = _kind(model.layout)
         if tried[kind] == VARIANTS:
             continue
-        needed = max(each.total for each in memory_of(model, overlap=overlap))
+        needed = max(candidate.total for candidate in memory_of(model, overlap=overlap))
         least = needed if not chosen else least
         if needed <= usable:
             tried[kind] += 1
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
-    best = sorted(chosen, key=lambda each: -each.tokens_a_second)
+    best = sorted(chosen, key=lambda candidate: -candidate.tokens_a_second)
     return SearchResult(_distinct(best)[:most], fitting, least)
 
 
@@ -101,7 +101,11 @@ def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:
 
 def _divisors(number: int, most: int) -> list[int]:
     """Returns the divisors that are powers of two, up to `most`."""
-    return [each for each in range(1, min(number, most) + 1) if number % each == 0 and (each & (each - 1)) == 0]
+    return [
+        divisor
+        for divisor in range(1, min(number, most) + 1)
+        if number % divisor == 0 and (divisor & (divisor - 1)) == 0
+    ]
 
 
 def _rough_seconds(model: CostModel, overlap: Overlap) -> float:
@@ -122,8 +126,8 @@ def _rough_seconds(model: CostModel, overlap: Overlap) -> float:
 
 def _distinct(ranked: Sequence[StepForecast]) -> list[StepForecast]:
     """Returns those that do not differ only in ep or replicas from a faster one."""
-    first = {_kind(each.model.layout): each for each in reversed(ranked)}
-    return [each for each in ranked if first[_kind(each.model.layout)] is each]
+    first = {_kind(candidate.model.layout): candidate for candidate in reversed(ranked)}
+    return [candidate for candidate in ranked if first[_kind(candidate.model.layout)] is candidate]
 
 
 def _kind(layout: Layout) -> tuple[int, ...]:

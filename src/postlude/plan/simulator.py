@@ -75,7 +75,7 @@ def simulate_schedule(
         for rank, queue in enumerate(queues):
             while queue and finish.keys() >= (needed := _needed(queue[0], stages)):
                 entry = queue.popleft()
-                arrivals = [finish[each] + transfer_seconds * (each.stage % ranks != rank) for each in needed]
+                arrivals = [finish[action] + transfer_seconds * (action.stage % ranks != rank) for action in needed]
                 begin = max([clocks[rank], *arrivals])
                 clocks[rank] = begin + seconds(entry)
                 for action in entry:

@@ -19,7 +19,7 @@ from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
-from postlude.recipes.checks.critic import same_tokens_check
+from postlude.recipes.checks.critic import second_model_check
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
@@ -33,7 +33,7 @@ from postlude.recipes.rollout_columns import (
     MASK,
     REWARD,
     RolloutRows,
-    overlong_share,
+    overlong_fraction,
     penalty_mean,
     policy_columns,
     reward_penalties,
@@ -66,8 +66,8 @@ class GRPOTrainer(Trainer):
 
     name = "grpo"
     config: PolicyConfig
-    smallest_group = 2
-    """Completions of a prompt without which it is not trained on."""
+    min_group_size = 2
+    """Groups with fewer completions are not trained on."""
 
     def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.warm_start_optimizer, self.optimizer = config.optimizers
@@ -152,9 +152,8 @@ class GRPOTrainer(Trainer):
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
         batch = self.collect_rollouts()
-        self._begin_step(
-            self.step - self.warm_start_steps
-        )  # after sampling: until then a signal saves the state before
+        # After sampling: a signal before this saves the state before the step.
+        self._begin_step(self.step - self.warm_start_steps)
         return batch.metrics | self.train_minibatches(batch)
 
     def evaluate(self) -> dict[str, float]:
@@ -216,7 +215,7 @@ class GRPOTrainer(Trainer):
             trained += [
                 trajectory
                 for trajectory in usable
-                if sizes[trajectory.group] >= self.smallest_group and trajectory.group in groups
+                if sizes[trajectory.group] >= self.min_group_size and trajectory.group in groups
             ]
         return trained, sampled
 
@@ -228,15 +227,15 @@ class GRPOTrainer(Trainer):
             penalties = reward_penalties(rows, self.config.reward_kl)
             metrics[REWARD_KL] = penalty_mean(rows, penalties)
         assert isinstance(self.config, GRPOConfig)
-        kind = self.config.advantages
-        if kind.startswith("reinforce_plus_plus"):
-            if kind.endswith("_baseline"):
+        estimator = self.config.advantages
+        if estimator.startswith("reinforce_plus_plus"):
+            if estimator.endswith("_baseline"):
                 rewards = rows.local(grpo(rows.gather(rewards), groups, scale_by_std=False).tolist())
             by_token = reinforce_plus_plus(rewards, rows.column(MASK), penalties=penalties, all_sum=rows.sum)
             return rows.with_columns({"advantages": by_token}), metrics
-        left = [reward - float(penalty.sum()) for reward, penalty in zip(rewards, penalties, strict=True)]
-        options = {"leave_one_out": kind in ("grpo_loo", "rloo"), "scale_by_std": kind in ("grpo", "grpo_loo")}
-        advantages = grpo(rows.gather(left), groups, **options)
+        penalized = [reward - float(penalty.sum()) for reward, penalty in zip(rewards, penalties, strict=True)]
+        leave_one_out, scale_by_std = estimator in ("grpo_loo", "rloo"), estimator in ("grpo", "grpo_loo")
+        advantages = grpo(rows.gather(penalized), groups, leave_one_out=leave_one_out, scale_by_std=scale_by_std)
         return rows.with_columns({"advantages": rows.local(advantages.tolist())}), metrics
 
     def train_minibatch(self, minibatch: Batch) -> StepMetrics:
@@ -252,14 +251,13 @@ class GRPOTrainer(Trainer):
         controller = self.rollout_sampler.rollout_engine.controller
         minibatches, advantage_metrics = self.add_advantages(RolloutRows(scored, self.engine.mesh, controller.group))
         results = [self.train_minibatch(minibatch) for _ in range(self.config.epochs) for minibatch in minibatches]
-        metrics: StepMetrics = advantage_metrics | {
-            name: REDUCE[self.reductions.get(name, "mean")]([result[name] for result in results if name in result])
-            for name in dict.fromkeys(name for result in results for name in result)
-        }
-        if (
-            self.config.starts_from_rollout and "kl_old" in results[0]
-        ):  # the first minibatch is trained with the weights that sampled it
-            # The old log-probs are the rollout's own, so their difference is 0 and says nothing: None.
+        metrics: StepMetrics = dict(advantage_metrics)
+        for name in dict.fromkeys(name for result in results for name in result):
+            reduce = REDUCE[self.reductions.get(name, "mean")]
+            metrics[name] = reduce([result[name] for result in results if name in result])
+        # The weights that sampled the first minibatch also train on it. The old log-probs are the rollout's own, so
+        # their difference, 0, is not reported.
+        if self.config.starts_from_rollout and "kl_old" in results[0]:
             metrics |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
@@ -277,11 +275,11 @@ class GRPOTrainer(Trainer):
 
     @property
     def reference_is_policy(self) -> bool:
-        """Whether the reference has weights that the policy had."""
+        """Whether the reference is a copy of the policy's earlier weights."""
         return self.config.has_reference and self.config.reference_model is None
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
-        """Returns the minibatches, with the columns that are known without a pass. Groups are assigned round-robin."""
+        """Returns the minibatches, with the columns that need no forward pass. Groups are assigned round-robin."""
         transcripts = [trajectory.transcript for trajectory in trajectories]
         logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
         masks = [transcript.mask for transcript in transcripts]
@@ -310,15 +308,15 @@ class GRPOTrainer(Trainer):
                 routing = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
                 scored = self.engine.logprobs(replace(batch, columns=routing), temperature=temperature)
                 columns["old_logprobs"] = scored.logprob
-            if self.reference is not None:  # it chooses its own experts
+            if self.reference is not None:  # it routes tokens itself
                 scored = self.reference.logprobs(replace(batch, columns={}), temperature=temperature)
                 columns["reference_logprobs"] = scored.logprob
         return replace(batch, columns=columns)
 
     def _reward(self, trajectory: Trajectory) -> float:
         config = self.config
-        share = overlong_share(trajectory, config.sampling.max_new_tokens, config.overlong_buffer)
-        return trajectory.reward - config.overlong_penalty * share
+        fraction = overlong_fraction(trajectory, config.sampling.max_new_tokens, config.overlong_buffer)
+        return trajectory.reward - config.overlong_penalty * fraction
 
     def _groups_with_different_rewards(self, trajectories: Sequence[Trajectory]) -> set[int]:
         """Returns the groups whose rewards are not all equal."""
@@ -339,11 +337,11 @@ def trial_batch(config: PolicyConfig) -> Batch:
     return Batch([sequence.tokens for sequence in TRIAL_SEQUENCES], columns)
 
 
-def checks(inputs: PreflightInputs, more_columns: Mapping[str, Any] | None = None) -> list[Check]:
-    """Returns the preflight checks. `more_columns` are those that another recipe gives the trial of an objective."""
+def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = None) -> list[Check]:
+    """Returns the preflight checks. `extra_columns` are added to the batch of the objective's trial call."""
     config: PolicyConfig = inputs.config
     trial = trial_batch(config)
-    trial = replace(trial, columns={**trial.columns, **(more_columns or {})})
+    trial = replace(trial, columns={**trial.columns, **(extra_columns or {})})
 
     def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
         return warm_start_example(task, inputs.tokenizer, config.budget, options)
@@ -354,7 +352,7 @@ def checks(inputs: PreflightInputs, more_columns: Mapping[str, Any] | None = Non
     return [
         *training_checks(inputs, trial),
         *(replay if config.replay_routing else []),
-        *same_tokens_check(inputs, "reference_model", config.reference_model),
+        *second_model_check(inputs, "reference_model", config.reference_model),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
         *server_checks(
@@ -375,7 +373,8 @@ def run(
 
 
 def _check_replay(inputs: PreflightInputs) -> str:
-    routers = inputs.model[1].routers  # of the model's config
+    _, model_config = inputs.model
+    routers = model_config.routers
     if not routers:
         raise ValueError(
             f"replay_routing sends tokens to the experts that they were sampled with, but {inputs.config.model} has "

@@ -77,7 +77,7 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
                 unrelated.columns[MASK],
                 strict=True,
             )
-            deltas = [float(((own - theirs) * torch.as_tensor(mask)).sum()) for own, theirs, mask in gaps]
+            deltas = [float(((policy - reference) * torch.as_tensor(mask)).sum()) for policy, reference, mask in gaps]
         kl = max(sum(deltas) / len(deltas), 0.0)
         columns = {**batch.columns, REFERENCE: reference, BATCH_KL: [kl] * len(rows)}
         return replace(batch, columns=columns), {}
@@ -127,8 +127,8 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})
 
     def labels() -> str:
-        found = read_labels(inputs.config.data)
-        return f"{sum(found)} desirable rows of {len(found)}"
+        row_labels = read_labels(inputs.config.data)
+        return f"{sum(row_labels)} desirable rows of {len(row_labels)}"
 
     return [
         *training_checks(inputs, trial),

@@ -43,13 +43,13 @@ class MTPLoss:
         self.mtp, self.over = mtp, over
         self.processor = load_mtp_processor(mtp.processor) if mtp is not None and mtp.processor is not None else None
 
-    def __call__(self, objective: Objective, *, counted: bool = True) -> Objective:
-        """Returns the objective with the loss. With counted=False it has the metrics only."""
+    def __call__(self, objective: Objective, *, trained: bool = True) -> Objective:
+        """Returns the objective with the loss. With trained=False it adds the metrics only."""
         if self.mtp is None:
             return objective
         return MTP(
             objective=objective,
-            weight=self.mtp.weight if counted else 0.0,
+            weight=self.mtp.weight if trained else 0.0,
             over=self.over,
             stop_trunk=self.mtp.stop_trunk,
             stop_head=self.mtp.stop_head,

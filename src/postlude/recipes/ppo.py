@@ -34,7 +34,7 @@ class PPOTrainer(GRPOTrainer):
 
     name = "ppo"
     config: PPOConfig
-    smallest_group = 1
+    min_group_size = 1
 
     def __init__(self, config: PPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.critic: Engine | None = None
@@ -124,21 +124,25 @@ class PPOTrainer(GRPOTrainer):
             self.critic.load(self.run.path / CRITIC / checkpoint.name)
 
     def _prune_critics(self) -> None:
-        kept = {checkpoint.name for checkpoint in self.run.checkpoints()}
+        checkpoints = {checkpoint.name for checkpoint in self.run.checkpoints()}
         for critic in sorted((self.run.path / CRITIC).iterdir()):
-            if critic.name not in kept:
+            if critic.name not in checkpoints:
                 shutil.rmtree(critic)
 
 
 def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[torch.Tensor]) -> StepMetrics:
     """Returns the mean return and the share of its variance that the values explain, over all sampled tokens."""
-    kept = [mask != 0 for mask in rows.column(MASK)]
-    earned = torch.cat([row[mask] for row, mask in zip(returns, kept, strict=True)] or [torch.zeros(0)]).double()
-    expected = torch.cat([row[mask] for row, mask in zip(values, kept, strict=True)] or [torch.zeros(0)]).double()
-    parts = (earned, earned - expected)
-    count = torch.tensor([float(len(earned))], dtype=torch.float64)
-    means = rows.sum(torch.stack([part.sum() for part in parts])) / (count := rows.sum(count)).clamp_min(1.0)
-    squares = [(part - average).square().sum() for part, average in zip(parts, means, strict=True)]
+    masks = [mask != 0 for mask in rows.column(MASK)]
+
+    def sampled(by_sequence: list[torch.Tensor]) -> torch.Tensor:
+        tokens = [row[mask] for row, mask in zip(by_sequence, masks, strict=True)]
+        return torch.cat(tokens or [torch.zeros(0)]).double()
+
+    token_returns = sampled(returns)
+    errors = token_returns - sampled(values)
+    count = rows.sum(torch.tensor([float(len(errors))], dtype=torch.float64)).clamp_min(1.0)
+    means = rows.sum(torch.stack([token_returns.sum(), errors.sum()])) / count
+    squares = [(token_returns - means[0]).square().sum(), (errors - means[1]).square().sum()]
     total, unexplained = rows.sum(torch.stack(squares)).tolist()
     metrics: dict[str, Any] = {"return_mean": float(means[0])}
     if total:

@@ -1,4 +1,4 @@
-"""Columns of rollouts: made on rank 0 from trajectories, and completed by all ranks from their own sequences."""
+"""Columns of rollouts: rank 0 makes some from trajectories, and all ranks add others for their own sequences."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
     return routing
 
 
-def overlong_share(trajectory: Trajectory, max_new_tokens: int, buffer: int) -> float:
-    """Returns the share of the overlong penalty that a trajectory gets: of its longest turn, 0 to 1.
+def overlong_fraction(trajectory: Trajectory, max_new_tokens: int, buffer: int) -> float:
+    """Returns the fraction of the overlong penalty that a trajectory gets for its longest turn, from 0 to 1.
 
     It grows linearly over the last `buffer` tokens; without a buffer it is 1 if a turn was truncated.
     """
@@ -88,14 +88,14 @@ class RolloutRows:
         return gathered
 
     def local(self, values: Sequence[Value]) -> list[Value]:
-        """Returns this rank's of the values that all sequences have, in the order of `gather`."""
+        """Selects the values of this rank's sequences from those of all sequences, in the order of `gather`."""
         owners = [owner for minibatch in self._owners for owner in minibatch]
         return [value for owner, value in zip(owners, values, strict=True) if owner == self.dp_rank]
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Returns the sum of a tensor over the data-parallel ranks, on the CPU."""
-        parts = self._by_rank(numbers.cpu())
-        return torch.stack(list(parts.values())).sum(0)
+        by_rank = self._by_rank(numbers.cpu())
+        return torch.stack(list(by_rank.values())).sum(0)
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> list[Batch]:
         """Returns the minibatches with these columns of this rank's sequences, and without reward and group."""
@@ -109,7 +109,7 @@ class RolloutRows:
         return minibatches
 
     def _by_rank(self, value: Value) -> dict[int, Value]:
-        """Returns the value of every data-parallel rank. Of ranks that hold the same sequences, one is taken."""
+        """Returns the value of each data-parallel rank. Ranks that hold the same sequences have the same value."""
         by_rank: dict[int, Value] = gather_and_decide(lambda: (self.dp_rank, value), dict, self.group)
         return dict(sorted(by_rank.items()))
 

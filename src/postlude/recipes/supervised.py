@@ -80,7 +80,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """Returns the objective on the held-out rows."""
         batch, _ = self.make_batch(self.rows.held_out, held_out=True)
         # Multi-token prediction is reported, but is not part of the compared loss.
-        result = self.engine.evaluate_loss(batch, self.with_mtp_loss(self.objective, counted=False))
+        result = self.engine.evaluate_loss(batch, self.with_mtp_loss(self.objective, trained=False))
         return {f"{EVAL}{LOSS}": result.loss} | {f"{EVAL}{name}": value for name, value in result.metrics.items()}
 
     def state(self) -> dict[str, Any]:

@@ -106,8 +106,9 @@ class Trainer(ABC):
         self.run: RunDirectory = ReadOnlyRun(config.run)  # until `resume`
         self.plain_config = schema.plain(config)
         _check_same_config(self.plain_config)
-        self.run_rules: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
-        check_run(config.run, self.plain_config, **self.run_rules)
+        # How the config of an existing run is compared with this one.
+        self.comparison: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
+        check_run(config.run, self.plain_config, **self.comparison)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = load_tokenizer(config.model)
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
@@ -191,7 +192,7 @@ class Trainer(ABC):
         """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
         on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
-        self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.run_rules)
+        self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.comparison)
         self.resume_hint = (
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )
@@ -228,12 +229,12 @@ class Trainer(ABC):
             try:
                 self.restore(checkpoint)
             except (OSError, ValueError):
-                damage = on_rank0(functools.partial(_damage, checkpoint))
-                if not damage or step is not None:
+                problem = on_rank0(functools.partial(_checkpoint_problem, checkpoint))
+                if not problem or step is not None:
                     raise
                 damaged.append(checkpoint)
                 if is_rank0():
-                    LOG.warning("%s The checkpoint before it is loaded, and later steps are repeated.", damage)
+                    LOG.warning("%s The checkpoint before it is loaded, and later steps are repeated.", problem)
                 continue
             self.run.rename_checkpoints(damaged, DAMAGED)
             return checkpoint
@@ -322,7 +323,6 @@ class Trainer(ABC):
         self.engine.finish_saving()
         if self.config.export:
             card = self._model_card() if is_rank0() else None
-            # The directory belongs to the run: an earlier export is replaced.
             self.export(self.run.path / EXPORTED_MODEL, card)
             if self.config.lora is not None:
                 export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER)
@@ -354,8 +354,8 @@ class Trainer(ABC):
         message = f"{message} {on_rank0(self._checkpoint_status)}"
         return self._end(RunOutcome("failed", self.step, message, EXIT_FAILED))
 
-    def fail_without_generator(self, error: ServerError | WeightsDiffer) -> RunOutcome:
-        """Saves the finished steps and ends a run whose servers are all lost, or whose generator has other weights."""
+    def fail_in_rollout(self, error: ServerError | WeightsDiffer) -> RunOutcome:
+        """Saves the finished steps and ends a run that lost all servers, or whose generator has wrong weights."""
         message = str(error)
         try:
             if self.state_before_step is not None:  # None: in the evaluation after a step, which is repeated
@@ -369,8 +369,8 @@ class Trainer(ABC):
         checkpoints = self.run.checkpoints()
         if not checkpoints:
             return "No checkpoint was saved, and nothing was exported."
-        if damage := _damage(checkpoints[-1]):
-            return f"{damage} Nothing was exported."
+        if problem := _checkpoint_problem(checkpoints[-1]):
+            return f"{problem} Nothing was exported."
         newest = f"{checkpoints[-1].name} is complete and its weights are finite"
         return f"{newest}: {self.resume_hint}. Nothing was exported."
 
@@ -393,11 +393,11 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
         try:
             trainer.resume(start_mode)
             title = f"{trainer.name} {trainer.config.model}"
-            with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as live:
+            with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as display:
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
-                    live.set_phase(trainer.phase)
+                    display.set_phase(trainer.phase)
                     metrics = trainer.run_training_step()
-                    live.update(trainer.step, metrics)
+                    display.update(trainer.step, metrics)
             return trainer.stop() if trainer.stop_signal else trainer.finish()
         except UnhealthyRun as reason:
             return trainer.fail(f"{reason}.")
@@ -407,7 +407,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             if trainer.resumed_step is None or not trainer.step:  # nothing to report yet
                 raise
             if isinstance(error, ServerError | WeightsDiffer):
-                return trainer.fail_without_generator(error)
+                return trainer.fail_in_rollout(error)
             _write_failure(trainer, error)
             # After the first step an error is no mistake in the config: report a failed run.
             if isinstance(error, USER_ERRORS) and trainer.step > trainer.resumed_step:
@@ -422,11 +422,11 @@ def _check_same_config(config: Mapping[str, Any]) -> None:
     """Raises ValueError if ranks have different configs, which could deadlock."""
 
     def compare(configs: list[Mapping[str, Any]]) -> None:
-        for rank, other in enumerate(configs):
-            for path, first, value in differences(other, configs[0]):
+        for rank, rank_config in enumerate(configs):
+            for path, rank0_value, value in differences(rank_config, configs[0]):
                 raise ValueError(
                     f"rank {rank} was given another config than rank 0: {path} is {format_value(value)}, and "
-                    f"{format_value(first)} on rank 0. Start all ranks with the same command and the same file."
+                    f"{format_value(rank0_value)} on rank 0. Start all ranks with the same command and the same file."
                 )
 
     try:
@@ -435,8 +435,8 @@ def _check_same_config(config: Mapping[str, Any]) -> None:
         raise failure.cause from None
 
 
-def _damage(checkpoint: Path) -> str:
-    """Returns what is wrong with a checkpoint, or ""."""
+def _checkpoint_problem(checkpoint: Path) -> str:
+    """Returns what is wrong with a checkpoint, or "" if it can be loaded."""
     try:
         check_checkpoint(checkpoint)
     except (OSError, ValueError) as error:

@@ -67,7 +67,7 @@ def render_svg(timelines: Sequence[Timeline]) -> str:
     scale = WIDTH / longest
     height = TOP + AXIS + sum(TITLE + BAND * len(timeline.ranks) for timeline in timelines)
     width = LEFT + WIDTH + RIGHT
-    kinds = [kind for kind in COLOURS if any(span.kind == kind for each in timelines for span in each.spans)]
+    kinds = [kind for kind in COLOURS if any(span.kind == kind for timeline in timelines for span in timeline.spans)]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="ui-monospace, Menlo, monospace" font-size="11">',
@@ -111,7 +111,7 @@ def _axis(longest: float, top: int, bottom: int, scale: float) -> list[str]:
 
 def _band(spans: Sequence[Span], top: int, scale: float) -> list[str]:
     """Draws one rank. Waits come last, on top of the spans they lie in."""
-    tops = {lane: top + sum(HEIGHTS[each] + 1 for each in LANES[:row]) for row, lane in enumerate(LANES)}
+    tops = {lane: top + sum(HEIGHTS[upper] + 1 for upper in LANES[:row]) for row, lane in enumerate(LANES)}
     lines = []
     for span in sorted(spans, key=lambda span: (span.kind == "wait", span.start)):
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale

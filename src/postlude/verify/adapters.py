@@ -67,8 +67,8 @@ def randomize_b(parameters: Iterable[tuple[str, Tensor]], seed: int) -> None:
     for name, parameter in parameters:
         if is_adapter(name) and name.endswith(".b"):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name} random".encode()))
-            whole = torch.empty(parameter.shape).normal_(0.0, RANDOM_B, generator=generator)
-            local_shard(parameter).copy_(whole[region(parameter)])
+            full = torch.empty(parameter.shape).normal_(0.0, RANDOM_B, generator=generator)
+            local_shard(parameter).copy_(full[region(parameter)])
 
 
 def adapted_model(
@@ -98,8 +98,8 @@ def adapted_model(
 def adapter_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients of a model's adapters; zeros if nothing depends on one."""
     return {
-        name: (torch.zeros_like(each) if each.grad is None else each.grad).float().cpu()
-        for name, each in model.named_parameters()
+        name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).float().cpu()
+        for name, parameter in model.named_parameters()
         if is_adapter(name)
     }
 
@@ -109,7 +109,7 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
     family, config = read_model(source)
     model = adapted_model(source, lora, seed=seed)
     configs = adapter_configs(lora, config, family)
-    tensors = {name: each.detach() for name, each in model.named_parameters() if is_adapter(name)}
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if is_adapter(name)}
     pairs = {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
     batch = batches(objective, config, seed)["many"]
     base = load_model(source, dtype=torch.float32, seed=seed)
@@ -140,7 +140,7 @@ def _score(inputs: OutputInputs, context: None) -> Tensor:
 
 
 def _logprobs(model: LanguageModel, microbatches: list[Microbatch]) -> Tensor:
-    return torch.cat(unpack(microbatches, [model(each, output_processor=_score) for each in microbatches]))
+    return torch.cat(unpack(microbatches, [model(microbatch, output_processor=_score) for microbatch in microbatches]))
 
 
 def _differentiate(model: LanguageModel, batch: Batch) -> Tensor:

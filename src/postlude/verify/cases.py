@@ -101,13 +101,13 @@ def batches(
     pairs = objective == "dpo"
     many = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
     few = (6, 4) if pairs else (6,)
-    made = {}
+    batches = {}
     for index, (name, lengths) in enumerate({"many": many, "few": few}.items()):
-        made[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
+        batches[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
         if gives_experts(compute_dtype, config):
             routing = _random_routing(config.routers, sum(lengths), seed + index)
-            made[name] = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
-    return made
+            batches[name] = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
+    return batches
 
 
 def _random_routing(routers: Routers, tokens: int, seed: int) -> Tensor:

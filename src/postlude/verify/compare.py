@@ -163,28 +163,28 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
     for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
-        whole = pack(
+        packed = pack(
             batch.sequences,
             budget=BUDGET,
             columns=batch.columns,
             groups=batch.groups,
             depths=len(model.config.pattern.mtp),
         )
-        microbatches = [each.to(device) for each in whole]
-        scale = LossNormalizer(whole)
+        microbatches = [microbatch.to(device) for microbatch in packed]
+        scale = LossNormalizer(packed)
         model.train()
         model.zero_grad()
         loss = 0.0
-        for each in microbatches:
-            added = scale.loss(model(each, output_processor=lambda inputs, _: objective(inputs)), each)
+        for microbatch in microbatches:
+            added = scale.loss(model(microbatch, output_processor=lambda inputs, _: objective(inputs)), microbatch)
             added.backward()
             loss += float(added.detach())
         layers = layer_metrics.compute(layer_metrics.take_sums(model.blocks, torch.device(device)).tolist())
         model.eval()
         with torch.no_grad():
-            stats = [model(each, output_processor=_score) for each in microbatches]
-        logprob = torch.cat(unpack(whole, [each.logprob.cpu() for each in stats]))
-        entropy = torch.cat(unpack(whole, [each.entropy.cpu() for each in stats]))
+            stats = [model(microbatch, output_processor=_score) for microbatch in microbatches]
+        logprob = torch.cat(unpack(packed, [result.logprob.cpu() for result in stats]))
+        entropy = torch.cat(unpack(packed, [result.entropy.cpu() for result in stats]))
         measured = _tensors({**layers.numbers, **layers.vectors})
         gradients = _gradients(model, source) if case.lora is None else adapter_gradients(model)
         values[name] = ComputedValues(loss, logprob, entropy, gradients, measured)
@@ -224,11 +224,11 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     for theirs in map_to_hf(
         family, config, ((name, parameter.shape) for name, parameter in parameters.items())
     ).values():
-        whole = gradients[theirs.name] = torch.zeros(theirs.shape)
+        full = gradients[theirs.name] = torch.zeros(theirs.shape)
         for name, mapping in theirs.parts:
             gradient = parameters[name].grad
             if gradient is not None:
-                mapping.write(whole, gradient[mapping.region].float().cpu())
+                mapping.write(full, gradient[mapping.region].float().cpu())
     return gradients
 
 

@@ -294,7 +294,9 @@ def first_failure(statuses: dict[int, RankStatus], size: int) -> RankError | Non
 
 def first_stopped(statuses: dict[int, RankStatus]) -> RankError | None:
     """Returns the error of the rank that was the first to stop because it waited for another, if one did."""
-    stopped = sorted((each.time, each.text, each.traceback) for each in statuses.values() if each.state == "stopped")
+    stopped = sorted(
+        (status.time, status.text, status.traceback) for status in statuses.values() if status.state == "stopped"
+    )
     return RankError(*stopped[0][1:]) if stopped else None
 
 

@@ -13,7 +13,7 @@ def is_loopback(host: str) -> bool:
         addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host or "0.0.0.0", None)}
     except OSError:
         return False
-    return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+    return bool(addresses) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 class ReservedPort:

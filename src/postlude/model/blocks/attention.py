@@ -247,7 +247,7 @@ class Attention(Block):
         if config.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         key, value = self._local_kv(key), self._local_kv(value)
-        query, key, value = (self._split_heads(part) for part in (query, key, value))
+        query, key, value = (self._split_heads(features) for features in (query, key, value))
         query, key = self._normalize_and_rotate(query, key, context)
         heads = self._attend(query, key, value, context).flatten(-2)
         for gate in gates:
@@ -282,8 +282,8 @@ class Attention(Block):
         if kv_heads % tp.size == 0:
             return features
         # The collective gathers dim 0, which is features here.
-        whole = gather_from_sequence(features.T.contiguous(), tp.group).unflatten(0, (kv_heads, -1))  # [kv_heads, d, T]
-        head: Tensor = whole[tp.rank * kv_heads // tp.size].T
+        gathered = gather_from_sequence(features.T.contiguous(), tp.group)
+        head: Tensor = gathered.unflatten(0, (kv_heads, -1))[tp.rank * kv_heads // tp.size].T
         return head
 
     def _score_config(self) -> ScoreConfig:

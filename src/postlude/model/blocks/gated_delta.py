@@ -104,7 +104,7 @@ class GatedDeltaConfig(BlockConfig):
         """Each tensor- and context-parallel rank has its own key heads with their value heads."""
         ranks = layout.tp * layout.cp
         if self.key_heads % ranks:
-            best = max(each for each in range(1, min(ranks, self.key_heads) + 1) if self.key_heads % each == 0)
+            best = max(divisor for divisor in range(1, min(ranks, self.key_heads) + 1) if self.key_heads % divisor == 0)
             raise ValueError(
                 f"{name} has {self.key_heads} key heads, which tp={layout.tp}, cp={layout.cp} cannot share: both give "
                 f"each rank heads of its own, so tp · cp divides the key heads. Use tp · cp = {best}."
@@ -141,8 +141,9 @@ class GatedDelta(Recurrent):
         layers = (self.z_proj, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj)
         gate, *of_keys = apply_linears(hidden, *layers)
         # Everything of a key head in one tensor: one exchange under context parallelism.
-        together = head_exchange.to_heads(torch.cat([each.unflatten(-1, (self.key_heads, -1)) for each in of_keys], -1))
-        heads = self.recur((together,), self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
+        by_key_head = torch.cat([projected.unflatten(-1, (self.key_heads, -1)) for projected in of_keys], -1)
+        inputs = (head_exchange.to_heads(by_key_head),)
+        heads = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
         return output
@@ -164,8 +165,8 @@ class GatedDelta(Recurrent):
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> DeltaRule:
         """Returns the recurrence of this rank's heads."""
-        kernels = [local(each.weight) for each in (self.q_conv, self.k_conv, self.v_conv)]
-        by_key_head = torch.cat([each.unflatten(0, (self.key_heads, -1)) for each in kernels], 1)
+        kernels = [local(kernel.weight) for kernel in (self.q_conv, self.k_conv, self.v_conv)]
+        by_key_head = torch.cat([kernel.unflatten(0, (self.key_heads, -1)) for kernel in kernels], 1)
         return DeltaRule(
             self.config,
             kernel=head_exchange.local_heads(by_key_head).flatten(0, 1),

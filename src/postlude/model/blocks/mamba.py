@@ -171,13 +171,12 @@ class Mamba(Recurrent):
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         x, dt, gate, *shared = apply_linears(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
         x = x.unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
-        shared = [self._own_groups(each.T).permute(2, 0, 1) for each in shared]
+        shared = [self._own_groups(features.T).permute(2, 0, 1) for features in shared]
         # Two exchanges under context parallelism: per head, and per group.
         x, dt = head_exchange.to_heads(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
-        b, c = head_exchange.to_heads(_for_each(head_exchange, torch.cat(shared, -1), 1)).chunk(
-            2, -1
-        )  # [total, groups, n]
-        inputs = torch.cat([each.flatten(1) for each in (x, b, c)], 1), dt.squeeze(-1)
+        groups = head_exchange.to_heads(_for_each(head_exchange, torch.cat(shared, -1), 1))
+        b, c = groups.chunk(2, -1)  # [total, groups, n] each
+        inputs = torch.cat([features.flatten(1) for features in (x, b, c)], 1), dt.squeeze(-1)
         y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
         return output
@@ -222,8 +221,8 @@ class Mamba(Recurrent):
         if groups % tp.size:
             features = gather_from_sequence(features.contiguous(), tp.group)
             first, count = tp.rank * groups // tp.size, 1
-        own: Tensor = features[first * size : (first + count) * size].unflatten(0, (count, size))
-        return own
+        groups_of_heads: Tensor = features[first * size : (first + count) * size].unflatten(0, (count, size))
+        return groups_of_heads
 
 
 def _for_each(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:
@@ -307,6 +306,6 @@ class GatedRMSNorm(nn.Module):
         squares: Tensor = grouped.square().sum(-1, keepdim=True)
         if self.groups % self.tp.size == 0:
             return squares
-        own = self.tp.rank * self.groups // self.tp.size
-        of_all = F.pad(squares, (0, 0, own, self.groups - own - 1))  # [T, groups, 1], zero except for its own group
-        return sum_over_group(of_all, self.tp.group).narrow(1, own, 1)
+        group = self.tp.rank * self.groups // self.tp.size
+        of_all = F.pad(squares, (0, 0, group, self.groups - group - 1))  # [T, groups, 1], zero except for its own group
+        return sum_over_group(of_all, self.tp.group).narrow(1, group, 1)

@@ -147,7 +147,8 @@ class MoEConfig(GatedConfig):
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
         """Eight experts with top_k=2, which together are as wide as the model's MLP."""
-        mlp = next((each for each in others if isinstance(each, MLPConfig)), MLPConfig.default_for(hidden_size, others))
+        default = MLPConfig.default_for(hidden_size, others)
+        mlp = next((config for config in others if isinstance(config, MLPConfig)), default)
         fields = cls.gated_fields([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
         return cls(experts=8, top_k=2, **fields)
 
@@ -349,15 +350,15 @@ class MoE(Block):
     @torch.no_grad()
     def replay(self, choice: Tensor, context: ForwardContext) -> Tensor:
         """Returns `choice` [T, top_k], replaced for tokens whose experts are given."""
-        given = context.routing(self.name)
-        if given is None:
+        replayed = context.routing(self.name)
+        if replayed is None:
             return choice
-        given = given[:, : self.config.top_k].to(choice.dtype)
-        known = (given >= 0).all(-1, keepdim=True)
+        replayed = replayed[:, : self.config.top_k].to(choice.dtype)
+        known = (replayed >= 0).all(-1, keepdim=True)
         if self.training and context.is_first_call(f"{self.name}.replay"):
-            others = known & ~(given[:, :, None] == choice[:, None, :]).any(-1)
+            others = known & ~(replayed[:, :, None] == choice[:, None, :]).any(-1)
             self.metric_sums.add({"changed": others.sum(), "given": known.sum() * self.config.top_k})
-        return torch.where(known, given, choice)
+        return torch.where(known, replayed, choice)
 
     @torch.no_grad()
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor:

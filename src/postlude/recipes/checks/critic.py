@@ -1,4 +1,4 @@
-"""Preflight checks of a second model with the policy's tokens: a critic or a reference."""
+"""Preflight checks of a second model that shares the policy's tokenizer: a critic or a reference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs
 
 
 def critic_checks(inputs: PreflightInputs) -> Iterator[Check]:
-    """Checks of a critic with a model of its own."""
-    return same_tokens_check(inputs, "critic.model", inputs.config.critic.model)
+    """Yields the checks of a critic with its own model."""
+    return second_model_check(inputs, "critic.model", inputs.config.critic.model)
 
 
-def same_tokens_check(inputs: PreflightInputs, key: str, model: str | None) -> Iterator[Check]:
-    """Checks of the model that `key` names, if any: it can be read, has the policy's tokens and fits the layout."""
+def second_model_check(inputs: PreflightInputs, key: str, model: str | None) -> Iterator[Check]:
+    """Yields the check of the model that `key` names: it can be read, has the policy's tokens and fits the layout."""
     if model is not None:
         yield Check(key, lambda: _compare(inputs, key, model), after=("model", "layout", "tokenizer"))
 

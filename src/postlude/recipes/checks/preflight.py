@@ -275,8 +275,8 @@ def print_findings(inputs: PreflightInputs, lines: Mapping[str, str], console: C
         return
     table = Table("memory a rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))
     for part in fields(MemoryEstimate):
-        table.add_row(part.name, *(format_bytes(getattr(each, part.name)) for each in inputs.memory))
-    table.add_row("all", *(format_bytes(each.total) for each in inputs.memory))
+        table.add_row(part.name, *(format_bytes(getattr(rank_memory, part.name)) for rank_memory in inputs.memory))
+    table.add_row("all", *(format_bytes(rank_memory.total) for rank_memory in inputs.memory))
     console.print(table)
 
 
@@ -342,9 +342,9 @@ def _head(inputs: PreflightInputs) -> str:
 
 
 def _memory(inputs: PreflightInputs) -> str:
-    most = max(inputs.memory, key=lambda each: each.lasting)
+    most = max(inputs.memory, key=lambda rank_memory: rank_memory.lasting)
     if not inputs.launch.here:
-        return f"about {format_bytes(max(each.total for each in inputs.memory))} a rank"
+        return f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} a rank"
     neighbours = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
     room = _room(inputs.launch.device, neighbours)
     if most.lasting > room:
@@ -352,7 +352,9 @@ def _memory(inputs: PreflightInputs) -> str:
             f"a rank needs {format_bytes(most.lasting)} for weights, gradients and the optimizer's numbers, but has "
             f"{format_bytes(room)} of memory. Raise layout.dp_shard, tp or pp: {inputs.config.layout} is asked for."
         )
-    return f"about {format_bytes(max(each.total for each in inputs.memory))} a rank of {format_bytes(room)}"
+    return (
+        f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} a rank of {format_bytes(room)}"
+    )
 
 
 def _room(device: str, neighbours: int) -> int:

@@ -77,15 +77,15 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
     shape = next(iter(schema.alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
     if shape.get("type") == "object" or (anything and (raw.entries or raw.whole)):
-        part = shape.get("additionalProperties", True)
-        return _mapping(part if isinstance(part, dict) else {}, raw, default)
+        value_node = shape.get("additionalProperties", True)
+        return _mapping(value_node if isinstance(value_node, dict) else {}, raw, default)
     is_text = raw.scalar is not None and not anything and shape.get("type") != "array"
     if raw.entries and not (is_text and raw.whole):
         (first, *_) = raw.entries.values()
         raise ConfigError(f'config key "{first.path}" is unknown {first.where}; "{raw.path}" takes {words(node)}.')
     if raw.items is not None and not is_text:
-        parts = iter(shape.get("prefixItems") or [shape.get("items", {})] * len(raw.items))
-        return [_value(next(parts, {}), each, None) for each in raw.items]
+        item_nodes = iter(shape.get("prefixItems") or [shape.get("items", {})] * len(raw.items))
+        return [_value(next(item_nodes, {}), item, None) for item in raw.items]
     return _scalar(shape, raw)
 
 
@@ -105,7 +105,7 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
     elif text in kinds:
         chosen, text = text, None
     elif text is not None:  # the kind that can be read from text
-        chosen = next((kind for kind, each in kinds.items() if TEXT in each), chosen)
+        chosen = next((kind for kind, section in kinds.items() if TEXT in section), chosen)
     if raw.items is not None or raw.null or (text is not None and TEXT not in kinds.get(chosen or "", {})):
         raise _wrong(raw, node)
     if chosen is None:
@@ -117,23 +117,23 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
         field = kinds[chosen][TEXT]
         data |= {TEXT: text} if field is True else {field: _scalar(known[field], raw)}
     data |= {KIND: chosen} if chosen else {}
-    for name, each in raw.entries.items():
+    for name, entry in raw.entries.items():
         if name not in known:
-            raise _unknown(kinds[chosen], chosen, raw.path, name, each)
+            raise _unknown(kinds[chosen], chosen, raw.path, name, entry)
         if name != KIND or not chosen:
-            data[name] = _value(known[name], each, data.get(name, known[name].get("default")))
+            data[name] = _value(known[name], entry, data.get(name, known[name].get("default")))
     for name in kinds[chosen].get("required", ()):
         if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
             data[name] = _value(known[name], RawValue(join(raw.path, name), raw.where), None)
     return data
 
 
-def _mapping(part: Node, raw: RawValue, default: Any) -> Any:
+def _mapping(value_node: Node, raw: RawValue, default: Any) -> Any:
     if not raw.entries and not raw.whole:
         return _scalar({}, raw)
     by_key = raw.scalar is None and not raw.whole
     values = dict(default) if by_key and isinstance(default, Mapping) else {}
-    return values | {name: _value(part, each, values.get(name)) for name, each in raw.entries.items()}
+    return values | {name: _value(value_node, entry, values.get(name)) for name, entry in raw.entries.items()}
 
 
 def _scalar(shape: Node, raw: RawValue) -> Any:
@@ -166,47 +166,51 @@ def resolve_path(text: str, what: str, raw: RawValue) -> str:
     built_in = what == "model" and (text in BUILTIN or text in PACKAGED)
     if raw.file is None or not path or built_in or Path(path).expanduser().is_absolute():
         return text
-    here, beside = Path(path), Path(os.path.normpath(raw.file.parent / path))
-    if not beside.exists():
+    in_working_directory, next_to_config = Path(path), Path(os.path.normpath(raw.file.parent / path))
+    if not next_to_config.exists():
         return text
-    if here.exists() and not here.samefile(beside) and os.environ.get("RANK", "0") == "0":
+    if (
+        in_working_directory.exists()
+        and not in_working_directory.samefile(next_to_config)
+        and os.environ.get("RANK", "0") == "0"
+    ):
         LOG.warning(
             'config key "%s" %s: %s exists beside the config and in the working directory; %s is used.',
             raw.path,
             raw.where,
             path,
-            beside,
+            next_to_config,
         )
-    return f"{beside}{colon}{name}"
+    return f"{next_to_config}{colon}{name}"
 
 
 def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
     """Returns the first of pydantic's errors as a sentence about its key."""
     first = error.errors(include_url=False)[0]
-    for place, part in enumerate(first["loc"]):
+    for depth, key in enumerate(first["loc"]):
         kinds = schema.sections(node)
-        if part in kinds and (len(kinds) > 1 or part == ""):
-            node = kinds[str(part)]
+        if key in kinds and (len(kinds) > 1 or key == ""):
+            node = kinds[str(key)]
             continue
         if not kinds and len(schema.alternatives(node)) > 1:
             break  # the rest names the alternatives that did not match
-        if first["type"] == "missing" and place == len(first["loc"]) - 1:
-            return _missing(raw, str(part), _inside(node, part))
-        node = _inside(node, part)
-        raw = raw.inside(part) or RawValue(join(raw.path, str(part)), raw.where)
+        if first["type"] == "missing" and depth == len(first["loc"]) - 1:
+            return _missing(raw, str(key), _inside(node, key))
+        node = _inside(node, key)
+        raw = raw.inside(key) or RawValue(join(raw.path, str(key)), raw.where)
     if first["type"] == "value_error":
         return _invalid(raw, first["ctx"]["error"])
     return _wrong(raw, node)
 
 
-def _inside(node: Node, part: str | int) -> Node:
-    for each in schema.alternatives(node):
-        if "properties" in each and part in each["properties"]:
-            return each["properties"][part]  # type: ignore[no-any-return]
-        if isinstance(part, int) and each.get("type") == "array":
-            return each["prefixItems"][part] if "prefixItems" in each else each["items"]  # type: ignore[no-any-return]
-        if isinstance(each.get("additionalProperties"), dict):
-            return each["additionalProperties"]  # type: ignore[no-any-return]
+def _inside(node: Node, key: str | int) -> Node:
+    for alternative in schema.alternatives(node):
+        if "properties" in alternative and key in alternative["properties"]:
+            return alternative["properties"][key]  # type: ignore[no-any-return]
+        if isinstance(key, int) and alternative.get("type") == "array":
+            return alternative["prefixItems"][key] if "prefixItems" in alternative else alternative["items"]  # type: ignore[no-any-return]
+        if isinstance(alternative.get("additionalProperties"), dict):
+            return alternative["additionalProperties"]  # type: ignore[no-any-return]
     return {}
 
 
@@ -231,11 +235,11 @@ def _unknown(section: Node, kind: str, above: str, name: str, raw: RawValue) -> 
     while not raw.whole and len(raw.entries) == 1:  # on the command line the path is one argument
         (raw,) = raw.entries.values()
     known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
-    siblings = [each for each in section["properties"] if each != KIND]
-    near = [join(above, each) for each in difflib.get_close_matches(name, siblings, 1)]
-    whole = [each + raw.path.removeprefix(join(above, name)) for each in near]
+    siblings = [key for key in section["properties"] if key != KIND]
+    near = [join(above, key) for key in difflib.get_close_matches(name, siblings, 1)]
+    full_paths = [key + raw.path.removeprefix(join(above, name)) for key in near]
     elsewhere = [path for path in known if path.rpartition(".")[2] == raw.path.rpartition(".")[2]]
-    if meant := [path for path in whole if path in known] or near or elsewhere:
+    if meant := [path for path in full_paths if path in known] or near or elsewhere:
         hint = f'did you mean "{meant[0]}"?'
     else:
         hint = f"the keys there are {', '.join(siblings)}."

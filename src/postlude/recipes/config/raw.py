@@ -49,7 +49,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def _flat_list(dumper: Dumper, data: list[Any]) -> yaml.Node:
-    flat = not any(isinstance(each, list | dict) for each in data)
+    flat = not any(isinstance(item, list | dict) for item in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
 
@@ -84,11 +84,11 @@ class RawValue:
             return f'"{self.scalar.value}"' if self.scalar.value else "empty"
         return "a list" if self.items is not None else "a mapping"
 
-    def inside(self, part: str | int) -> RawValue | None:
+    def inside(self, key: str | int) -> RawValue | None:
         """Returns the value at a key, or at an index of a list."""
-        if isinstance(part, int) and self.items is not None:
-            return self.items[part]
-        return self.entries.get(str(part))
+        if isinstance(key, int) and self.items is not None:
+            return self.items[key]
+        return self.entries.get(str(key))
 
     @property
     def null(self) -> bool:
@@ -102,14 +102,14 @@ class RawValue:
         return " and ".join(filter(None, (self.where, override)))
 
     def _on_command_line(self) -> bool:
-        return self.where == COMMAND_LINE or any(each._on_command_line() for each in self.entries.values())
+        return self.where == COMMAND_LINE or any(entry._on_command_line() for entry in self.entries.values())
 
 
 def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
     """Returns the tree of the file and of those that it extends, with settings and then overrides set in it."""
     raw = RawValue("", "") if file is None else _read_over_base(find_config(file))
-    for each in settings:
-        _set_values(raw, plain(each))
+    for values in settings:
+        _set_values(raw, plain(values))
     rest = list(overrides)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -133,7 +133,7 @@ def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -
     if not base.exists():  # it may be the name of a packaged config
         packaged = find_config(Path(extends.scalar.value))
         base = packaged if packaged.is_absolute() else base
-    if any(base.resolve() == each.resolve() for each in chain):
+    if any(base.resolve() == extending.resolve() for extending in chain):
         cycle = " → ".join(map(str, (*chain, base)))
         raise ConfigError(f'config key "{EXTENDS}" {extends.where} leads back to a file that it extends: {cycle}.')
     return _merge(_read_over_base(base, f', which "{EXTENDS}" names {extends.where}', chain), raw)
@@ -141,12 +141,13 @@ def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -
 
 def _merge(base: RawValue, over: RawValue) -> RawValue:
     """Returns the base with the values of another file: of mappings key by key, unless their kinds differ."""
-    kinds = [each.entries[KIND].scalar if KIND in each.entries else None for each in (over, base)]
+    kinds = [value.entries[KIND].scalar if KIND in value.entries else None for value in (over, base)]
     another = kinds[0] is not None and (kinds[1] is None or kinds[0].value != kinds[1].value)
     if another or not (base.whole and over.whole):
         return over
     merged = {
-        name: _merge(base.entries[name], each) if name in base.entries else each for name, each in over.entries.items()
+        name: _merge(base.entries[name], value) if name in base.entries else value
+        for name, value in over.entries.items()
     }
     return replace(over, entries=base.entries | merged)
 
@@ -156,7 +157,7 @@ def _read_file(file: Path, named: str) -> RawValue:
         raise ConfigError(f'"{file}"{named} is a directory; give the config file itself.')
     if not file.is_file():
         others = {Path(name).stem: Path(name) for name in config_names()}
-        others |= {each.stem: each for each in file.parent.glob("*.y*ml")}
+        others |= {path.stem: path for path in file.parent.glob("*.y*ml")}
         near = difflib.get_close_matches(file.stem, others, 1)
         hint = f'did you mean "{others[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
         raise ConfigError(f'there is no config file "{file}"{named}; {hint}')
@@ -176,21 +177,21 @@ def _read_file(file: Path, named: str) -> RawValue:
 
 
 def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> RawValue:
-    def place(at: yaml.Node) -> str:
+    def location(at: yaml.Node) -> str:
         return COMMAND_LINE if file is None else f"in {file} line {at.start_mark.line + 1}"
 
     if isinstance(node, yaml.ScalarNode):
         return RawValue(path, where, node, file=file)
     if isinstance(node, yaml.SequenceNode):
-        items = [_tree(each, join(path, str(i)), place(each), file) for i, each in enumerate(node.value)]
+        items = [_tree(item, join(path, str(i)), location(item), file) for i, item in enumerate(node.value)]
         return RawValue(path, where, items=items)
     entries: dict[str, RawValue] = {}
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else "?"
         if name in entries:
-            places = f"{entries[name].where} and {place(key)}"
+            places = f"{entries[name].where} and {location(key)}"
             raise ConfigError(f'config key "{join(path, name)}" is given twice, {places}; keep one.')
-        entries[name] = _tree(value, join(path, name), place(key), file)
+        entries[name] = _tree(value, join(path, name), location(key), file)
     return RawValue(path, where, entries=entries, whole=True)
 
 
@@ -214,9 +215,9 @@ def _set(raw: RawValue, path: str, text: str) -> None:
     *sections, name = path.split(".")
     for section in sections:
         raw = raw.entries.setdefault(section, RawValue(join(raw.path, section), COMMAND_LINE))
-    found = RawValue(path, COMMAND_LINE)
+    value = RawValue(path, COMMAND_LINE)
     if text.startswith(("[", "{")):
         with contextlib.suppress(yaml.YAMLError):  # it may be text
-            found = _tree(Loader(text).get_single_node() or yaml.ScalarNode(NULL, ""), path, COMMAND_LINE)
-    found.scalar = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
-    raw.entries[name] = found
+            value = _tree(Loader(text).get_single_node() or yaml.ScalarNode(NULL, ""), path, COMMAND_LINE)
+    value.scalar = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
+    raw.entries[name] = value

@@ -102,7 +102,7 @@ class TaggedUnion:
             reads_text = {TEXT: field or True} if field or hasattr(cls, "parse") else {}
             sections.append(handler(choice) | {NAME: name} | reads_text)
         names = [{"enum": list(self.classes)}] if "" not in self.classes else []
-        texts = [{"type": "string"}] if any(TEXT in each for each in sections) else []
+        texts = [{"type": "string"}] if any(TEXT in section for section in sections) else []
         return {"anyOf": [*sections, *names, *texts]}
 
     def name_of(self, value: Any) -> str | None:
@@ -121,7 +121,7 @@ def _contents(cls: type, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     text = plain(cls.parse(value[TEXT])) if TEXT in value else {}  # type: ignore[attr-defined]
-    return text | {name: each for name, each in value.items() if name not in (KIND, TEXT)}
+    return text | {name: item for name, item in value.items() if name not in (KIND, TEXT)}
 
 
 class _JsonSchema(GenerateJsonSchema):
@@ -183,12 +183,12 @@ def _read(module: str) -> dict[str, dict[str, str]]:
 
 def _classes(tree: ast.AST, within: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yields every class by qualified name, with the strings under its fields."""
-    for each in ast.iter_child_nodes(tree):
-        if isinstance(each, ast.FunctionDef):
-            yield from _classes(each, f"{within}{each.name}.<locals>.")
-        elif isinstance(each, ast.ClassDef):
-            yield f"{within}{each.name}", dict(_strings(each))
-            yield from _classes(each, f"{within}{each.name}.")
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield from _classes(node, f"{within}{node.name}.<locals>.")
+        elif isinstance(node, ast.ClassDef):
+            yield f"{within}{node.name}", dict(_strings(node))
+            yield from _classes(node, f"{within}{node.name}.")
 
 
 def _strings(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -208,62 +208,62 @@ def plain(value: Any) -> Any:
     if is_section(value):
         return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(value))
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def json_schema(config: type, *, helpful: bool = True) -> Node:
     """Returns the JSON Schema of a config. Without help it is faster."""
-    whole = TypeAdapter(config).json_schema(schema_generator=_JsonSchemaWithHelp if helpful else _JsonSchema)
-    for node in list(_nodes(whole)):
+    full_schema = TypeAdapter(config).json_schema(schema_generator=_JsonSchemaWithHelp if helpful else _JsonSchema)
+    for node in list(_nodes(full_schema)):
         if node.get(NAME):
-            section = whole["$defs"][node["$ref"].rpartition("/")[2]]
+            section = full_schema["$defs"][node["$ref"].rpartition("/")[2]]
             section["properties"] = {KIND: {"const": node[NAME]}} | section["properties"]
-    return whole
+    return full_schema
 
 
 def file_schema(config: type) -> Node:
     """Returns the JSON Schema of a config file, which may have required keys in the file that it extends."""
-    whole = json_schema(config)
+    full_schema = json_schema(config)
     text = "Config file to build on, relative to this one. The keys here override its keys."
-    whole["properties"] = {EXTENDS: {"type": "string", "description": text}} | whole["properties"]
-    if required := whole.pop("required", None):
-        whole["anyOf"] = [{"required": required}, {"required": [EXTENDS]}]
-    return whole
+    full_schema["properties"] = {EXTENDS: {"type": "string", "description": text}} | full_schema["properties"]
+    if required := full_schema.pop("required", None):
+        full_schema["anyOf"] = [{"required": required}, {"required": [EXTENDS]}]
+    return full_schema
 
 
 def _nodes(node: Any) -> Iterator[Node]:
     if isinstance(node, dict):
         yield node
-    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _nodes(each)
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _nodes(child)
 
 
 @functools.cache
 def structure(config: type, *, helpful: bool = False) -> Node:
     """Returns the schema with all references inlined."""
-    whole = json_schema(config, helpful=helpful)
-    definitions = whole.pop("$defs", {})
+    full_schema = json_schema(config, helpful=helpful)
+    definitions = full_schema.pop("$defs", {})
 
     def inlined(node: Any) -> Any:
         if isinstance(node, list):
-            return [inlined(each) for each in node]
+            return [inlined(child) for child in node]
         if not isinstance(node, dict):
             return node
         target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
-        node = target | {key: each for key, each in node.items() if key != "$ref"}
-        return {key: each if key == "default" else inlined(each) for key, each in node.items()}
+        node = target | {key: child for key, child in node.items() if key != "$ref"}
+        return {key: child if key == "default" else inlined(child) for key, child in node.items()}
 
-    structure: Node = inlined(whole)
+    structure: Node = inlined(full_schema)
     return structure
 
 
 def alternatives(node: Node) -> list[Node]:
     """Returns the alternatives of a field, without null."""
-    flat = [each for part in node["anyOf"] for each in alternatives(part)] if "anyOf" in node else [node]
-    return [each for each in flat if None not in each.get("enum", ())]
+    flat = [alternative for part in node["anyOf"] for alternative in alternatives(part)] if "anyOf" in node else [node]
+    return [alternative for alternative in flat if None not in alternative.get("enum", ())]
 
 
 def optional(node: Node) -> bool:
@@ -273,11 +273,11 @@ def optional(node: Node) -> bool:
 
 def sections(node: Node) -> dict[str, Node]:
     """Returns the alternatives with keys of their own, by kind. A single one has the kind ""."""
-    with_keys = [each for each in alternatives(node) if "properties" in each]
-    named = {each.get(NAME, ""): each for each in with_keys}
+    with_keys = [section for section in alternatives(node) if "properties" in section]
+    named = {section.get(NAME, ""): section for section in with_keys}
     if len(named) < len(with_keys):
         raise TypeError(
-            f"a config cannot hold one of {', '.join(each['title'] for each in with_keys)}; name them by TaggedUnion."
+            f"a config cannot hold one of {', '.join(node['title'] for node in with_keys)}; name them by TaggedUnion."
         )
     return named
 
@@ -311,19 +311,22 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
     for name, node in section["properties"].items():
         if name == KIND:
             continue  # listed with the field that holds the section
-        here, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
-        yield Option(here, node, fallback, node.get("description", ""), kind)
-        inner, alternatives_by_kind = here, sections(node)
+        option_path, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
+        yield Option(option_path, node, fallback, node.get("description", ""), kind)
+        inner, alternatives_by_kind = option_path, sections(node)
         for shape in () if alternatives_by_kind else alternatives(node):  # of a list, or of a mapping by name
-            parts = shape.get("items") or shape.get("additionalProperties")
-            inner, alternatives_by_kind = join(here, "*"), sections(parts if isinstance(parts, dict) else {})
+            nested_node = shape.get("items") or shape.get("additionalProperties")
+            inner, alternatives_by_kind = (
+                join(option_path, "*"),
+                sections(nested_node if isinstance(nested_node, dict) else {}),
+            )
             fallback = MISSING
         if len(alternatives_by_kind) > 1:
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
             yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)
-        for each, nested in alternatives_by_kind.items():
-            same = isinstance(fallback, dict) and fallback.get(KIND, "") == each
-            yield from options_of(nested, inner, fallback if same else None, each or kind)
+        for nested_kind, nested in alternatives_by_kind.items():
+            same = isinstance(fallback, dict) and fallback.get(KIND, "") == nested_kind
+            yield from options_of(nested, inner, fallback if same else None, nested_kind or kind)
 
 
 def describe(config: type) -> str:
@@ -349,9 +352,9 @@ def words(node: Node) -> str:
     """Returns what a field takes, in words."""
     if nested := sections(node):
         text = "keys and values" + (f" of kind {_listed(list(nested))}" if len(nested) > 1 else "")
-        text += ", or text" if any(TEXT in each for each in nested.values()) else ""
+        text += ", or text" if any(TEXT in alternative for alternative in nested.values()) else ""
     else:
-        text = " or ".join(_takes(each) for each in alternatives(node))
+        text = " or ".join(_takes(alternative) for alternative in alternatives(node))
     return f"{text} or none" if optional(node) else text
 
 

@@ -54,8 +54,8 @@ class Ruler:
         width = min((power * times for times in (1, 2, 5, 10)), key=lambda width: abs(math.log(width / rough)))
         width = max(width, 1.0) if whole else width
         first = math.ceil(self.low / width - 1e-9)
-        found = [index * width for index in range(first, math.floor(self.high / width + 1e-9) + 1)]
-        return list(dict.fromkeys(found)) or [self.low]
+        ticks = [index * width for index in range(first, math.floor(self.high / width + 1e-9) + 1)]
+        return list(dict.fromkeys(ticks)) or [self.low]
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
     for index, run in runs:
         for phase, series in run.series[key].items():
             lines.setdefault(phase, []).append(Line(index, series))
-    plots = {phase: found for phase, found in lines.items() if found}
-    spans = {phase: _span(found) for phase, found in plots.items()}
-    labelled = [_labelled(found) for found in plots.values()]
+    plots = {phase: phase_lines for phase, phase_lines in lines.items() if phase_lines}
+    spans = {phase: _span(phase_lines) for phase, phase_lines in plots.items()}
+    labelled = [_labelled(phase_lines) for phase_lines in plots.values()]
     room = RIGHT - sum(margin for *_, margin in labelled) - GAP * (len(plots) - 1)
     lengths = _widths([last - first for first, last in spans.values()], room)
     parts, data, notes = [], [], []
     left = 0.0
     bands = _bands([run for _, run in runs])
-    for (phase, found), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
+    for (phase, phase_lines), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
         left += margin
         x = Ruler(*spans[phase], left, left + length)
-        drawn = _plot(found, x, Ruler(low, high, BOTTOM, TOP), points)
+        drawn = _plot(phase_lines, x, Ruler(low, high, BOTTOM, TOP), points)
         several = len({band.phase for _, run in runs for band in run.bands}) > 1
         shown = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
         parts.append(_banded(shown, x) + drawn.svg)
@@ -117,8 +117,8 @@ def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
     changes = [(index, run.summary.changes.get(key)) for index, run in runs]
     if len(changes) == 1:
         return str(changes[0][1] or "–")
-    found = (f"<b {colour(index)}>{format_number(way.last)}</b>" for index, way in changes[:4] if way)
-    return " ".join(found) + (" …" if len(changes) > 4 else "")
+    values = (f"<b {colour(index)}>{format_number(way.last)}</b>" for index, way in changes[:4] if way)
+    return " ".join(values) + (" …" if len(changes) > 4 else "")
 
 
 def _span(lines: Sequence[Line]) -> tuple[float, float]:
@@ -140,8 +140,8 @@ def _margin(y: Ruler) -> float:
 def _widths(steps: Sequence[float], room: float) -> list[float]:
     """Divides the width by steps, with a minimum for each plot."""
     least = min(LEAST_SHARE, 1 / len(steps))
-    shares = [max(each / (sum(steps) or 1.0), least) for each in steps]
-    return [room * each / sum(shares) for each in shares]
+    fractions = [max(count / (sum(steps) or 1.0), least) for count in steps]
+    return [room * fraction / sum(fractions) for fraction in fractions]
 
 
 def _bands(runs: Sequence[RunData]) -> Sequence[Band]:
@@ -358,15 +358,15 @@ def _odd(series: Series, x: Ruler) -> str:
 
 def catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
     """Returns invisible columns with tooltips."""
-    found = []
+    rects = []
     for column, text in enumerate(texts):
         first, last = int(edges[column]), int(edges[column + 1]) - 1
         steps = f"step {first}" if first == last else f"steps {first}–{last}"
-        found.append(
+        rects.append(
             f'<rect class="catch" x="{x(column):.1f}" y="{TOP}" width="{x(column + 1) - x(column):.1f}" '
             f'height="{BOTTOM - TOP}" data-tip="{escape(f"{steps}{chr(10)}{text}")}"/>'
         )
-    return "".join(found)
+    return "".join(rects)
 
 
 def step_edges(steps: Floats, columns: int = COLUMNS) -> Floats:

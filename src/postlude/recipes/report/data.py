@@ -123,15 +123,15 @@ def _read(path: Path, name: str) -> RunData:
 
 def _layers(path: Path) -> dict[str, list[tuple[int, Floats]]]:
     """Returns layers.jsonl by name. Steps whose list has another length, as after a change of model, are left out."""
-    found: dict[str, list[tuple[int, Floats]]] = {}
+    vectors: dict[str, list[tuple[int, Floats]]] = {}
     for line in read_layers(path):
         step = line.pop("step")
         for name, values in line.items():
             row = np.array(values, dtype=float)
-            steps = found.setdefault(name, [])
+            steps = vectors.setdefault(name, [])
             if not steps or len(row) == len(steps[0][1]):
                 steps.append((step, row))
-    return found
+    return vectors
 
 
 def _series(values: Mapping[int, float]) -> Series:

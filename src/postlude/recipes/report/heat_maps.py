@@ -49,11 +49,13 @@ def layer_maps(runs: Sequence[RunData]) -> str:
 
 def _by_metric(run: RunData) -> dict[str, dict[str, Series]]:
     """Returns the series of each layer by metric: {"moe/entropy": {"layer_03": …}}."""
-    found: dict[str, dict[str, Series]] = {}
+    by_metric: dict[str, dict[str, Series]] = {}
     for key in run.series:
         if match := LAYER.fullmatch(key):
-            found.setdefault(f"{match['block']}/{match['name']}", {})[match["layer"]] = run.whole(key).finite
-    return {metric: layers for metric, layers in found.items() if any(len(series.steps) for series in layers.values())}
+            by_metric.setdefault(f"{match['block']}/{match['name']}", {})[match["layer"]] = run.whole(key).finite
+    return {
+        metric: layers for metric, layers in by_metric.items() if any(len(series.steps) for series in layers.values())
+    }
 
 
 def _numbers(run: RunData, index: int, metric: str, layers: Mapping[str, Series]) -> str:

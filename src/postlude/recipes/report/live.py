@@ -217,5 +217,5 @@ def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
 
 
 def _shown(flat: Mapping[str, float]) -> list[tuple[str, float]]:
-    found = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
-    return [(label, flat[key]) for label, key in found if key is not None]
+    shown = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
+    return [(label, flat[key]) for label, key in shown if key is not None]

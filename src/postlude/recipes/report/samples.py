@@ -51,18 +51,18 @@ def _chosen(samples: Sequence[Mapping[str, Any]]) -> Chosen:
         by_step.setdefault(sample["step"], []).append(sample)
     steps = sorted(by_step)
     places = {round(index * (len(steps) - 1) / (SAMPLE_STEPS - 1)) for index in range(SAMPLE_STEPS)}
-    found: Chosen = []
+    chosen: Chosen = []
     for step in (steps[place] for place in sorted(places)):
-        here = by_step[step]
-        scored = [sample for sample in here if _is_number(sample.get("reward"))]
+        step_samples = by_step[step]
+        scored = [sample for sample in step_samples if _is_number(sample.get("reward"))]
         picked: list[tuple[str, Mapping[str, Any]]] = []
         if len(scored) > 1:
             ordered = sorted(scored, key=lambda sample: float(sample["reward"]))
             picked = [("best", ordered[-1]), ("worst", ordered[0])]
-        rest = [sample for sample in here if not any(sample is other for _, other in picked)]
+        rest = [sample for sample in step_samples if not any(sample is other for _, other in picked)]
         picked += [("random", sample) for sample in random.Random(step).sample(rest, min(len(rest), 1))]
-        found.append((step, len(here), picked))
-    return found
+        chosen.append((step, len(step_samples), picked))
+    return chosen
 
 
 def _sample(kind: str, sample: Mapping[str, Any], limit: int) -> str:

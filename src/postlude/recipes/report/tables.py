@@ -34,21 +34,21 @@ def _paths(runs: Sequence[RunData]) -> str:
 
 
 def _card(run: RunData) -> str:
-    found = summary_lines(run.summary)
+    facts = summary_lines(run.summary)
     state = f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
-    large = [fact for place, fact in enumerate(found) if place == 0 or "→" in fact.text]  # the metrics that changed
-    heroes, rest = ("".join(_fact(fact) for fact in found if (fact in large) == which) for which in (True, False))
+    large = [fact for index, fact in enumerate(facts) if index == 0 or "→" in fact.text]  # the metrics that changed
+    heroes, rest = ("".join(_fact(fact) for fact in facts if (fact in large) == which) for which in (True, False))
     return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
 
 
 def _where(run: RunData) -> str:
     """Returns device, ranks, version and commit of a run."""
-    found = run.machine
+    machine = run.machine
     words = [
-        str(found.get("device") or ""),
-        f"{found['ranks']} ranks" if found.get("ranks", 1) != 1 else "",
-        f"torch {found['versions.torch']}" if "versions.torch" in found else "",
-        f"commit {str(found['commit'])[:8]}" if found.get("commit") else "",
+        str(machine.get("device") or ""),
+        f"{machine['ranks']} ranks" if machine.get("ranks", 1) != 1 else "",
+        f"torch {machine['versions.torch']}" if "versions.torch" in machine else "",
+        f"commit {str(machine['commit'])[:8]}" if machine.get("commit") else "",
     ]
     return f" <small>{escape(' · '.join(filter(None, words)))}</small>"
 
@@ -70,13 +70,13 @@ def _fact(fact: SummaryLine) -> str:
 
 def _side_by_side(runs: Sequence[tuple[int, RunData]]) -> str:
     """Returns the summaries of several runs, one row each."""
-    found = [(index, run, {fact.label: fact for fact in summary_lines(run.summary)}) for index, run in runs]
-    names = list(dict.fromkeys(label for _, _, own in found for label in own))
+    summaries = [(index, run, {fact.label: fact for fact in summary_lines(run.summary)}) for index, run in runs]
+    names = list(dict.fromkeys(label for _, _, facts in summaries for label in facts))
     rows = []
-    for index, run, own in found:
+    for index, run, facts in summaries:
         cells = [_named(index, run), _state(run.summary)]
         for name in names:
-            fact = own.get(name, SummaryLine(name, MISSING))
+            fact = facts.get(name, SummaryLine(name, MISSING))
             kind = " class=warn" if fact.warn else ""
             cells.append(f'<span{kind} data-tip="{escape(fact.note)}">{escape(fact.text)}</span>')
         rows.append((f"r{index}", cells))

@@ -57,9 +57,7 @@ class RolloutQueue:
         self._resampled = 0  # trajectories of those tasks, until `take_metrics` reports them
         self._started: Counter[int] = Counter()  # groups by step
         self._taken: Counter[int] = Counter()
-        self._staleness: list[
-            int
-        ] = []  # steps between start and use, of the groups taken since the last `take_metrics`
+        self._staleness: list[int] = []  # of the groups taken since the last `take_metrics`, in steps
 
     def take(self, count: int, step: int) -> list[Trajectory]:
         """Waits for `count` groups for `step`, numbers them in this order, and returns their trajectories."""

@@ -1,4 +1,4 @@
-"""RolloutSampler: samples trajectories on rank 0, scores them with an environment, and gives each rank its part."""
+"""RolloutSampler: samples trajectories on rank 0, scores them with an environment, and scatters them to all ranks."""
 
 from __future__ import annotations
 

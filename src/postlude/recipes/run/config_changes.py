@@ -107,9 +107,9 @@ def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, 
 def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
     """Returns the user code of a config by key: each file.py:name and a hash of the file."""
     if isinstance(value, Mapping):
-        parts: Any = value.items()
+        items: Any = value.items()
     elif isinstance(value, list | tuple):
-        parts = enumerate(value)
+        items = enumerate(value)
     else:
         named = re.fullmatch(r"(.+\.py):[^\W\d]\w*", value) if isinstance(value, str) else None
         file = Path(named[1]).expanduser() if named else None
@@ -117,14 +117,14 @@ def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
             return {}
         return {path: [value, hashlib.sha256(file.read_bytes()).hexdigest()[:16]]}
     hashes: dict[str, list[str]] = {}
-    for name, each in parts:
-        hashes |= user_code_hashes(each, f"{path}.{name}" if path else str(name))
+    for name, item in items:
+        hashes |= user_code_hashes(item, f"{path}.{name}" if path else str(name))
     return hashes
 
 
 def is_covered(path: str, by: Collection[str]) -> bool:
     """Returns whether a path is one of these, or below one."""
-    return any(path == each or path.startswith(f"{each}.") for each in by)
+    return any(path == covering or path.startswith(f"{covering}.") for covering in by)
 
 
 def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:

@@ -381,7 +381,7 @@ def _changes(
         for key, old, new in differences(yaml.safe_load(written), _config_of(path))
         if not (old is MISSING and new in defaults.get(key, ()))
     ]
-    refused = [each for each in changed_keys if not is_covered(each[0], may_change)]
+    refused = [change for change in changed_keys if not is_covered(change[0], may_change)]
     if refused:
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""

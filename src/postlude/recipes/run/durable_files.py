@@ -39,13 +39,13 @@ class JSONLinesFile:
         """Returns all complete lines."""
         return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
 
-    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    def keep(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drops unwanted lines and a torn one, atomically."""
         self.close()
         if self.path.is_file():
-            whole = b"".join(raw for raw, line in self._lines() if wanted(line))
-            if len(whole) != self.path.stat().st_size:
-                write_atomic(self.path, whole)
+            data = b"".join(raw for raw, line in self._lines() if predicate(line))
+            if len(data) != self.path.stat().st_size:
+                write_atomic(self.path, data)
 
     def close(self) -> None:
         """Closes the file and syncs it to the disk."""
@@ -57,7 +57,7 @@ class JSONLinesFile:
     def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
         if not self.path.is_file():
             return []
-        found = []
+        lines = []
         for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
             if not raw.endswith(b"\n"):
                 break  # torn
@@ -68,15 +68,15 @@ class JSONLinesFile:
                 raise ValueError(
                     f"{self.path} line {number} is not an object with a step ({error}); delete the line."
                 ) from error
-            found.append((raw, line))
-        return found
+            lines.append((raw, line))
+        return lines
 
     def _cut_torn_line(self) -> None:
         if self.path.is_file():
-            whole = self.path.read_bytes()
-            end = whole.rfind(b"\n") + 1
-            if end != len(whole):
-                write_atomic(self.path, whole[:end])
+            data = self.path.read_bytes()
+            end = data.rfind(b"\n") + 1
+            if end != len(data):
+                write_atomic(self.path, data[:end])
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -29,24 +29,26 @@ class Health:
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Checks the rewards of a step."""
-        errors = [each.score.error for each in trajectories if each.score is not None and each.score.error]
-        share, limit = len(errors) / len(trajectories), self.limits.failed_rewards
-        if share == 1.0 and not self._any_scored:
+        errors = [score.error for trajectory in trajectories if (score := trajectory.score) is not None and score.error]
+        failed, limit = len(errors) / len(trajectories), self.limits.failed_rewards
+        if failed == 1.0 and not self._any_scored:
             raise UnhealthyRun(
                 f"all {len(trajectories)} rewards of step {step} failed, and none before succeeded; the last error: "
                 f"{errors[-1].rstrip('.')}. Fix the reward function"
             )
         self._any_scored = True
-        self._failing = self._failing + 1 if share > limit else 0
+        self._failing = self._failing + 1 if failed > limit else 0
         if self._failing >= self.limits.patience:
             raise UnhealthyRun(
-                f"{share:.0%} of the rewards of step {step} failed, and more than limits.failed_rewards={limit:g} in "
+                f"{failed:.0%} of the rewards of step {step} failed, and more than limits.failed_rewards={limit:g} in "
                 f"{self._failing} steps in a row; the last error: {errors[-1].rstrip('.')}. Fix the reward function, "
                 "or raise that limit"
             )
         groups: dict[int, set[float]] = {}
         one_each = len({trajectory.group for trajectory in trajectories}) == len(trajectories)
-        for trajectory in (each for each in trajectories if not each.excluded):
+        for trajectory in trajectories:
+            if trajectory.excluded:
+                continue
             groups.setdefault(0 if one_each else trajectory.group, set()).add(trajectory.reward)
         self._warn_if_persistent(
             "equal rewards",

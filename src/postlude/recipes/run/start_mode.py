@@ -46,8 +46,8 @@ def find_checkpoint(text: str) -> Path:
     folder = path.parent if path.parent.name == CHECKPOINTS else path.parent / CHECKPOINTS
     checkpoint = folder / f"step-{int(match[1]):06d}"
     if not checkpoint.is_dir():
-        there = ", ".join(sorted(each.name for each in folder.glob("step-*"))) if folder.is_dir() else ""
-        raise FileNotFoundError(f"there is no checkpoint {checkpoint}; {folder.parent} has {there or 'none'}.")
+        saved = ", ".join(sorted(path.name for path in folder.glob("step-*"))) if folder.is_dir() else ""
+        raise FileNotFoundError(f"there is no checkpoint {checkpoint}; {folder.parent} has {saved or 'none'}.")
     return checkpoint
 
 

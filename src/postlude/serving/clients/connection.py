@@ -170,11 +170,11 @@ async def _chunked_body(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _body_until_end(reader: asyncio.StreamReader) -> bytes:
-    parts, total = [], 0
-    while part := await reader.read(1 << 16):
-        total = _check_size(total + len(part))
-        parts.append(part)
-    return b"".join(parts)
+    chunks, total = [], 0
+    while chunk := await reader.read(1 << 16):
+        total = _check_size(total + len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _check_size(size: int) -> int:

@@ -76,7 +76,9 @@ class RequestQueue:
             if waiting.server_future.done():
                 continue
             preferred = [server for server in self.servers if server.state in ALIVE and server not in waiting.avoided]
-            if waiting.avoided and preferred and not (available := [one for one in preferred if one in available]):
+            if waiting.avoided and preferred:
+                available = [server for server in preferred if server in available]
+            if not available:
                 skipped.append(waiting)
                 continue
             self._assigned += 1

@@ -263,10 +263,12 @@ class OpenAIRoutes:
         groups = await self.backend.generate(call.requests, request.is_gone)
         completions = [completion for group in groups for completion in group]
         choices = []
-        for index, found in enumerate(completions):
-            message = {"role": "assistant", "content": found.text, "refusal": None}
-            content = {"message": message} if call.chat else {"text": found.text}
-            choices.append(self._choice(call, index, content, found.tokens, found.logprobs, found.finish_reason))
+        for index, completion in enumerate(completions):
+            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            content = {"message": message} if call.chat else {"text": completion.text}
+            choices.append(
+                self._choice(call, index, content, completion.tokens, completion.logprobs, completion.finish_reason)
+            )
         total = sum(len(completion.tokens) for completion in completions)
         kind = "chat.completion" if call.chat else "text_completion"
         return self._body(call, kind, choices) | {"usage": _usage(call, total)}

@@ -101,7 +101,7 @@ class TransferCoordinator:
             self._running[url] = self.client.start(self._attempt(server, work))
 
     def _wait(self, failures: Mapping[str, str] | None = None) -> list[str]:
-        """Waits for all commands. Returns the servers that still take part; `failures` are those of channels, by server."""
+        """Waits for all commands. Returns the servers that still take part, without those whose channels failed."""
         for url, reason in (failures or {}).items():
             self._drop(url, ServerUnavailable(reason))
         running, self._running = self._running, {}

@@ -132,9 +132,9 @@ class NCCLChannel:
 
     def _handshake(self) -> None:
         """Takes part in the all-reduce of one number with which vLLM's workers begin."""
-        one = torch.zeros(1, device=self.device)
+        number = torch.zeros(1, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        pointer, stream = one.data_ptr(), self._stream.cuda_stream
+        pointer, stream = number.data_ptr(), self._stream.cuda_stream
         self._call(library().ncclAllReduce(pointer, pointer, 1, FLOAT32, SUM, self._communicator, stream))
         self._done.record(self._stream)
         deadline = time.monotonic() + self.timeout
