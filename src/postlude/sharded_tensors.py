@@ -220,10 +220,10 @@ class ShardReader:
         """Returns the files that have parts of a shard, and which."""
         overlaps, covered = [], 0
         for file, start, size in self.tensors[name]["parts"]:
-            low = [max(one, other) for one, other in zip(start, shard.start, strict=True)]
+            low = [max(saved, first) for saved, first in zip(start, shard.start, strict=True)]
             high = [
-                min(one + length, other + size_needed)
-                for one, length, other, size_needed in zip(start, size, shard.start, shard.size, strict=True)
+                min(saved + saved_size, first + count)
+                for saved, saved_size, first, count in zip(start, size, shard.start, shard.size, strict=True)
             ]
             if all(begin < end for begin, end in zip(low, high, strict=True)):
                 overlaps.append((file, (_slices(low, high, start), _slices(low, high, shard.start))))

@@ -109,7 +109,7 @@ def reference_that_fails(group: dist.ProcessGroup) -> None:
     then = engine.logprobs(batch(4)).logprob
     train(engine, [1, 2])
     now = engine.logprobs(batch(4)).logprob
-    with pytest.raises(LookupError), reference.in_place():
+    with pytest.raises(LookupError), reference.swapped_in():
         engine.evaluate_loss(batch(7), fails_forward)
     *_, last = reference.weights
     spare = reference.weights.pop(last)
@@ -154,7 +154,7 @@ def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str,
 def beyond_mending(group: dist.ProcessGroup) -> str:
     engine = build("", config("tiny-dense"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageBuilder, "_without_tensors", lambda *_: torch.zeros(-1))
+        patch.setattr(StageBuilder, "_build_on_meta", lambda *_: torch.zeros(-1))
         assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT
     return told(lambda: engine.evaluate_loss(batch(7), policy))
 

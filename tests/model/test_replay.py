@@ -58,7 +58,7 @@ def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict
         left.square().sum().backward()
     else:
         left = of(
-            batch, output_processor=lambda inputs, _: sum(part.values.sum() for part in objective(inputs).parts())
+            batch, output_processor=lambda inputs, _: sum(part.values.sum() for part in objective(inputs).terms())
         )
         left.backward()
     found = {name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None}

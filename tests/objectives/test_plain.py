@@ -36,7 +36,7 @@ def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -
     for microbatch in microbatches:
         loss = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
         losses.append(scale.loss(loss, microbatch))
-        for part in loss.parts():
+        for part in loss.terms():
             for name, metric in part.metrics.items():
                 tally.add(name, metric, microbatch)
     return torch.stack(losses).sum(), tally.reduce(True)

@@ -249,4 +249,4 @@ def test_an_objective_is_a_function_of_the_output_inputs() -> None:
         return SFT()(inputs) + 0.5 * SFT(over="mask")(inputs)
 
     (loss,) = run(mine, mask=[1.0, 0.0, 1.0, 1.0])
-    assert [part.over for part in loss.parts()] == ["tokens", "mask"]
+    assert [part.over for part in loss.terms()] == ["tokens", "mask"]

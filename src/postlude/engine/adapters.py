@@ -50,7 +50,7 @@ class AdaptedModel(DistributedModel, Protocol):
     failure_state: FailureState
 
     def use(self, adapter: str | None) -> None:
-        """Selects the adapter that other calls are about."""
+        """Selects the adapter that other calls use."""
         ...
 
 

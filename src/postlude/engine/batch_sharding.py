@@ -1,9 +1,9 @@
-"""Sharding of a batch: from the caller's batch to this rank's microbatches, and from their results back to the caller.
+"""Shards the caller's batch into this rank's microbatches, and returns their results in the caller's order.
 
 The plan (which sequences share a microbatch, and which rank runs it) depends on lengths only. So every rank computes
-the same plan, and packs only what it runs. Before a pass begins, three small all-reduces share what only some ranks
-know: the sum of each column, and its dtype for ranks without rows. They also detect ranks that were given different
-batches, and a rank that cannot pack its own.
+the same plan, and packs only what it runs. Before a pass begins, three small all-reduces compute the sum of each
+column, give ranks without rows its dtype, and detect ranks that were given different batches or that cannot pack
+theirs.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[A
         for member in members:
             owners[member] = bin_index % mesh.dp.size
     sharding = BatchSharding(batch.lengths, owners, bins, budget)
-    return controller.scatter([_rows_of(batch, sharding, rank) for rank in dp_ranks])
+    return controller.scatter([_select_rows(batch, sharding, rank) for rank in dp_ranks])
 
 
-def _rows_of(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
-    """Returns the part of a batch that belongs to data-parallel rank `rank`."""
+def _select_rows(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
+    """Returns a batch with the sequences of data-parallel rank `rank` only."""
     rows = [row for row, owner in enumerate(sharding.owners) if owner == rank]
     columns = {name: [values[row] for row in rows] for name, values in batch.columns.items()}
     return Batch([batch.sequences[row] for row in rows], columns, batch.groups, sharding)
@@ -205,7 +205,7 @@ def shard_batch(
     bin_indices = range(rank, len(plan.bins), ranks)
     column_entries = len(batch.columns) * ENTRIES_PER_COLUMN
     with check.exchange("read its part of the batch", count=column_entries + ranks) as compared:
-        content = _content_of(batch, plan, rank, bin_indices)
+        content = _read_bins(batch, plan, rank, bin_indices)
         _check_vocabulary(content.tokens, config.vocab_size)
         if ROUTING in content.columns and len(content.tokens):
             check_experts(content.columns[ROUTING], config.routers)
@@ -221,8 +221,8 @@ def shard_batch(
         # To detect different batches, each rank also hashes its neighbour's part.
         if batch.sharding is None and ranks > 1:
             neighbour = (rank + 1) % ranks
-            other = _content_of(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
-            digests[neighbour] = check.digest(other.tokens, *other.columns.values())
+            neighbour_content = _read_bins(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
+            digests[neighbour] = check.digest(neighbour_content.tokens, *neighbour_content.columns.values())
         compared.extend(digests)
     content = BatchContent(content.tokens, dict(_columns_of_common_dtype(content, check)))
     for dp_rank in range(ranks):
@@ -273,20 +273,20 @@ def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     return BinPlan(lengths, plan_sharded_bins(lengths, batch.sharding.owners, ranks, budget, groups=batch.groups))
 
 
-def _content_of(batch: Batch, plan: BinPlan, rank: int, bin_indices: Sequence[int]) -> BatchContent:
-    """Returns the tokens and columns of these microbatches' sequences."""
+def _read_bins(batch: Batch, plan: BinPlan, rank: int, bin_indices: Sequence[int]) -> BatchContent:
+    """Returns the tokens and columns of the sequences in these bins, which belong to data-parallel rank `rank`."""
     members = plan.members(bin_indices)
     if batch.sharding is None:
         return read_content(batch.sequences, batch.columns, members, members, plan.lengths)
-    held = [index for index, owner in enumerate(batch.sharding.owners) if owner == rank]
-    lengths, expected = sequence_lengths(batch.sequences), [plan.lengths[index] for index in held]
+    owned = [index for index, owner in enumerate(batch.sharding.owners) if owner == rank]
+    lengths, expected = sequence_lengths(batch.sequences), [plan.lengths[index] for index in owned]
     if lengths != expected:
         raise ValueError(
             f"this rank was given sequences of {_lengths_text(lengths)} tokens, but by `lengths` and `owners` "
             f"data-parallel rank {rank} holds sequences of {_lengths_text(expected)}. Give it those, in the order of "
             "`lengths`."
         )
-    row_of = {index: row for row, index in enumerate(held)}
+    row_of = {index: row for row, index in enumerate(owned)}
     return read_content(batch.sequences, batch.columns, members, [row_of[member] for member in members], plan.lengths)
 
 

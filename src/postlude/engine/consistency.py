@@ -1,4 +1,4 @@
-"""Checks that ranks agree, in a few small all-reduces: on integers, on digests of data, and on whether one failed."""
+"""ConsistencyCheck: compares integers and digests of all ranks, and shares the failure of one, in small all-reduces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 UNKNOWN = torch.iinfo(torch.int64).min // 2
-"""The value of a rank that has nothing to compare."""
+"""The value that a rank without data sends."""
 
 
 class ConsistencyCheck:
@@ -82,5 +82,5 @@ class ConsistencyCheck:
 
 
 def for_backend(tensor: Tensor) -> Tensor:
-    """Returns the tensor in memory that the backend sends from: on the CPU for gloo."""
+    """Returns the tensor on the CPU if the backend is gloo, which sends from there; else as it is."""
     return tensor.cpu() if dist.is_initialized() and dist.get_backend() == "gloo" else tensor

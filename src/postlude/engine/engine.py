@@ -149,7 +149,7 @@ class Engine(UsesTraining):
         return self.mesh.layout
 
     def use(self, adapter: str | None) -> None:
-        """Selects the adapter that all other calls are about; None is the model alone, which is not trained.
+        """Selects the adapter that all other calls use; None is the model alone, which is not trained.
 
         Each adapter has its own gradients, optimizer and steps, which stay as they are while another one is in use.
         """
@@ -174,7 +174,7 @@ class Engine(UsesTraining):
 
     @property
     def low_bits(self) -> dict[str, Tensor]:
-        """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
+        """The lower 16 bits of split weights by global name, this rank's shards; the upper 16 are the parameters."""
         self.failure_state.check_on_device()
         return self.training.low_bits
 
@@ -192,7 +192,7 @@ class Engine(UsesTraining):
         column that a loss is a mean over, and "all_tokens", which routers' auxiliary losses need. `recorder` records a
         timeline of this rank.
 
-        `FailureState` lists the errors, and what is lost then.
+        `FailureState` explains which errors it raises, and what is lost then.
         """
         self.adapters.check_trained()
         counts = counts or None  # an empty mapping means none
@@ -200,7 +200,7 @@ class Engine(UsesTraining):
         microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
-            self.training.drop_second_gradients()
+            self.training.free_shared_gradients()
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
@@ -218,7 +218,7 @@ class Engine(UsesTraining):
         return total
 
     def evaluate_loss(self, batch: Batch, objective: Objective, counts: Mapping[str, float] | None = None) -> Result:
-        """Returns what `forward_backward` would, without a backward and without the layers' metrics."""
+        """Returns the result of `forward_backward`, without a backward and without the layers' metrics."""
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
@@ -232,9 +232,9 @@ class Engine(UsesTraining):
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
     ) -> MetricAccumulator:
         """Returns the accumulator of a pass. All ranks raise before it begins if a denominator is unknown."""
-        known = local.counts if counts is None else counts
-        check_counts(objective, known, len(self.config.pattern.mtp))
-        normalizer = LossNormalizer(local.microbatches, known, cp_size=self.mesh.cp.size)
+        counts = local.counts if counts is None else counts
+        check_counts(objective, counts, len(self.config.pattern.mtp))
+        normalizer = LossNormalizer(local.microbatches, counts, cp_size=self.mesh.cp.size)
         return MetricAccumulator(normalizer, self.metric_index)
 
     def _gather_outputs(self, objective: Objective, local: LocalBatch, accumulator: MetricAccumulator) -> Outputs:
@@ -250,7 +250,7 @@ class Engine(UsesTraining):
     def optimizer_step(self, config: OptimizerConfig | None = None) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients.
 
-        `config` has the rate, betas, eps, decay and clipping of this step, instead of the optimizer's own.
+        `config` replaces the optimizer's learning rate, betas, eps, weight decay and clipping for this step.
         """
         self.adapters.check_trained()
         self.failure_state.check(gradients=True)
@@ -319,8 +319,8 @@ class Engine(UsesTraining):
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the k likeliest tokens at every token's position: log-probs and ids, [length, k] per sequence."""
-        likeliest = self.evaluate_tokens(batch, topk_processor(k, temperature, self.config.vocab_size))
-        return likeliest["logprobs"], likeliest["ids"]
+        values = self.evaluate_tokens(batch, topk_processor(k, temperature, self.config.vocab_size))
+        return values["logprobs"], values["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:
         """Returns a frozen copy of the current weights, with its own `logprobs` and `topk`.
@@ -385,10 +385,10 @@ class Engine(UsesTraining):
         that is tied to the embedding as a tensor of its own.
         """
         self.failure_state.check()
-        written = dtype or self.compute_dtype
+        dtype = dtype or self.compute_dtype
         model = export.Untied(self) if untied else self
-        hf_export_config(model.config, written, self.families)  # raises if no family describes the model
-        return export.export(model, directory, tokenizer, written, card=card, overwrite=overwrite)
+        hf_export_config(model.config, dtype, self.families)  # raises if no family describes the model
+        return export.export(model, directory, tokenizer, dtype, card=card, overwrite=overwrite)
 
     def export_model(
         self,
@@ -399,7 +399,7 @@ class Engine(UsesTraining):
         card: ModelCard | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """Writes what `export_hf` does if a family describes the model; else the model in Postlude's own format."""
+        """Writes the model as `export_hf` does if a family describes it, else in Postlude's own format."""
         self.failure_state.check()
         return export.export(self, directory, tokenizer, dtype or self.compute_dtype, card=card, overwrite=overwrite)
 
@@ -449,7 +449,7 @@ class Engine(UsesTraining):
         self._state_offload.offload(self.trainings.values())
 
     def onload(self) -> None:
-        """Moves everything back to the device, to the bit. If there is no memory, it raises and can be called again."""
+        """Moves everything back to the device, bit for bit. Without enough memory it raises and can be called again."""
         self._state_offload.onload()
 
     def _rebuild(self) -> None:

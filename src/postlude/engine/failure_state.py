@@ -1,4 +1,4 @@
-"""FailureState: whether an engine can be used after a failed call or an offload, and what it refuses until then."""
+"""FailureState: which calls of an engine are refused after a failed call or an offload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OFFLOADED = "this engine's weights and optimizer state are in host memory since 
 
 
 class FailureState:
-    """What an exception leaves of an engine.
+    """Refuses calls of an engine that an exception has left unusable.
 
     An objective that is a mean over an unknown column, or over weights that sum to zero, raises before the pass if it
     has `denominators`, and nothing is lost; else after the pass, and the step's gradients are lost: call `zero_grad`,
@@ -33,9 +33,9 @@ class FailureState:
         self.offloaded = False
 
     def check(self, *, gradients: bool = False, load: bool = False, adapter: str | None = None) -> None:
-        """Raises RuntimeError if the engine is unusable or offloaded, or `gradients` are lost.
+        """Raises RuntimeError if the engine is unusable or offloaded; with `gradients`, if an adapter's are lost.
 
-        They are those of the adapter in use, or of another `adapter`.
+        `adapter` is by default the one in use. With `load`, it accepts an engine that a load makes usable again.
         """
         self.check_on_device()
         if self.refusal is not None and not (load and self.load_recovers):
@@ -50,7 +50,7 @@ class FailureState:
             raise RuntimeError(OFFLOADED)
 
     def recovered(self, *, weights: bool = False, adapter: str | None = None) -> None:
-        """Gradients of an adapter (by default that in use) were freed, or all `weights` written and all freed."""
+        """Records that an adapter's gradients were freed (by default that in use), or all `weights` were loaded."""
         self.lost_gradients.pop(self.adapter if adapter is None else adapter, None)
         if weights:
             self.lost_gradients.clear()
@@ -58,7 +58,7 @@ class FailureState:
 
     @contextmanager
     def guard_pass(self, call: str, rebuild: Callable[[], None], *, gradients: bool = False) -> Iterator[None]:
-        """Wraps a pass through the stages; with `gradients`, one that adds to them."""
+        """Records the failure of a pass through the stages; with `gradients`, of one that adds to gradients."""
         self.check(gradients=gradients)
         try:
             yield
@@ -71,7 +71,7 @@ class FailureState:
                 raise
             try:
                 rebuild()
-            except Exception as second:  # such as a GPU that does not answer any more
+            except Exception as second:  # such as a GPU that does not respond any more
                 self.refusal = (
                     f"this engine's {call} failed ({_describe(error)}), and its stages could not be rebuilt "
                     f"({_describe(second)}): make a new engine, and load its last checkpoint."
@@ -82,7 +82,7 @@ class FailureState:
             raise
 
     def raise_loss_error(self, error: Exception | None, call: str, *, gradients: bool = False) -> None:
-        """Raises what all ranks refused after a pass. The engine is usable; with `gradients`, those are lost."""
+        """Raises the error of a loss, if there is one, on every rank. The engine stays usable; `gradients` are lost."""
         if error is None:
             return
         if gradients:
@@ -97,7 +97,7 @@ class FailureState:
 
     @contextmanager
     def guard_write(self, call: str) -> Iterator[None]:
-        """Wraps a change of all weights and the optimizer's state."""
+        """Records the failure of a block that writes weights and optimizer state."""
         try:
             yield
         except BaseException as error:

@@ -61,7 +61,7 @@ class LossNormalizer:
                 "column of that name to the batch, or pass counts=engine.count(*batches) with its sum."
             )
         if name not in self.counts:
-            sums = (self.weights(over, part, depth).sum(dtype=torch.float64) for part in self.microbatches)
+            sums = (self.weights(over, microbatch, depth).sum(dtype=torch.float64) for microbatch in self.microbatches)
             self.counts[name] = float(sum(sums)) * self.cp_replicas(over)
         if not self.counts[name] > 0 and not (depth and self.counts[name] == 0):
             raise ValueError(
@@ -83,8 +83,8 @@ class LossNormalizer:
 
     def loss(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         """Returns what this microbatch adds to the batch's loss: a scalar, fp32."""
-        parts = [self._sum(part, microbatch) / self.count(part.over, part.depth) for part in loss.parts()]
-        return torch.stack(parts).sum()
+        means = [self._sum(term, microbatch) / self.count(term.over, term.depth) for term in loss.terms()]
+        return torch.stack(means).sum()
 
     def _sum(self, loss: Loss, microbatch: Microbatch) -> Tensor:
         if loss.values.ndim == 0:
@@ -96,12 +96,12 @@ class LossNormalizer:
         """Returns how many ranks have the same values: every context-parallel rank has those of a sequence."""
         return self.cp_size if over == "sequences" else 1
 
-    def weights_of(self, part: Loss | Metric, microbatch: Microbatch) -> Tensor:
-        """Returns the weights of `part.values`, one for each. Raises ValueError if the shapes differ."""
-        weights = self.weights(part.over, microbatch, part.depth)
-        if part.values.shape != weights.shape:
+    def weights_of(self, term: Loss | Metric, microbatch: Microbatch) -> Tensor:
+        """Returns the weights of `term.values`, one for each. Raises ValueError if the shapes differ."""
+        weights = self.weights(term.over, microbatch, term.depth)
+        if term.values.shape != weights.shape:
             raise ValueError(
-                f'values over "{part.over}" have shape {tuple(part.values.shape)}, but this microbatch has weights of '
+                f'values over "{term.over}" have shape {tuple(term.values.shape)}, but this microbatch has weights of '
                 f"shape {tuple(weights.shape)}. Give one value for each, or their sum as a scalar."
             )
         return weights
@@ -175,12 +175,12 @@ class MetricAccumulator:
         try:
             value = self.normalizer.loss(loss, inputs.microbatch)
             self.add_loss(value)
-            for part in loss.parts():
-                for name, metric in part.metrics.items():
+            for term in loss.terms():
+                for name, metric in term.metrics.items():
                     self.add(name, metric, inputs.microbatch)
         except (LookupError, ValueError) as error:
             self.loss_error = self.loss_error or error
-            return 0.0 * torch.stack([part.values.float().sum() for part in loss.parts()]).sum()
+            return 0.0 * torch.stack([term.values.float().sum() for term in loss.terms()]).sum()
         return value
 
     def add_loss(self, value: Tensor) -> None:
@@ -202,19 +202,23 @@ class MetricAccumulator:
             weights = addend if metric.reduction == "sum" else total
         else:
             weights = self.normalizer.weights_of(metric, microbatch).float()
-        kept = weights != 0
+        weighted = weights != 0
         reduction, numerators, denominators = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
             raise ValueError(f'metric "{name}" is a {reduction} in one microbatch and a {metric.reduction} in another.')
         match metric.reduction:
             case "max":
-                numerators.append(torch.where(kept, values, float("-inf")).amax() if values.numel() else values.sum())
-                denominators.append(kept.sum())
+                numerators.append(
+                    torch.where(weighted, values, float("-inf")).amax() if values.numel() else values.sum()
+                )
+                denominators.append(weighted.sum())
             case "min":
-                numerators.append(torch.where(kept, values, float("inf")).amin() if values.numel() else values.sum())
-                denominators.append(kept.sum())
+                numerators.append(
+                    torch.where(weighted, values, float("inf")).amin() if values.numel() else values.sum()
+                )
+                denominators.append(weighted.sum())
             case _:
-                numerators.append(torch.where(kept, values * weights, 0.0).sum())
+                numerators.append(torch.where(weighted, values * weights, 0.0).sum())
                 denominators.append(weights.sum())
 
     @torch.no_grad()
@@ -290,12 +294,12 @@ def _combine(
     For "max" and "min", the sums are the count of NaNs, which a maximum would ignore, and the count of values; "min"
     negates its value.
     """
-    values, counted = torch.stack(tuple(numerators)).double(), torch.stack(tuple(denominators)).double()
+    values, counts = torch.stack(tuple(numerators)).double(), torch.stack(tuple(denominators)).double()
     if reduction in ("mean", "sum"):
-        return values.sum(), counted.sum(), torch.zeros_like(values[0])
-    unknown = values.isnan() & (counted > 0)
+        return values.sum(), counts.sum(), torch.zeros_like(values[0])
+    is_nan = values.isnan() & (counts > 0)
     signed = values if reduction == "max" else -values
-    return unknown.double().sum(), counted.sum(), signed.where((counted > 0) & ~unknown, float("-inf")).amax()
+    return is_nan.double().sum(), counts.sum(), signed.where((counts > 0) & ~is_nan, float("-inf")).amax()
 
 
 def _final_value(reduction: Reduction, first: float, second: float, highest: float) -> float:
@@ -311,7 +315,7 @@ def _final_value(reduction: Reduction, first: float, second: float, highest: flo
 
 @dataclass(frozen=True)
 class ObjectiveProcessor:
-    """The output processor of a step: returns a microbatch's loss, and records it and the objective's metrics."""
+    """The output processor of a step. Returns a microbatch's loss, and records it and the objective's metrics."""
 
     objective: Objective
     metrics: MetricAccumulator
@@ -322,7 +326,7 @@ class ObjectiveProcessor:
         return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
-        """Returns the loss, which is differentiated."""
+        """Returns the loss to differentiate."""
         return _depend_on_all_parameters(self.metrics.evaluate(self.objective, inputs), inputs)
 
 

@@ -1,4 +1,4 @@
-"""Reference: a frozen copy of the engine's weights, evaluated by the engine itself."""
+"""Reference: a frozen copy of the engine's weights, which the engine evaluates."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Scorer(Protocol):
 
     @property
     def training(self) -> Training:
-        """What is trained of it."""
+        """Its current training."""
         ...
 
     def use(self, adapter: str | None) -> None:
-        """Selects the adapter that other calls are about."""
+        """Selects the adapter that other calls use."""
         ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -42,23 +42,23 @@ class Scorer(Protocol):
         ...
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the k likeliest tokens in place of every token."""
+        """Returns the k likeliest tokens at every position."""
         ...
 
 
 class Reference:
-    """A frozen copy of the engine's weights. To use it, the engine's weights are swapped with it, and back.
+    """A frozen copy of the engine's weights. To evaluate it, they are swapped with the engine's weights, and back.
 
     It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory. With LoRA it
-    is a copy of the adapter in use. If that is new, and so changes nothing, there is no copy: the reference is the
-    model without adapters. The engine may use another adapter when the reference is evaluated.
+    is a copy of the adapter in use. If that is new, nothing is copied: the reference is the model without adapters.
+    The engine may use another adapter when the reference is evaluated.
     """
 
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
         self.adapter = engine.adapters.in_use
         self.weights: dict[str, Tensor] = {}
-        if engine.training.changes_nothing():
+        if engine.training.is_new_adapter():
             self.adapter = None
             return
         device = torch.device("cpu") if offload else engine.device
@@ -67,18 +67,18 @@ class Reference:
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
-        """As `Engine.logprobs`, with the frozen weights."""
-        with self.in_place():
+        """Calls `Engine.logprobs` with the frozen weights."""
+        with self.swapped_in():
             return self.engine.logprobs(batch, entropy=entropy, temperature=temperature)
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """As `Engine.topk`, with the frozen weights."""
-        with self.in_place():
+        """Calls `Engine.topk` with the frozen weights."""
+        with self.swapped_in():
             return self.engine.topk(batch, k, temperature=temperature)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The engine has the frozen weights inside the block, and its own after it, also if the block raises."""
+    def swapped_in(self) -> Iterator[None]:
+        """Gives the engine the frozen weights inside the block, and its own afterwards, also if the block raises."""
         before = self.engine.adapters.in_use
         self.engine.use(self.adapter)
         try:
@@ -111,7 +111,7 @@ class Reference:
 
 
 @torch.no_grad()
-def _swap_values(one: Tensor, other: Tensor) -> None:
-    before = one.clone()
-    one.copy_(other)
-    other.copy_(before)
+def _swap_values(first: Tensor, second: Tensor) -> None:
+    before = first.clone()
+    first.copy_(second)
+    second.copy_(before)

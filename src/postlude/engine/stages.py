@@ -1,4 +1,4 @@
-"""The stages of a model that one rank runs: built with weights of a source, or again around the same parameters."""
+"""Stages of a model on one rank: built with the weights of a source, or rebuilt around existing parameters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stages:
 
     @property
     def counters(self) -> list[Tensor]:
-        """What the blocks count of this rank's tokens between optimizer steps."""
+        """The blocks' counters of this rank's tokens since the last optimizer step."""
         return [counter for block in self.blocks for counter in block.count_buffers()]
 
     @property
@@ -59,7 +59,7 @@ class Stages:
         return frozenset[str]().union(*(stage.matrices for stage in self.models.values()))
 
     def forward(self, microbatches: Sequence[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
-        """Runs the microbatches without gradients. Returns what the processor returned for each."""
+        """Runs the microbatches without gradients. Returns the processor's result for each."""
         for index, stage in self.models.items():
             stage.eval()
             self.sharding[index].begin_pass(train=False)
@@ -115,10 +115,10 @@ class StageBuilder:
         return replace(self, adapters=adapters)
 
     def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
-        """Returns this rank's stages. Each is sharded before it has memory, and then `fill` sets its weights."""
+        """Returns this rank's stages. Each is sharded on the meta device, then allocated and filled by `fill`."""
         layout, models, sharding = self.mesh.layout, dict[int, LanguageModel](), dict[int, ParameterSharding]()
         for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
-            models[index], sharding[index] = self._without_tensors(index)
+            models[index], sharding[index] = self._build_on_meta(index)
             models[index].to_empty(device=self.device)
             fill(models[index])
         return self._stages(models, sharding)
@@ -131,15 +131,15 @@ class StageBuilder:
             old_sharding.end_pass()
         models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
         for index, old_model in old.models.items():
-            models[index], sharding[index] = self._without_tensors(index)
+            models[index], sharding[index] = self._build_on_meta(index)
             _move_tensors(old_model, models[index])
         return self._stages(models, sharding)
 
     def build_on(self, base: Stages, seed: int) -> Stages:
-        """Returns stages that share the frozen tensors of `base`; what they train is new, and initialised by `seed`."""
+        """Returns stages that share the frozen tensors of `base`, with new trained parameters initialised by `seed`."""
         models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
         for index, base_model in base.models.items():
-            models[index], sharding[index] = self._without_tensors(index)
+            models[index], sharding[index] = self._build_on_meta(index)
             new = {
                 name: nn.Parameter(torch.empty_like(parameter, device=self.device))
                 for name, parameter in models[index].named_parameters()
@@ -152,7 +152,7 @@ class StageBuilder:
     def _stages(self, models: dict[int, LanguageModel], sharding: dict[int, ParameterSharding]) -> Stages:
         return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
 
-    def _without_tensors(self, index: int) -> tuple[LanguageModel, ParameterSharding]:
+    def _build_on_meta(self, index: int) -> tuple[LanguageModel, ParameterSharding]:
         """Returns one stage, sharded, on the meta device."""
         with torch.device("meta"):
             stage = LanguageModel(

@@ -1,6 +1,6 @@
-"""Training: stages of a model, the parameters that are trained there, their optimizer and its step counts.
+"""Training: this rank's stages, their trained parameters, the optimizer and its step counts.
 
-An engine has one. With LoRA it has one per adapter, and one of the model alone: their stages share its frozen tensors.
+An engine has one. With LoRA it has one per adapter, and one of the model alone, whose frozen tensors all share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from postlude.optimizer import AdamW, OptimizerConfig
 
 
 class Training:
-    """What belongs to one adapter, or to a model of which all weights are trained. No other adapter changes it."""
+    """Stages, optimizer and step counts of one adapter, or of a model of which all weights are trained."""
 
     def __init__(self, builder: StageBuilder, stages: Stages, optimizer: OptimizerConfig) -> None:
         self.builder, self.stages = builder, stages
@@ -31,8 +31,7 @@ class Training:
         self.steps_without_gradients = 0
         """Steps of the optimizer in which no parameter had a gradient: they count in `step`, but changed nothing."""
         self.late_start_steps: dict[str, int] = {}
-        """By parameter whose moments started later than the optimizer: the step then, less `steps_without_gradients`.
-        """
+        """The steps with gradients before a parameter's moments started, if later than the optimizer; by name."""
         self.optimizer_config = optimizer
         self.optimizer = self._build_optimizer(optimizer)
 
@@ -63,7 +62,7 @@ class Training:
         return optimizers.optimizer_kind(self.optimizer_config, self.builder.weights)
 
     def step_config(self, step_config: OptimizerConfig | None) -> OptimizerConfig:
-        """Returns the optimizer's settings for one step: these, if their state is the optimizer's; else its own."""
+        """Returns the settings of one step: `step_config`, or the optimizer's own. Raises if its state would differ."""
         if step_config is None:
             return self.optimizer_config
         kind = optimizers.optimizer_kind(step_config, self.builder.weights)
@@ -82,7 +81,7 @@ class Training:
         return lr
 
     def count_step(self, finite: bool) -> None:
-        """Counts a step, before its gradients are freed. One whose gradient norm is not `finite` changed nothing."""
+        """Counts a step, before its gradients are freed. A step with a non-finite gradient norm counts as skipped."""
         self.step, self.skipped = self.step + finite, self.skipped + (not finite)
         if self.parameters and all(parameter.grad is None for parameter in self.parameters.values()):
             self.steps_without_gradients += 1
@@ -105,8 +104,8 @@ class Training:
             counter.zero_()
 
     @torch.no_grad()
-    def changes_nothing(self) -> bool:
-        """Returns whether these are new adapters: all of their B are zero, on every rank. Every rank calls it."""
+    def is_new_adapter(self) -> bool:
+        """Returns whether this is an adapter whose B matrices are all zero, on every rank. Every rank calls it."""
         if not self.adapters:
             return False
         changed = torch.zeros((), device=self.builder.device)
@@ -127,7 +126,7 @@ class Training:
         return self._norm(self.parameters)
 
     def _norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the norm of tensors by their parameters' names. What two stages hold enters on the first one."""
+        """Returns the norm of tensors by their parameters' names. Shared parameters count once, on the first stage."""
         local = [
             (tensor, gradients.replica_count(self.parameters[name]))
             for name, tensor in tensors.items()
@@ -135,8 +134,8 @@ class Training:
         ]
         return gradients.total_norm(local, self.builder.device)
 
-    def drop_second_gradients(self) -> None:
-        """Frees the last stage's gradients of shared parameters, whose sum is in the first stage's."""
+    def free_shared_gradients(self) -> None:
+        """Frees the last stage's gradients of shared parameters: the first stage has their sum."""
         for name, parameter in self.parameters.items():
             if self._is_second_copy(name):
                 parameter.grad = None
@@ -151,7 +150,7 @@ class Training:
         self.stages = self.builder.rebuild(self.stages)
 
     def free(self) -> None:
-        """Frees the memory of parameters, gradients and optimizer state. It cannot be used any more."""
+        """Frees the memory of parameters, gradients and optimizer state. It cannot be used afterwards."""
         self.zero_grad()
         self.optimizer.state.clear()
         for parameter in self.parameters.values():
@@ -161,7 +160,7 @@ class Training:
 
 
 class UsesTraining:
-    """Shorthands for what an engine's `training` has: that of the adapter in use, or of all weights."""
+    """Properties of an engine's current `training`: that of the adapter in use, or of all weights."""
 
     training: Training
 
@@ -177,7 +176,7 @@ class UsesTraining:
 
     @property
     def optimizer(self) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        """The optimizer."""
+        """The optimizer in use."""
         return self.training.optimizer
 
     @property

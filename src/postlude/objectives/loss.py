@@ -76,11 +76,11 @@ class Loss:
 
     def __mul__(self, factor: float) -> Loss:
         """Returns the loss times `factor`. Metrics stay as they are."""
-        return replace(self, values=self.values * factor, addends=tuple(part * factor for part in self.addends))
+        return replace(self, values=self.values * factor, addends=tuple(addend * factor for addend in self.addends))
 
     __rmul__ = __mul__
 
-    def parts(self) -> tuple[Loss, ...]:
+    def terms(self) -> tuple[Loss, ...]:
         """Returns the losses that this one is the sum of."""
         return (replace(self, addends=()), *self.addends)
 
