@@ -76,7 +76,7 @@ class ForwardedStream(io.TextIOBase):
 
 @contextmanager
 def forward_output(relay: Any) -> Iterator[None]:
-    """Within the block, the driver prints what is printed here."""
+    """Sends what this process prints inside the block to the driver, which prints it."""
     import ray
 
     out, err = ForwardedStream(relay, "stdout"), ForwardedStream(relay, "stderr")
@@ -92,7 +92,7 @@ def forward_output(relay: Any) -> Iterator[None]:
 
 
 def forward_signals(relay: Any) -> None:
-    """From now on, a signal of the driver is raised in this process."""
+    """Raises the driver's signals in this process from now on."""
     import ray
 
     def wait() -> None:

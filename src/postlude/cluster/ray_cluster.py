@@ -45,7 +45,7 @@ class ResourceNeeds:
 
 @contextmanager
 def connected_to_ray(address: str, needs: ResourceNeeds) -> Iterator[None]:
-    """Within the block, this process is connected to Ray. A local cluster has CPUs for all needs.
+    """Connects this process to Ray inside the block. A local cluster has CPUs for all needs.
 
     A process that is connected already keeps its connection.
     """

@@ -97,17 +97,17 @@ class MixedMicrobatches:
 
 
 def all_logits(inputs: OutputInputs, context: None) -> Tensor:
-    """An output processor: logits [T, vocab], the same on every tensor-parallel rank."""
+    """Returns logits [T, vocab], the same on every tensor-parallel rank. An output processor."""
     return inputs.head.logits(inputs.hidden)
 
 
 def all_logits_and_hidden(inputs: OutputInputs, context: None) -> tuple[Tensor, Tensor]:
-    """An output processor: logits [T, vocab] and hidden states [T, H]."""
+    """Returns logits [T, vocab] and hidden states [T, H]. An output processor."""
     return inputs.head.logits(inputs.hidden), inputs.gather(inputs.hidden)
 
 
 def logits_at(inputs: OutputInputs, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """An output processor: logits [m, vocab] of the tokens at `indices` [m], and the hidden states [T, H] of all.
+    """Returns logits [m, vocab] at `indices` [m], and all hidden states [T, H]. An output processor.
 
     The same on every tensor-parallel rank. No other token is projected.
     """

@@ -155,7 +155,7 @@ class Generator:
 
     @contextlib.contextmanager
     def inference_mode(self, adapter: str | None) -> Iterator[None]:
-        """The context in which steps run: evaluation mode, no gradients, and this adapter, which stays in use after."""
+        """Enters evaluation mode without gradients and selects this adapter, which stays in use afterwards."""
         self.adapters.use(adapter)
         with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(self.model.embedding.weight.dtype):
             yield

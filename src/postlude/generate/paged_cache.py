@@ -58,7 +58,7 @@ class PagedCache(DecodeCache):
     def attend_latents(
         self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
-        """Not supported: a block that reads the stores itself is not `cuda_graphable`."""
+        """Raises: a block that reads the stores itself is not `cuda_graphable`."""
         raise NotImplementedError(f"{name} reads the stores itself, but these are in pages.")
 
     def _stores_for(self, name: str, new: Inputs) -> Stores:

@@ -163,7 +163,7 @@ class RowPages(Pages):
         return None if self._capacity_for(len(running), self._needed) is None else []
 
     def commit(self, running: Sequence[RunningCompletion]) -> None:
-        """Resize the cache to the room that was taken. The running ones are in the first rows."""
+        """Resizes the cache to the rows in use. Running completions are in the first rows."""
         capacity = self._capacity_for(len(running), self._needed)
         assert capacity is not None
         self.capacity = capacity

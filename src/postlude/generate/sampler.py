@@ -73,7 +73,7 @@ class SamplerSettings:
 
 
 def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [n, vocab] -> tokens [n] int64, their log-probs, and those after top-k, top-p and min-p, fp32 [n] each.
+    """Samples tokens [n] from logits [n, vocab]. Returns them and their log-probs before and after truncation, [n].
 
     `counts` [n] int64 are the numbers of tokens that rows have sampled. Key and count alone determine the noise.
     """
@@ -126,7 +126,7 @@ def _gumbel_max(blocks: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor | None:
-    """[n]: the lowest logit that can be sampled, the highest of top-k's, top-p's and min-p's; None if none is used."""
+    """Returns the lowest logit that can be sampled, [n], by top-k, top-p and min-p; None if none of them is used."""
     thresholds = []
     if settings.log_min_p is not None:
         thresholds.append(scaled.amax(-1) + settings.log_min_p)
@@ -138,13 +138,13 @@ def _threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tens
 
 
 def _kth(ranked: Tensor, top_k: Tensor) -> Tensor:
-    """[n]: the k-th of each row's values in descending order [n, m]; -inf where k is larger than m."""
+    """Returns the k-th of each row's values in descending order [n, m], as [n]; -inf where k is larger than m."""
     kth = ranked.gather(-1, (top_k - 1).clamp(max=ranked.shape[1] - 1)[:, None])[:, 0]
     return kth.masked_fill(top_k > ranked.shape[1], float("-inf"))
 
 
 def _top_p_threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -> Tensor:
-    """[n]: the logit of the last token of the smallest set, after top-k, that has probability top-p.
+    """Returns the logit, [n], of the last token of the smallest set that has probability top-p after top-k.
 
     It is nearly always among the likeliest few hundred tokens. More are sorted only where it is not.
     """

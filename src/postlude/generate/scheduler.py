@@ -245,7 +245,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _on_change(self, running: RunningCompletion) -> None:
-        """Called when a completion joins, leaves, or gets another row or more pages."""
+        """Handles a completion that joins, leaves, or gets another row or more pages."""
 
     def _make_room(self) -> None:
         """Takes pages for the next token of every completion. If there are too few, some are preempted."""

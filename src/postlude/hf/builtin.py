@@ -78,7 +78,7 @@ def _hf_config(name: str) -> PretrainedConfig:
 
 
 def tiny_hybrid() -> ModelConfig:
-    """Every kind of block, over bytes, and one multi-token-prediction depth: a model that no family describes.
+    """Returns a model that no family describes: every kind of block, over bytes, and one MTP depth.
 
     Its norms have a large eps and its time steps are long: the first tokens of a sequence leave a small state, and a
     norm that scaled it up would scale up the rounding differences between layouts too.

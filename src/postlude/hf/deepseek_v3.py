@@ -31,7 +31,7 @@ MOE_NAMES = {
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """The first layers are dense. YaRN also scales the attention scores."""
+    """Returns the model's config. The first layers are dense. YaRN also scales the attention scores."""
     rope, width = hf.rope_parameters, hf.qk_nope_head_dim + hf.qk_rope_head_dim
     score_scale = 1.0
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):

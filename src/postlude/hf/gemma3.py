@@ -11,7 +11,7 @@ from postlude.model.blocks import MLPConfig
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Norms store their weights minus one; sliding layers have their own rotary frequencies."""
+    """Returns the model's config. Norms store weights minus one; sliding layers have their own rotary frequencies."""
     if hf.use_bidirectional_attention:
         raise ValueError(
             "use_bidirectional_attention=true makes this an encoder, not a causal model; load a causal Gemma."

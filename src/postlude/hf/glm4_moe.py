@@ -9,7 +9,7 @@ from postlude.model import ModelConfig
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Biases are on queries, keys and values."""
+    """Returns the model's config. Queries, keys and values have biases."""
     second, blocks = dense_then_experts(hf)
     return decoder_config(
         hf,

@@ -10,7 +10,7 @@ from postlude.model.blocks import MoEConfig
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Expert weights are a softmax over the chosen experts, which equals a renormalised softmax over all."""
+    """Returns the model's config. A softmax over the chosen experts equals a renormalised softmax over all."""
     experts = MoEConfig(
         experts=hf.num_local_experts,
         top_k=hf.num_experts_per_tok,

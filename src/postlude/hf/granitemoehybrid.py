@@ -14,7 +14,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """The balance loss is on if transformers would add it to the loss: with `output_router_logits`."""
+    """Returns the model's config. It has a balance loss if transformers adds one: with `output_router_logits`."""
     second = "E" if hf.num_local_experts else "-"
     layers = [SYMBOLS[kind] + second for kind in hf.layer_types]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
@@ -59,7 +59,7 @@ def _mlp(hf: HFConfig) -> BlockConfig:
 
 
 def _moe(hf: HFConfig) -> BlockConfig:
-    """A softmax over the chosen experts equals a renormalised softmax over all."""
+    """Returns the MoE's config. A softmax over the chosen experts equals a renormalised softmax over all."""
     return MoEConfig(
         experts=hf.num_local_experts,
         top_k=hf.num_experts_per_tok,

@@ -12,7 +12,7 @@ def _llama(hf: HFConfig) -> ModelConfig:
 
 
 def _mistral(hf: HFConfig) -> ModelConfig:
-    """A sliding window in every layer, or in none."""
+    """Returns the model's config, with a sliding window in every layer or in none."""
     return decoder_config(hf, sliding=[hf.sliding_window is not None] * hf.num_hidden_layers)
 
 
@@ -22,7 +22,7 @@ def _qwen2(hf: HFConfig) -> ModelConfig:
 
 
 def _qwen3(hf: HFConfig) -> ModelConfig:
-    """Queries and keys are normalised per head. The later layers may have a sliding window."""
+    """Returns the model's config, with queries and keys normalised per head. Later layers may have a sliding window."""
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="head")
 
 

@@ -14,7 +14,7 @@ BACKBONE = {"embedding": "backbone.embeddings", "norm": "backbone.norm_f", "head
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """One block per layer. The residual stream has the model's dtype, whatever `residual_in_fp32` is."""
+    """Returns the model's config: one block per layer. The residual stream has the model's dtype in any case."""
     check_activation(hf.hidden_act)
     block = mamba_config(hf, heads=hf.num_heads, head_dim=hf.head_dim, state_size=hf.state_size)
     return model_config(hf, ["M"] * hf.num_hidden_layers, {"M": block}, norm_eps=hf.layer_norm_epsilon)

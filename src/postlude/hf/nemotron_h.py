@@ -27,8 +27,11 @@ NAMES = {
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Time steps are clamped to `time_step_limit`, as in NVIDIA's code; transformers 5 takes the minimum from
-    `time_step_min`, which is for initialisation (its pull request 48989 fixes that)."""
+    """Returns the model's config. Time steps are clamped to `time_step_limit`, as in NVIDIA's code.
+
+    transformers 5 takes the minimum from `time_step_min`, which is for initialisation (its pull request 48989 fixes
+    that).
+    """
     layers = [SYMBOLS[kind] for kind in hf.layers_block_type]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}
     blocks = {symbol: makers[symbol](hf) for symbol in dict.fromkeys(layers)}

@@ -8,7 +8,7 @@ from postlude.model import ModelConfig
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Rotary scaling applies to the full-attention layers alone; the config has parameters for each type of layer."""
+    """Returns the model's config. Rotary scaling applies to full-attention layers only; other layers have their own."""
     return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post")
 
 

@@ -26,13 +26,13 @@ from postlude.model.blocks import GatedDeltaConfig, MLPConfig, MoEConfig
 
 
 def to_dense(hf: HFConfig) -> ModelConfig:
-    """An MLP in every layer."""
+    """Returns the model's config, with an MLP in every layer."""
     mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
     return hybrid_config(hf, ["-"] * hf.num_hidden_layers, {"-": mlp})
 
 
 def to_moe(hf: HFConfig) -> ModelConfig:
-    """Experts in every layer, whose weights sum to one."""
+    """Returns the model's config, with experts in every layer, whose weights sum to one."""
     return hybrid_config(hf, ["E"] * hf.num_hidden_layers, {"E": shared_experts(hf, normalise=True)})
 
 

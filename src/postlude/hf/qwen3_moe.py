@@ -17,7 +17,7 @@ MOE_NAMES = {
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Qwen3 with experts."""
+    """Returns the model's config: Qwen3 with experts."""
     second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {"E": experts(hf, normalise=hf.norm_topk_prob)} if "E" in second else {}
     return decoder_config(

@@ -33,7 +33,7 @@ NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
 
 
 def to_model(hf: HFConfig) -> ModelConfig:
-    """Qwen3-MoE with other token mixers."""
+    """Returns the model's config: Qwen3-MoE with other token mixers."""
     second = experts_or_dense(hf)
     blocks: dict[str, BlockConfig] = {}
     if "E" in second:

@@ -142,12 +142,12 @@ def _tokens_to_score(
 
 
 def _to_predictor(rows: Tensor, *, fill: int) -> Tensor:
-    """[B, S] by token -> by the position that predicts it; the last position of a row predicts nothing."""
+    """Moves [B, S] values from tokens to the positions that predict them; the last position predicts nothing."""
     return torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], fill)], dim=1)
 
 
 def _to_token(rows: Tensor) -> Tensor:
-    """[B, S, ...] by predicting position -> by token; the first token of a row has 0."""
+    """Moves [B, S, ...] values from predicting positions to their tokens; the first token of a row gets 0."""
     return torch.cat([torch.zeros_like(rows[:, :1]), rows[:, :-1]], dim=1)
 
 

@@ -97,7 +97,7 @@ class LogprobsProcessor:
         config: Any,
         **later: Any,
     ) -> TokenStats | Tensor:
-        """The hook's sixteen arguments -> `TokenStats` of [b, s], or one tensor [n, b, s].
+        """Takes the hook's sixteen arguments. Returns `TokenStats` of [b, s], or one tensor [n, b, s].
 
         `hidden_states` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. An argument of a later
         Megatron is refused by name unless it is None: it might change the logits, and a wrong log-prob trains quietly
@@ -137,7 +137,7 @@ class LogprobsProcessor:
         logit_scale: float,
         config: Any,
     ) -> TokenStats:
-        """[s, b, h] or [s / tp, b, h], this rank's [padded vocabulary / tp, h] and [b, s] -> results of [s, b]."""
+        """Scores [s, b, h] or [s / tp, b, h] with this rank's weight and targets [b, s]. Returns results of [s, b]."""
         _check_layer(layer, weight, config)
         temperature = self.temperature if temperature is None else temperature
         if isinstance(temperature, Tensor) and temperature.dim() == 2:
@@ -170,7 +170,7 @@ class LogprobsProcessor:
         )
 
     def _targets(self, labels: Tensor | None, loss_mask: Tensor | None, context: MegatronContext) -> Tensor:
-        """[b, s], `ignore_index` where nothing is to be projected."""
+        """Returns targets [b, s], `ignore_index` at positions that are not projected."""
         targets = labels if context.targets is None else context.targets
         if targets is None:
             raise ValueError("LogprobsProcessor needs tokens to score: give the model labels, or the context targets.")
@@ -180,7 +180,7 @@ class LogprobsProcessor:
 
 
 def logprobs_output_processor(**hook: Any) -> TokenStats | Tensor:
-    """`LogprobsProcessor()` as a function: the log-probs of the labels [b, s], over the padded vocabulary."""
+    """Returns the log-probs of the labels [b, s], over the padded vocabulary: `LogprobsProcessor()` as a function."""
     return LogprobsProcessor()(**hook)
 
 
@@ -188,8 +188,9 @@ def logprobs_output_processor(**hook: Any) -> TokenStats | Tensor:
 def logprobs_output_layer(
     model: Any, processor: LogprobsProcessor, targets: Tensor, *, temperature: float | Tensor | None = None
 ) -> Iterator[None]:
-    """Inside, a call of the model without labels returns [b, s, n] instead of logits: the log-prob of each target, and
-    then what `processor` asks of entropy and lse.
+    """Makes the model return [b, s, n] instead of logits inside the block, if it is called without labels.
+
+    The first of the n is the log-prob of each target; entropy and lse follow if `processor` requests them.
 
         with logprobs_output_layer(model, LogprobsProcessor(entropy=True), targets=labels):
             output = model(tokens, position_ids, attention_mask)

@@ -49,7 +49,7 @@ class MTPDepth(nn.Module):
         self.norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """Both [T / tp, H] -> [T / tp, H], for the head and the next depth."""
+        """Runs the depth, both [T / tp, H] -> [T / tp, H], for the head and the next depth."""
         hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)

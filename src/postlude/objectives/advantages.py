@@ -31,7 +31,7 @@ def grpo(
     scale_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """(reward - mean of its group) / (standard deviation of its group + eps), [N] fp32.
+    """Returns (reward - mean of its group) / (standard deviation of its group + eps), [N] fp32.
 
     With `leave_one_out` the mean is of the others in the group. Without `scale_by_std` it is not divided (Dr. GRPO).
     Where all rewards of a group are equal, or there is only one, advantages are exactly 0.
@@ -52,7 +52,7 @@ def grpo(
 
 
 def rloo(rewards: Numbers, groups: Sequence[Hashable]) -> Tensor:
-    """reward - mean reward of the others in its group, [N] fp32."""
+    """Returns reward - mean reward of the others in its group, [N] fp32."""
     return grpo(rewards, groups, leave_one_out=True, scale_by_std=False)
 
 
@@ -66,7 +66,7 @@ def reinforce_plus_plus(
     eps: float = 1e-8,
     all_sum: AllSum = _on_one_rank,
 ) -> list[Tensor]:
-    """(G - mean G) / (std G + eps) over every token of the batch, [length] fp32 each.
+    """Returns (G - mean G) / (std G + eps) over every token of the batch, [length] fp32 each.
 
     Gₜ sums γ^(s - t) · rₛ over the completion's tokens from t on, where r is the reward at the last token, minus
     `penalties` at each token (such as a KL to the reference). With `groups` the mean of the group is first subtracted
@@ -95,7 +95,7 @@ def reinforce_plus_plus(
 def whiten(
     values: Sequence[Numbers], masks: Sequence[Numbers], *, eps: float = 1e-8, all_sum: AllSum = _on_one_rank
 ) -> list[Tensor]:
-    """(value - mean) / (standard deviation + eps) over all tokens of the batch with mask 1; 0 elsewhere.
+    """Returns (value - mean) / (standard deviation + eps) over tokens of the batch with mask 1; 0 elsewhere.
 
     Where each rank has some sequences of the batch, `all_sum` adds up their sums.
     """

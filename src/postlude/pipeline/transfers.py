@@ -111,7 +111,7 @@ def _complete_transfers(ranks: list[_Rank]) -> bool:
 
 
 def _resolve_deadlock(ranks: list[_Rank]) -> None:
-    """No rank can continue: gives up one early receive, or else makes one receive early."""
+    """Resolves a deadlock: cancels one early receive, or else makes one receive early."""
     early = [transfer for rank in ranks for transfer in rank.early if transfer in rank.posted]
     if early:
         given_up = min(early, key=lambda transfer: (transfer.payload.kind != "B", transfer.destination))

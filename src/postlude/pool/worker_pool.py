@@ -174,7 +174,7 @@ class PoolFactory(Protocol):
     """Opens a pool of `count` workers for a function that `pack_function` packed. A call may take `timeout` seconds."""
 
     def __call__(self, function: bytes, name: str, count: int, timeout: float) -> WorkerPool:
-        """`name` is the function's name in messages."""
+        """Opens a pool. `name` is the function's name in messages."""
 
 
 class InlinePool(WorkerPool):

@@ -80,7 +80,7 @@ class UserRecipe(Recipe):
         return recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another rank runs the file again, before it unpickles a config of a class that the file defines."""
+        """Makes another rank run the file before it unpickles a config of a class that the file defines."""
         return UserRecipe.load, (self.command,)
 
     @cached_property

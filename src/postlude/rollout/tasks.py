@@ -36,10 +36,10 @@ class Tasks(Protocol):
     """Tasks by index. The same index gives the same task in every process."""
 
     def __len__(self) -> int:
-        """The number of tasks."""
+        """Returns the number of tasks."""
 
     def __getitem__(self, index: int) -> Task:
-        """One task."""
+        """Returns one task."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class OpenSpan:
     """A span that has started and runs while the rank does other work."""
 
     def end_with(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
-        """The span ends when `work` does. Returns a function that waits for that."""
+        """Ends the span when `work` ends. Returns a function that waits for that."""
         return work.wait
 
 
@@ -68,7 +68,7 @@ class OpenExchange(OpenSpan):
     record: Record
 
     def end_with(self, work: dist.Work, group: dist.ProcessGroup) -> Callable[[], object]:
-        """Gloo's thread reads the clock; on a GPU a separate stream waits for the work and records an event.
+        """Ends the span: gloo's thread reads the clock; on a GPU a stream waits for the work and records an event.
 
         A busy machine may run that thread late, so a completed wait bounds the end. The rank does not compute while it
         launches the exchange.

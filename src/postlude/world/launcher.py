@@ -310,7 +310,7 @@ def _write_report(reports: str, error: BaseException) -> None:
 
 @contextmanager
 def _ignored_torch_warnings() -> Iterator[None]:
-    """FSDP calls what torch has renamed, and autograd's threads have no CUDA context before their first product."""
+    """Ignores warnings of FSDP, which calls renamed functions, and of autograd's threads, which lack a CUDA context."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning

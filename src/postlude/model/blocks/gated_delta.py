@@ -60,7 +60,7 @@ class GatedDeltaConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """As in Qwen3-Next: key heads of 128, and two value heads of that size for each."""
+        """Returns key heads of 128, and two value heads of that size for each, as in Qwen3-Next."""
         heads, size = default_heads(hidden_size, 128)
         return cls(key_heads=heads, value_heads=2 * heads, key_dim=size, value_dim=size, **cls.shared_fields(others))
 
@@ -80,28 +80,29 @@ class GatedDeltaConfig(BlockConfig):
         return self.value_heads * self.value_dim
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, convolutions, and the scan's products within chunks and with states."""
+        """Counts projections, convolutions, and the scan's products within chunks and with states."""
         projections = 2 * hidden_size * (2 * self.keys + 3 * self.values + 2 * self.value_heads)
         convolutions = 2 * self.conv_kernel * (2 * self.keys + self.values)
         inside = 4 * self.chunk * self.value_heads * (self.key_dim + self.value_dim)
         return projections + convolutions + inside + 6 * self.value_heads * self.key_dim * self.value_dim
 
     def cp_traffic(self, cp: int) -> float:
-        """Sequences are exchanged for heads, and back."""
+        """Counts the exchange of sequences for heads, and back."""
         return (cp - 1) / cp * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output; queries, keys and values projected, joined and convolved; the heads before and
-        after their norm, the gate before and after its activation, and their product.
+        """Counts the norm's input and output; queries, keys and values projected, joined and convolved; heads and gate.
+
+        The heads count before and after their norm, the gate before and after its activation, and their product once.
         """
         return 3 * hidden_size + 3 * (2 * self.keys + self.values) + 6 * self.values
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the gated heads; gradients of queries, keys, values, gates, and the output."""
+        """Counts the norm's output and the gated heads; gradients of queries, keys, values, gates, and the output."""
         return 2 * hidden_size + 2 * self.keys + 3 * self.values + 2 * self.value_heads
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor- and context-parallel rank has its own key heads with their value heads."""
+        """Raises unless each TP and CP rank has its own key heads with their value heads."""
         ranks = layout.tp * layout.cp
         if self.key_heads % ranks:
             best = max(divisor for divisor in range(1, min(ranks, self.key_heads) + 1) if self.key_heads % divisor == 0)
@@ -135,7 +136,7 @@ class GatedDelta(Recurrent):
         self.out_proj = RowLinear(config.values, size, tp=tp)
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        """Mixes tokens after the pre-norm, [T / tp, H] -> [T / tp, H]."""
         head_exchange = context.microbatch.head_exchange
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         layers = (self.z_proj, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.a_proj)
@@ -192,19 +193,19 @@ class DeltaRule:
     backend: ScanBackend
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """[T, value_heads, value_dim]."""
+        """Returns the heads' outputs, [T, value_heads, value_dim]."""
         channels, writing = self._split(inputs[0])
         return self._scan(channels, writing, packing, last_states=False)[0]
 
     def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """[T, value_heads, value_dim] and the states after each sequence."""
+        """Returns outputs [T, value_heads, value_dim] and the states after each sequence."""
         channels, writing = self._split(inputs[0])
         heads, states = self._scan(channels, writing, packing, last_states=True)
         assert states is not None
         return heads, (last_inputs(channels, packing, self.kernel.shape[1] - 1), states)
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """One token of each sequence: [sequences, value_heads, value_dim] and the states after it."""
+        """Runs one token of each sequence. Returns [sequences, value_heads, value_dim] and the states after it."""
         channels, writing = self._split(inputs[0])
         convolved, last = convolve_step(channels, states[0], self.kernel, None, silu=True)
         heads, state = gated_delta_step(*self._heads(convolved), *writing, states[1], normalise=True)

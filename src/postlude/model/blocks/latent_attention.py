@@ -58,7 +58,7 @@ class LatentAttentionConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """Heads of the model's attention, else of 128; a latent of four head sizes.
+        """Returns heads of the model's attention, else of 128, and a latent of four head sizes.
 
         Rotary features are half a head size, as in DeepSeek-V3.
         """
@@ -86,7 +86,7 @@ class LatentAttentionConfig(BlockConfig):
         return ScoreConfig(scale=self.query_dim**-0.5 if self.scale is None else self.scale)
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, and scores over half of a nominal sequence."""
+        """Counts projections, and scores over half of a nominal sequence."""
         query, heads = self.query_latent_size, self.heads
         queries = (
             hidden_size * heads * self.query_dim if query is None else query * (hidden_size + heads * self.query_dim)
@@ -97,30 +97,30 @@ class LatentAttentionConfig(BlockConfig):
         return projections + self.attention_flops(NOMINAL_LENGTH)
 
     def attention_flops(self, length: float) -> float:
-        """Scores and weighted values over half of a sequence."""
+        """Counts scores and weighted values over half of a sequence."""
         return length * self.heads * (self.query_dim + self.value_dim)
 
     def tp_traffic(self, hidden_size: int) -> float:
-        """Latents, gathered instead of the token where queries have one; the output is scattered."""
+        """Counts gathered latents, or tokens where queries have no latent, and the scattered output."""
         gathered = hidden_size if self.query_latent_size is None else self.query_latent_size
         return gathered + self.latent_size + self.rope_dim + hidden_size
 
     def cp_traffic(self, cp: int) -> float:
-        """Latents of the other ranks."""
+        """Counts latents of the other ranks."""
         return (cp - 1) * (self.latent_size + self.rope_dim)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output, the latents, and queries, keys and values before and after they are joined."""
+        """Counts the norm's input and output, the latents, and queries, keys and values before and after joining."""
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 3 * hidden_size + latents + self.heads * (4 * self.query_dim + 3 * self.value_dim)
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output, latents and the heads; gradients of latents, queries, keys, values, and the output."""
+        """Counts the norm's output, latents and heads; gradients of latents, queries, keys, values and the output."""
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 2 * hidden_size + latents + self.heads * (self.query_dim + self.nope_dim + 2 * self.value_dim)
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor-parallel rank has its own heads."""
+        """Raises unless tp divides the heads."""
         if self.heads % layout.tp:
             others = nearest_degrees(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
             raise ValueError(
@@ -156,7 +156,7 @@ class LatentAttention(Block):
         self.o_proj = RowLinear(config.heads * config.value_dim, outer, bias=config.bias, tp=tp)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H]."""
+        """Computes attention, [T / tp, H] -> [T / tp, H]."""
         config = self.config
         query, latent = self._projected(hidden)
         query_part, query_rotated = query.split((config.nope_dim, config.rope_dim), dim=-1)
@@ -180,7 +180,7 @@ class LatentAttention(Block):
         return output
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[T / tp, H] -> this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
+        """Projects to this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
         config, group = self.config, self.mesh.tp.group
         latent, rotated = self.kv_a_proj(hidden).split((config.latent_size, config.rope_dim), dim=-1)
         small = [self.kv_a_norm(latent), rotated]
@@ -212,7 +212,7 @@ class LatentAttention(Block):
         return attend(query, key, value, queries, keys, config.score_config)
 
     def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
-        """One token of each sequence: its query attends to the latents, as one key head that all heads share."""
+        """Decodes one token of each sequence. Its query attends to the latents, one key head that all heads share."""
         config = self.config
         query_part, query_rotated, _ = inputs
         to_key, to_value = self._expansions(local(self.kv_b_proj.weight))  # [heads, …, latent] each

@@ -81,7 +81,7 @@ class MambaConfig(BlockConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """As in Nemotron-H: heads of 64 over twice the width, states of 128, and eight groups if they divide."""
+        """Returns heads of 64 over twice the width, states of 128, and eight groups if possible, as in Nemotron-H."""
         heads, size = default_heads(2 * hidden_size, 64)
         groups = 8 if heads % 8 == 0 else 1
         common = cls.shared_fields(others)
@@ -98,7 +98,7 @@ class MambaConfig(BlockConfig):
         return self.groups * self.state_size
 
     def flops(self, hidden_size: int) -> float:
-        """Projections, convolution, and the scan's products within chunks and with states."""
+        """Counts projections, convolution, and the scan's products within chunks and with states."""
         projections = 2 * hidden_size * (3 * self.inner + 2 * self.shared + self.heads)
         convolution = 2 * self.conv_kernel * (self.inner + 2 * self.shared)
         return (
@@ -106,19 +106,19 @@ class MambaConfig(BlockConfig):
         )
 
     def cp_traffic(self, cp: int) -> float:
-        """Sequences are exchanged for heads, and back."""
+        """Counts the exchange of sequences for heads, and back."""
         return (cp - 1) / cp * (2 * self.inner + 2 * self.shared + self.heads)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """The norm's input and output; x, B and C before and after the convolution; z; the scan's output, twice."""
+        """Counts the norm's input and output; x, B, C before and after the convolution; z; the scan's output, twice."""
         return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """The norm's output and the gated heads; gradients of x, B, C, z, steps, and the output."""
+        """Counts the norm's output and the gated heads; gradients of x, B, C, z, steps and the output."""
         return 2 * hidden_size + 3 * self.inner + 2 * self.shared + self.heads
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each tensor- and context-parallel rank has its own heads, and whole groups or an even part of one."""
+        """Raises unless each TP and CP rank has its own heads, and whole groups or an equal slice of one."""
         if not self._divided_by(layout.tp, layout.cp):
             fitting = [
                 f"tp={tp}, cp={cp}"
@@ -166,7 +166,7 @@ class Mamba(Recurrent):
         self.out_proj = RowLinear(inner, size, bias=config.bias, tp=tp)
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        """Mixes tokens after the pre-norm, [T / tp, H] -> [T / tp, H]."""
         config, head_exchange = self.config, context.microbatch.head_exchange
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         x, dt, gate, *shared = apply_linears(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
@@ -206,13 +206,13 @@ class Mamba(Recurrent):
         )
 
     def _channels(self, parameters: Sequence[Tensor], head_exchange: HeadExchange) -> Tensor:
-        """Parameters of x's, B's and C's channels -> those of this rank's heads, [channels, ...]."""
+        """Returns the parameters of this rank's heads, [channels, ...], from those of x's, B's and C's channels."""
         x, *shared = (local(parameter) for parameter in parameters)
         parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._own_groups, shared)
         return torch.cat([head_exchange.local_heads(_for_each(head_exchange, part, 0)).flatten(0, 1) for part in parts])
 
     def _own_groups(self, features: Tensor) -> Tensor:
-        """This rank's features [shared / tp, ...] -> the groups of its heads, [groups, n, ...].
+        """Returns the groups of this rank's heads, [groups, n, ...], from its features [shared / tp, ...].
 
         With more ranks than groups a rank holds part of one; the parts are then gathered.
         """
@@ -249,17 +249,17 @@ class StateSpace:
     backend: ScanBackend
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """[T, heads, p]."""
+        """Returns the heads' outputs, [T, heads, p]."""
         return self._scan(inputs, packing, last_states=False)[0]
 
     def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """[T, heads, p] and the states after each sequence."""
+        """Returns outputs [T, heads, p] and the states after each sequence."""
         y, states = self._scan(inputs, packing, last_states=True)
         assert states is not None
         return y, (last_inputs(inputs[0], packing, self.kernel.shape[1] - 1), states)
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """One token of each sequence: [sequences, heads, p] and the states after it."""
+        """Runs one token of each sequence. Returns [sequences, heads, p] and the states after it."""
         channels, last = convolve_step(inputs[0], states[0], self.kernel, self.bias, silu=True)
         x, b, c = self._parts(channels)
         y, state = ssd_step(x, self._time_steps(inputs[1]), self.A, b, c, self.D, states[1])
@@ -292,7 +292,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = sharded_parameter(size, axis=tp, dim=0)
 
     def forward(self, features: Tensor, gate: Tensor) -> Tensor:
-        """[T, size / tp], twice -> [T, size / tp]."""
+        """Normalises and gates features, both [T, size / tp] -> [T, size / tp]."""
         wide, opened = features.float(), F.silu(gate.float())
         if not self.before_gate:
             wide = wide * opened

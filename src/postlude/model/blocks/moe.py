@@ -96,7 +96,7 @@ class MoEConfig(GatedConfig):
         return {"load": self.experts, **dict.fromkeys(names, 1)}
 
     def metrics(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, LayerMetric]:
-        """Load, idle experts and entropy; the balance loss, selection bias and replay where the router has them."""
+        """Returns load, idle experts and entropy; balance loss, selection bias and replay where the router has them."""
         load, slots = sums["load"], sum(sums["load"])
         if not slots:
             return {}
@@ -146,29 +146,29 @@ class MoEConfig(GatedConfig):
 
     @classmethod
     def default_for(cls, hidden_size: int, others: Sequence[BlockConfig]) -> Self:
-        """Eight experts with top_k=2, which together are as wide as the model's MLP."""
+        """Returns eight experts with top_k=2, which together are as wide as the model's MLP."""
         default = MLPConfig.default_for(hidden_size, others)
         mlp = next((config for config in others if isinstance(config, MLPConfig)), default)
         fields = cls.gated_fields([mlp]) | {"intermediate_size": max(1, mlp.intermediate_size // 2)}
         return cls(experts=8, top_k=2, **fields)
 
     def flops(self, hidden_size: int) -> float:
-        """Router, the chosen experts and the shared expert."""
+        """Counts the router, the chosen experts and the shared expert."""
         products = 3 if self.gated else 2
         chosen = products * self.top_k * self.intermediate_size * (self.latent_size or hidden_size)
         others = products * self.shared_intermediate_size + self.experts + 2 * self.latent_size
         return 2 * (chosen + hidden_size * others)
 
     def tp_traffic(self, hidden_size: int) -> float:
-        """0: every rank routes its own tokens."""
+        """Returns 0: every rank routes its own tokens."""
         return 0.0
 
     def ep_traffic(self, hidden_size: int) -> float:
-        """The token, or its latent, once for each expert."""
+        """Counts the token, or its latent, once for each expert."""
         return self.top_k * (self.latent_size or hidden_size)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Tokens and features of each chosen expert and the shared one, and the router's scores."""
+        """Counts tokens and features of each chosen expert and the shared one, and the router's scores."""
         wide = 4 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
@@ -182,7 +182,7 @@ class MoEConfig(GatedConfig):
         return chosen + wide * self.shared_intermediate_size + others
 
     def check_layout(self, layout: Layout, name: str) -> None:
-        """Each expert-parallel rank holds the same number of experts."""
+        """Raises unless ep divides the experts."""
         if self.experts % layout.ep:
             others = nearest_degrees(layout.ep, (ep for ep in range(1, self.experts + 1) if self.experts % ep == 0))
             raise ValueError(
@@ -242,12 +242,12 @@ class MoE(Block):
         )
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """The experts, and an fp32 router."""
+        """Returns the experts, and an fp32 router."""
         experts = SeparateUnit(self.experts, experts=True)
         return (SeparateUnit(self.router, fp32=True), experts) if isinstance(self.router, FP32Linear) else (experts,)
 
     def count_buffers(self) -> tuple[Tensor, ...]:
-        """The load of each expert."""
+        """Returns the load of each expert."""
         return (self.load,) if self.moves_bias else ()
 
     @torch.no_grad()
@@ -434,7 +434,7 @@ class Experts(FSDPUnit):
         self.down_proj = ExpertLinear(count, inner, hidden_size, ep, bias=bias)
 
     def forward(self, rows: Tensor, counts: Tensor, recompute: Recompute = "none") -> Tensor:
-        """`rows` [R, H] sorted by expert, `counts` [E / ep] -> [R, H]."""
+        """Applies the experts to `rows` [R, H], sorted by expert with `counts` [E / ep] -> [R, H]."""
         return recomputed(self._work, "selective" if recompute == "selective" else "none", rows, counts)
 
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ class ExpertLinear(nn.Module):
         self.adapter = Adapter(config, matrix("a", config.rank, in_features), matrix("b", out_features, config.rank))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """[R, in] -> [R, out]."""
+        """Applies each expert's layer to its rows, [R, in] -> [R, out]."""
         product = grouped_linear(rows, local(self.weight), counts)
         if self.adapter is not None:
             product = product + self.adapter(rows, counts)
@@ -489,7 +489,7 @@ class SharedExpert(nn.Module):
         self.token_gate = Linear(hidden_size, 1, tp=tp) if config.shared_gate else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """Applies the shared expert, [T, H] -> [T, H]."""
         gate = self.gate_proj(tokens) if self.gate_proj is not None else None
         output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(tokens)))
         return output if self.token_gate is None else output * self.token_gate(tokens).sigmoid()

@@ -29,7 +29,7 @@ class Recurrence(Protocol):
         ...
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """One token of each sequence: [sequences, heads, width], and the states after it."""
+        """Runs one token of each sequence. Returns [sequences, heads, width] and the states after it."""
         ...
 
 
@@ -48,11 +48,11 @@ class Recurrent(Block):
     """Initial range of softplus(dt_bias), uniform in its logarithm."""
 
     def steps(self) -> tuple[LayerStep, ...]:
-        """The vectors are gathered in their own step, so that everything else can be recomputed."""
+        """Returns the steps. The vectors are gathered in a separate step, so that everything else can be recomputed."""
         return (compute("vectors", self.read_vectors, recompute_selective=False), compute("sublayer", self.run))
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """The vectors, in fp32."""
+        """Returns the vectors, in fp32."""
         return (SeparateUnit(self.vectors, fp32=True),)
 
     def read_vectors(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ class Recurrent(Block):
         return self.join(hidden, self.mix(normed, vectors, context))
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
-        """[T / tp, H] -> [T / tp, H], after the pre-norm."""
+        """Mixes tokens after the pre-norm, [T / tp, H] -> [T / tp, H]."""
         raise NotImplementedError(f"{type(self).__name__} must define mix().")
 
     def recur(

@@ -196,7 +196,7 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
 
 
 def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs) -> Iterator[Check]:
-    """Check of a dataset: every row can be encoded within the budget."""
+    """Yields the check of a dataset: every row can be encoded within the budget."""
 
     def look() -> str:
         config = inputs.config

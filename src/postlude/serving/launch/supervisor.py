@@ -55,7 +55,7 @@ class ServerSupervisor:
         return [slot.process.url for slot in self._slots if slot.process is not None]
 
     def watch(self, client: GenerationClient) -> None:
-        """From now on, restart servers that end, and tell the client."""
+        """Restarts servers that end, from now on, and notifies the client."""
         self._thread = threading.Thread(target=self._watch, args=(client,), name="postlude supervisor", daemon=True)
         self._thread.start()
 
