@@ -80,29 +80,37 @@ class LocalBatch:
             local = torch.zeros((sizes[mesh.dp.rank], *trailing), dtype=dtype, device=device)
             if values:
                 self._write_values([value[name].detach() for value in values], local, members[mesh.dp.rank], shifted)
-            # Sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one has
-            # a token's value and the others have zeros, so the sum is the value.
-            width = math.prod(trailing) * dtype.itemsize  # bytes per token; this rank may have no tokens
-            data = for_backend(local).view(-1).view(torch.uint8).view(len(local), width)
-            if values and mesh.cp.group is not None:
-                dist.all_reduce(data, group=mesh.cp.group)
-            if len(returned_ranks) > 1:
-                padded = data.new_zeros((max(sizes), width))
-                padded[: len(data)] = data
-                data = padded.new_zeros((ranks * max(sizes), width))
-                if values:
-                    dist.all_gather_into_tensor(data, padded, group=mesh.dp.group)
-            if mesh.pp.group is not None:
-                dist.broadcast(data, group=mesh.pp.group, group_src=mesh.pp.size - 1)
             by_sequence: dict[int, Tensor] = {}
-            for index, rank in enumerate(returned_ranks):
-                start = index * max(sizes)
-                received = data[start : start + sizes[rank]].cpu()
-                tokens = received.view(-1).view(dtype).view(sizes[rank], *trailing)
+            tokens_by_rank = self._exchange(local, sizes, returned_ranks, on_last_stage=bool(values))
+            for rank, tokens in zip(returned_ranks, tokens_by_rank, strict=True):
                 lengths = [self.plan.lengths[member] for member in members[rank]]
                 by_sequence |= zip(members[rank], tokens.split_with_sizes(lengths), strict=True)
             results[name] = [by_sequence[member] for member in sorted(by_sequence)]
         return results
+
+    def _exchange(
+        self, local: Tensor, sizes: Sequence[int], returned_ranks: Sequence[int], *, on_last_stage: bool
+    ) -> list[Tensor]:
+        """Returns the values of each of the `returned_ranks`, [sizes[rank], ...] on the CPU, given this rank's.
+
+        They are sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one
+        has a token's value and the others have zeros, so the sum is the value.
+        """
+        mesh, trailing, rows = self.mesh, local.shape[1:], max(sizes)
+        width = math.prod(trailing) * local.dtype.itemsize  # bytes per token; this rank may have no tokens
+        data = for_backend(local).view(-1).view(torch.uint8).view(len(local), width)
+        if on_last_stage and mesh.cp.group is not None:
+            dist.all_reduce(data, group=mesh.cp.group)
+        if len(returned_ranks) > 1:
+            padded = data.new_zeros((rows, width))
+            padded[: len(data)] = data
+            data = padded.new_zeros((len(sizes) * rows, width))
+            if on_last_stage:
+                dist.all_gather_into_tensor(data, padded, group=mesh.dp.group)
+        if mesh.pp.group is not None:
+            dist.broadcast(data, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+        received = [data[index * rows :][: sizes[rank]].cpu() for index, rank in enumerate(returned_ranks)]
+        return [tokens.view(-1).view(local.dtype).view(len(tokens), *trailing) for tokens in received]
 
     def _write_values(self, values: Sequence[Tensor], target: Tensor, members: Sequence[int], shifted: bool) -> None:
         """Writes each microbatch's values into `target`, in which this rank's sequences lie end to end."""

@@ -96,48 +96,55 @@ class Executor:
         results: dict[int, Any] = {}
         passes: dict[tuple[int, int], _StagePass] = {}
         pending = _PendingTransfers(self, microbatches, MAX_PENDING_SENDS if loss is None else None)
+
+        def start_forward(action: Action, hidden: Tensor | None) -> StepGenerator:
+            model = self.stages[action.stage]
+            if hidden is not None and loss is not None:
+                hidden.requires_grad_()
+            passes[action.stage, action.microbatch] = stage_pass = _StagePass(
+                model,
+                microbatches[action.microbatch],
+                hidden,
+                recorder.for_microbatch(action.microbatch),
+                output_processor if model.stage.last else None,
+                output_processor_context if model.stage.last else None,
+            )
+            return stage_pass.forward(interleaved=bool(self.overlap) and loss is not None)
+
+        def start_backward(action: Action, gradient: Tensor | None) -> StepGenerator:
+            key, model = (action.stage, action.microbatch), self.stages[action.stage]
+            if before_last_backward is not None and last_of_stage[action.stage] == action:
+                before_last_backward(model)
+            is_last = last_of_pass[key] == action
+            return passes[key].backward(action, gradient, functools.partial(on_grads_ready, model), is_last=is_last)
+
+        def finish(action: Action, output: Any) -> None:
+            key = action.stage, action.microbatch
+            stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
+            if action.kind == "B":
+                if isinstance(result := results.get(action.microbatch), Tensor):
+                    results[action.microbatch] = result.detach()  # frees its graph
+                hidden = stage_pass.input
+                stage_pass.input = stage_pass.output = None  # its W needs neither
+                if hidden is not None:
+                    pending.outgoing[action] = _input_gradient(hidden)
+            elif action.kind == "F" and self.stages[action.stage].stage.last:
+                results[action.microbatch] = output
+                stage_pass.output = loss(output) if loss is not None else None
+            elif action.kind == "F":
+                pending.outgoing[action] = output.detach()
+                stage_pass.output = output
+
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
             for index, entry in enumerate(schedule):
                 pending.launch(transfers[index])
                 inputs = [pending.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
-                running = []
-                for action, received in zip(entry, inputs, strict=True):
-                    key, model = (action.stage, action.microbatch), self.stages[action.stage]
-                    if action.kind != "F":
-                        if before_last_backward is not None and last_of_stage[action.stage] == action:
-                            before_last_backward(model)
-                        stage_grads_ready = functools.partial(on_grads_ready, model)
-                        is_last = last_of_pass[key] == action
-                        running.append(passes[key].backward(action, received, stage_grads_ready, is_last=is_last))
-                        continue
-                    if received is not None and loss is not None:
-                        received.requires_grad_()
-                    passes[key] = _StagePass(
-                        model,
-                        microbatches[action.microbatch],
-                        received,
-                        recorder.for_microbatch(action.microbatch),
-                        output_processor if model.stage.last else None,
-                        output_processor_context if model.stage.last else None,
-                    )
-                    running.append(passes[key].forward(interleaved=bool(self.overlap) and loss is not None))
+                running = [
+                    (start_forward if action.kind == "F" else start_backward)(action, received)
+                    for action, received in zip(entry, inputs, strict=True)
+                ]
                 for action, output in zip(entry, interleave(*running), strict=True):
-                    key, model = (action.stage, action.microbatch), self.stages[action.stage]
-                    stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
-                    if action.kind == "B":
-                        if isinstance(result := results.get(action.microbatch), Tensor):
-                            results[action.microbatch] = result.detach()  # frees its graph
-                        hidden = stage_pass.input
-                        stage_pass.input = stage_pass.output = None  # its W needs neither
-                        if hidden is not None:
-                            pending.outgoing[action] = _input_gradient(hidden)
-                    elif action.kind == "F" and model.stage.last:
-                        results[action.microbatch] = output
-                        stage_pass.output = loss(output) if loss is not None else None
-                    elif action.kind == "F":
-                        pending.outgoing[action] = output.detach()
-                        stage_pass.output = output
-                    del stage_pass  # drops the last reference, if the pass has ended
+                    finish(action, output)
         pending.launch(transfers[-1])
         with recorder.span("wait", "for pending sends"):
             self.channels.finish()
