@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import gc
+import importlib
 import signal
 import sys
 import threading
@@ -66,37 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-def _command(name: str) -> Command:  # noqa: PLR0912  # one case a command
-    """Imports a command and returns its `run`."""
-    match name:
-        case "trace":
-            from postlude.commands.trace import run
-        case "info":
-            from postlude.commands.info import run
-        case "convert":
-            from postlude.commands.convert import run
-        case "logprobs":
-            from postlude.commands.logprobs import run
-        case "verify":
-            from postlude.commands.verify import run
-        case "generate":
-            from postlude.commands.generate import run
-        case "chat":
-            from postlude.commands.chat import run
-        case "serve":
-            from postlude.commands.serve import run
-        case "tinker":
-            from postlude.commands.tinker import run
-        case "plan":
-            from postlude.commands.plan import run
-        case "recipe":
-            from postlude.commands.recipe import run
-        case "schema":
-            from postlude.commands.schema import run
-        case "env":
-            from postlude.commands.env import run
-        case "report":
-            from postlude.commands.report import run
+def _command(name: str) -> Command:
+    """Imports the module of a command and returns its `run`."""
+    run: Command = importlib.import_module(f"postlude.commands.{name}").run
     return run
 
 

@@ -101,14 +101,10 @@ class Executor:
             model = self.stages[action.stage]
             if hidden is not None and loss is not None:
                 hidden.requires_grad_()
-            passes[action.stage, action.microbatch] = stage_pass = _StagePass(
-                model,
-                microbatches[action.microbatch],
-                hidden,
-                recorder.for_microbatch(action.microbatch),
-                output_processor if model.stage.last else None,
-                output_processor_context if model.stage.last else None,
-            )
+            processor = (output_processor, output_processor_context) if model.stage.last else (None, None)
+            microbatch, pass_recorder = microbatches[action.microbatch], recorder.for_microbatch(action.microbatch)
+            stage_pass = _StagePass(model, microbatch, hidden, pass_recorder, *processor)
+            passes[action.stage, action.microbatch] = stage_pass
             return stage_pass.forward(interleaved=bool(self.overlap) and loss is not None)
 
         def start_backward(action: Action, gradient: Tensor | None) -> StepGenerator:
