@@ -1,4 +1,4 @@
-"""The native generator on several ranks: every rank has a whole model, and the prompts are divided among them."""
+"""The native generator on several ranks: every rank has the full model, and prompts are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 class DistributedEngine(AsyncRolloutEngine, Protocol):
-    """A rollout engine of all ranks. Only rank 0 submits and polls; the others wait in `controller` for its calls."""
+    """A rollout engine on all ranks. Rank 0 submits and polls; the others wait in `controller` for its calls."""
 
     controller: Rank0Controller[Any, Any]
 
@@ -43,7 +43,7 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
 
 
 class ReplicatedGenerator(PollAdapter):
-    """A whole model on every rank. Each rank generates the completions of its share of the prompts.
+    """The full model on every rank. Each rank generates the completions of some of the prompts.
 
     The same seeds give the same completions on any number of ranks. If every rank makes the same call of `generate`,
     every rank gets all completions. With `submit` and `poll`, which only rank 0 calls, only rank 0 gets them.
@@ -54,7 +54,7 @@ class ReplicatedGenerator(PollAdapter):
         self.generator = Generator(model, tokenizer, **limits)
         self.adapter: str | None = None
         """The generator's adapter that all completions are sampled with."""
-        self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._share)
+        self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._generate_local)
         super().__init__(self.generator)
 
     def sync_weights(self) -> None:
@@ -81,19 +81,18 @@ class ReplicatedGenerator(PollAdapter):
         first: int = 0,
     ) -> list[list[Completion]]:
         """Calls `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
-        shares: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(
-            shares, self._share(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
-        )
-        return interleave(shares, len(prompts))
+        by_rank: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
+        local = self._generate_local(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
+        dist.all_gather_object(by_rank, local)
+        return interleave(by_rank, len(prompts))
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first: int
     ) -> list[list[Completion]]:
-        """Makes all ranks call. Rank 0 alone calls it, in `poll`."""
+        """Generates on all ranks. Only rank 0 calls it, in `poll`."""
         return interleave(self.controller.call_all(_Call(prompts, samplings, n, first)), len(prompts))
 
-    def _share(self, call: _Call) -> list[list[Completion]]:
+    def _generate_local(self, call: _Call) -> list[list[Completion]]:
         """Returns this rank's completions."""
         rank, size = dist.get_rank(), dist.get_world_size()
         prompts, samplings = call.prompts[rank::size], call.samplings[rank::size]
@@ -112,15 +111,15 @@ class _Call:
     first: int
 
 
-def interleave(shares: Sequence[Sequence[Item]], count: int) -> list[Item]:
-    """Returns `count` items in order, from `shares` in which rank r of n has the items r, r + n, r + 2n, …"""
-    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
+def interleave(by_rank: Sequence[Sequence[Item]], count: int) -> list[Item]:
+    """Returns `count` items in order, of which rank r of n has the items r, r + n, r + 2n, …"""
+    return [by_rank[index % len(by_rank)][index // len(by_rank)] for index in range(count)]
 
 
 class SyncedGenerator(ReplicatedGenerator):
     """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout.
 
-    Of an engine with adapters the frozen model is copied once, and then only the adapter in use, which is not merged.
+    If the engine has adapters, the frozen model is copied once, and then only the adapter in use, which is not merged.
     With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
     """
 
@@ -163,18 +162,18 @@ class SyncedGenerator(ReplicatedGenerator):
         """Returns the gap of the last comparison."""
         return {} if self.gap is None else {"sync/gap": self.gap}
 
-    def _share(self, call: _Call) -> list[list[Completion]]:
+    def _generate_local(self, call: _Call) -> list[list[Completion]]:
         """Generates with the engine's current weights. A large cache is freed for training."""
         self.sync_weights()
         if self._pending_probe is not None:
             self._compare(self._pending_probe)
             self._pending_probe = None
-        completions = super()._share(call)
+        completions = super()._generate_local(call)
         self.generator.release(only_if_large=True)
         return completions
 
     def _compare(self, probe: Probe) -> None:
-        """Compares the log-probs of all ranks with the engine's. Every rank raises `WeightsDiffer` if one is wrong."""
+        """Compares the log-probs of all ranks with the engine's. Every rank raises `WeightsDiffer` if one differs."""
 
         def compare() -> ProbeResult:
             requests = probe.requests

@@ -1,8 +1,8 @@
-"""WeightProbe: tells from a few log-probs whether a sampler has the weights that the trainer has just sent.
+"""WeightProbe: checks by a few log-probs that a rollout engine has the weights that the trainer has just sent.
 
 The trainer scores a fixed sequence of tokens when it sends weights, and keeps the likeliest tokens of some positions.
-Every sampler is asked for the likeliest token after the same prefixes: one token each, which every rollout engine can
-give. The two are compared whenever the sampler replies, so the trainer does not wait for servers.
+It requests the likeliest token after the same prefixes from every rollout engine, and compares the log-probs when the
+replies arrive, so it does not wait for servers.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class TrainerScores:
     """The log-probs of the likeliest tokens after each prefix."""
 
     def greedy(self) -> list[tuple[int, float]]:
-        """Returns what a sampler with these weights replies: the likeliest token after each prefix and its log-prob."""
+        """Returns the likeliest token after each prefix and its log-prob: the reply of a sampler with these weights."""
         return [max(listed.items(), key=lambda item: item[1]) for listed in self.likeliest]
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How far a sampler's log-probs are from the trainer's."""
+    """The difference between a sampler's log-probs and the trainer's."""
 
     step: int
     """The optimizer step whose weights it was given."""
     sampled: Sequence[tuple[int, float]]
     """Its tokens and their log-probs."""
     gap: float
-    """The median of the differences, or a quarter of their mean if that is larger: in bf16 a few tokens of a
-    mixture-of-experts model go to other experts, and say nothing about the weights."""
+    """The median of the differences, or a quarter of their mean if that is larger: in bf16 a mixture-of-experts model
+    sends a few tokens to other experts, which does not mean that its weights differ."""
     problem: str
     """What is wrong with its weights, as text that follows the sampler's name; "" if nothing is."""
 
@@ -86,8 +86,8 @@ class Probe:
         if stale is not None:
             return (
                 f"has the weights of optimizer step {stale.step} after it was given those of step {step}: its "
-                f"log-probs differ by {_gap(stale, sampled):.2g} from the trainer's of then, and by {gap:.2g} from "
-                "those of now"
+                f"log-probs differ by {_gap(stale, sampled):.2g} from the trainer's at that step, and by {gap:.2g} "
+                "from its current ones"
             )
         if gap <= self.limit:
             return ""
@@ -117,8 +117,8 @@ class Probe:
 class WeightProbe:
     """Scores the fixed tokens with an engine's weights. `limit` is the largest gap; None derives it from the dtype.
 
-    The tokens are the same on every rank. They are no text, because a model is sure of the next word of a text, and
-    log-probs near 0 hardly depend on the weights.
+    The tokens are the same on every rank. They are not text: a model predicts text with log-probs near 0, which hardly
+    depend on the weights.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None = None, limit: float | None = None) -> None:
@@ -137,7 +137,7 @@ class WeightProbe:
         scores, earlier = self._scores(), self._history
         if not earlier:
             self._repeatable = scores == self._scores()
-        # The first weights stay: a sampler that never takes new ones is the further from the trainer, the longer.
+        # The first scores are kept for good: a sampler that never takes new weights still has those.
         self._history = [*earlier[:1], *earlier[1:][2 - EARLIER :], scores]
         return Probe(self.requests, scores, tuple(earlier), self.limit, self._repeatable)
 
@@ -154,8 +154,8 @@ def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -
     Special tokens are first or last in most vocabularies, and servers may treat them specially.
     """
     added = set(tokenizer.added_tokens_decoder) if tokenizer is not None else set()
-    usual = [token for token in range(vocab_size // 8, vocab_size // 2 + 1) if token not in added]
-    return [usual[rng_key(position) % len(usual)] for position in range(count)]
+    candidates = [token for token in range(vocab_size // 8, vocab_size // 2 + 1) if token not in added]
+    return [candidates[rng_key(position) % len(candidates)] for position in range(count)]
 
 
 def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:
@@ -165,7 +165,7 @@ def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:
 
 
 def _differences(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> list[float]:
-    """Returns the difference at each position; the least that it can be for a token that the trainer has not listed."""
+    """Returns the difference at each position; a lower bound of it for a token that the trainer has not listed."""
     differences = []
     for listed, (token, logprob) in zip(scores.likeliest, sampled, strict=True):
         highest, lowest = max(listed.values()), min(listed.values())

@@ -1,6 +1,6 @@
-"""Decisions of rank 0 that all ranks share, and failures of one rank that all ranks raise.
+"""Runs work on rank 0 and shares its result or failure with all ranks.
 
-With a `Rank0Controller`, rank 0 alone runs the program for a while, and calls functions on all ranks.
+With a `Rank0Controller`, only rank 0 runs the program for a while, and calls functions on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gather_and_decide(
     *,
     raise_cause: bool = False,
 ) -> Result:
-    """Runs `work` on every rank, and returns on every rank what rank 0's `decide` makes of the results, by rank.
+    """Runs `work` on every rank and `decide` on rank 0, with the results by rank. Every rank returns its result.
 
     If either fails, every rank raises a `RankFailure` that names the rank, or its `cause` with `raise_cause`, so that
     none is left waiting. Each rank sends once and receives once, whatever their number.
@@ -73,14 +73,14 @@ def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None)
 class Rank0Controller(Generic[Argument, Value]):
     """Rank 0 runs the program and calls a function on all ranks; the others wait for these calls.
 
-    A rank waits for a call however long rank 0 is busy; a rank that is lost is noticed all the same. Every rank makes
-    a controller, in the same place of the program.
+    A rank waits for calls as long as rank 0 is busy, and still notices a lost rank. Every rank creates a controller, at
+    the same point of the program.
     """
 
     def __init__(self, function: Callable[[Argument], Value]) -> None:
         self.function = function
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo", timeout=WAIT_FOR_RANK0) if several else None
+        multiple_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo", timeout=WAIT_FOR_RANK0) if multiple_ranks else None
         self.is_rank0 = self.group is None or dist.get_rank(self.group) == 0
         self._closed = False
 
@@ -123,7 +123,7 @@ class Rank0Controller(Generic[Argument, Value]):
         return gathered or []
 
     def scatter(self, values: list[Result] | None) -> Result:
-        """Returns this rank's of the values that rank 0 passes, one per rank. The others pass None."""
+        """Returns this rank's value. Rank 0 passes the values of all ranks; the others pass None."""
         received: list[Any] = [None]
         if self.group is None:
             assert values is not None

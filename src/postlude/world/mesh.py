@@ -1,4 +1,4 @@
-"""A layout over running ranks: `Mesh` has their process groups, `Axis` is one rank's position along one."""
+"""Mesh: the process groups of a layout over the running ranks. Axis: one rank's position along one axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude.layout import Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """One rank's position along one axis: `rank` of `size`. `group` is theirs; None if there is only one."""
+    """One rank's position along one axis: `rank` of `size`. `group` is None if the axis has one rank."""
 
     size: int = 1
     rank: int = 0
@@ -84,7 +84,7 @@ class Mesh:
 
     @classmethod
     def without_processes(cls, layout: Layout) -> Mesh:
-        """Returns rank 0's mesh of a layout that does not run: what is built on it has a rank's sizes."""
+        """Returns rank 0's mesh without process groups: modules built on it have the sizes of one rank's shards."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.device_type = layout, "cpu"
         mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep = (
@@ -128,8 +128,8 @@ def point_to_point(operation: Callable[..., Any], tensor: Tensor, group: dist.Pr
 
     It is a batch of one, so that NCCL uses the group's communicator and does not make a second one with a warning.
     """
-    other = 1 - dist.get_rank(group)
-    return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=other)])[0]
+    peer = 1 - dist.get_rank(group)
+    return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)])[0]
 
 
 _Groups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
@@ -145,16 +145,16 @@ def _fsdp_mesh(
     """
     groups = {"replicate": _group(grid, 1, groups_by_ranks) if grid.shape[1] > 1 else None}
     groups |= {"shard": _group(grid, 2, groups_by_ranks), "inner": inner.group}
-    kept = {name: group for name, group in groups.items() if group is not None}
+    mesh_groups = {name: group for name, group in groups.items() if group is not None}
     sizes = dict(zip(groups, grid.shape[1:], strict=True))
     mesh = DeviceMesh.from_group(
-        list(kept.values()),
+        list(mesh_groups.values()),
         device_type,
-        mesh=grid[stage].reshape([sizes[name] for name in kept]),
-        mesh_dim_names=tuple(kept),
+        mesh=grid[stage].reshape([sizes[name] for name in mesh_groups]),
+        mesh_dim_names=tuple(mesh_groups),
     )
-    shards = mesh["replicate", "shard"] if "replicate" in kept else mesh["shard"]
-    return shards, replace(inner, mesh=mesh["inner"]) if "inner" in kept else inner
+    shards = mesh["replicate", "shard"] if "replicate" in mesh_groups else mesh["shard"]
+    return shards, replace(inner, mesh=mesh["inner"]) if "inner" in mesh_groups else inner
 
 
 def high_priority_options() -> Any:

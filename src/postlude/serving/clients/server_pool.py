@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass
 class _Attempts:
-    """The history of one request."""
+    """The attempts of one request so far."""
 
     completed_before: int
     """The pool's count of completions when the request was submitted."""
@@ -82,9 +82,9 @@ class ServerPool:
         self.outage_timeout = outage_timeout
         self.weights: Weights | None = None
         self.expected = 0
-        """Servers that are being started elsewhere and will be added."""
+        """The number of servers that are being started and will be added."""
         self.supervisor_delay = 0.0
-        """Seconds that the process that starts servers has to announce a new one after all are lost; 0 without one."""
+        """Seconds to wait, after all servers are lost, for a supervisor to announce a new one; 0 without one."""
         self.removed: list[str] = []
         """Messages about servers that will not be replaced. Each begins with the server's URL."""
         self.counts = Counts()
@@ -240,7 +240,7 @@ class ServerPool:
         return [server for server in present if not server.has_weights(weights)]
 
     async def _check_version(self, server: RemoteServer) -> None:
-        """Detects a server that was restarted, and so has other weights."""
+        """Detects a server that was restarted, and so has different weights."""
         try:
             version = await server.fetch_version()
             if version != server.version:
@@ -348,7 +348,7 @@ class ServerPool:
         return ""
 
     def _supervisor_wait_over(self) -> bool:
-        """Whether the supervisor had the time to announce another server."""
+        """Returns whether `supervisor_delay` has passed since all servers were lost."""
         if self._supervisor_wait is None:
             self._supervisor_wait = asyncio.create_task(self._wait_for_supervisor())
         return self._supervisor_wait.done()
@@ -435,7 +435,7 @@ class ServerPool:
                     server.state = "up" if weights is None or server.has_weights(weights) else "needs_weights"
             except ServerUnavailable as error:
                 pause = self._pause_after_failure(server, error) or 0.0
-            except RequestRefused as error:  # for example by a proxy, while the server starts
+            except RequestRefused as error:  # such as by a proxy while the server starts
                 pause = self._pause_after_failure(server, ServerUnavailable(f"replies with {error}")) or 0.0
             except InvalidResponse as error:
                 if weights is self.weights:  # else the directory may be gone, for newer weights

@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2
 EXIT_DELAY = 0.5  # seconds after which the exit of a server that cannot be reached is known
 WARN_SECONDS = 30.0  # between two warnings that a server has no machine yet
 REPLY_TIMEOUT = 5.0
-NOTICE_SECONDS = 10.0  # after which the end of a server is known, on a busy machine
+NOTICE_SECONDS = 10.0  # after which the end of a server is noticed, on a busy machine
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our addresses
 LOG = logging.getLogger("postlude")
 
@@ -75,7 +75,7 @@ class ServerSupervisor:
         slot.deadline = time.monotonic() + self.command.start_timeout
 
     def _problem(self, slot: _ServerSlot) -> str | None:
-        """Returns what is wrong with a server; None if nothing. Clears the deadline of one that is ready."""
+        """Returns why a server is not usable, or None. Clears the deadline of one that is ready."""
         process = slot.process
         assert process is not None
         if problem := process.exit_reason():
@@ -100,7 +100,7 @@ class ServerSupervisor:
             LOG.warning("%s replies without its key: let only the run reach it, or use a newer version.", path)
 
     def _warn_of_waiting(self) -> None:
-        """Warns now and then of servers that no machine has room for."""
+        """Warns repeatedly of servers that wait for a machine."""
         count = sum(slot.process is not None and not slot.process.url for slot in self._slots)
         if not count:
             self._next_warning = time.monotonic() + WARN_SECONDS
@@ -166,7 +166,7 @@ class _ServerSlot:
 
 
 class SupervisedClient(GenerationClient):
-    """A client of servers that are started for it and stop with it."""
+    """A client that starts its servers with a supervisor, and stops them when it closes."""
 
     def __init__(self, supervisor: ServerSupervisor, **settings: Any) -> None:
         self.supervisor = supervisor
@@ -186,10 +186,10 @@ class SupervisedClient(GenerationClient):
 
 
 def _client_problem(client: GenerationClient, url: str) -> str | None:
-    """Returns why the client gave up a server that runs: it hangs, or gave an invalid response."""
-    given_up = ("unavailable", "excluded")
+    """Returns why the client does not use a running server: it hangs, or gave an invalid response."""
+    unused = ("unavailable", "excluded")
     return next(
-        (server.problem for server in client.pool.servers if server.url == url and server.state in given_up), None
+        (server.problem for server in client.pool.servers if server.url == url and server.state in unused), None
     )
 
 
