@@ -195,7 +195,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["logprobs", "tiny-dense"], "the following arguments are required: --text"),
         (["logprobs", "tiny-dense", "--text", "h"], "the text has 1 token(s)"),
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "device 'warp' is none that torch knows"),
+        (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "device 'warp' is unknown to torch"),
         (["convert", "tiny-dense"], "the following arguments are required: DST"),
         (["waltz"], "'waltz' is not a command; there are info, convert, "),
         (["inf", "tiny-dense"], "'inf' is not a command; did you mean info? See `postlude --help`."),

@@ -103,10 +103,10 @@ def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
 def test_a_device_that_is_not_there_is_a_sentence_before_any_rank_starts() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(
-        ValueError, match=rf"^device 'cuda:{count}' was asked for, but torch sees {count} GPUs here.*cpu"
+        ValueError, match=rf"^device 'cuda:{count}' was requested, but torch sees {count} GPUs here.*cpu"
     ):
         launch(print, nproc=2, device=f"cuda:{count}")
-    with pytest.raises(ValueError, match="device 'gpu' is none that torch knows; use cpu, cuda or cuda:0"):
+    with pytest.raises(ValueError, match="device 'gpu' is unknown to torch; use cpu, cuda or cuda:0"):
         check_device("gpu")
     for fine in (None, "cpu", torch.device("cpu"), default_device()):
         check_device(fine)

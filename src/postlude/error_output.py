@@ -29,7 +29,7 @@ def print_error(message: str) -> None:
 def _prints(file: str | None) -> bool:
     """Returns whether this rank prints: the first to fail under torchrun, else the first of the machine."""
     if file:
-        printed = Path(file).parent.parent / "postlude-said"  # beside the folders of this machine's ranks
+        printed = Path(file).parent.parent / "postlude-said"  # next to the folders of this machine's ranks
         try:
             printed.parent.mkdir(parents=True, exist_ok=True)
             printed.open("x").close()

@@ -340,7 +340,7 @@ def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_no_directory(
         complaint, silence = (at_once, later) if wait or fault == "directory" else (later, at_once)
         assert silence == "nothing"
         assert complaint == (
-            f"OSError: {tmp_path / 'checkpoint'} could not be written: rank {FAULTS[fault][0]} met OSError: "
+            f"OSError: {tmp_path / 'checkpoint'} could not be written: rank {FAULTS[fault][0]} raised OSError: "
             "[Errno 28] No space left on device. What was written is not a checkpoint; fix the cause and save again."
         )
         assert not there

@@ -338,7 +338,7 @@ class TestBrokenSources:
     def test_a_tensor_of_another_shape(self, directory: Path) -> None:
         rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
         with pytest.raises(
-            ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config asks for \(128,\)"
+            ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config needs \(128,\)"
         ):
             load_model(directory)
 

@@ -104,7 +104,7 @@ def test_a_depth_that_is_not_whole_is_a_sentence(name: str, gone: str, tmp_path:
             read()
     save(source.directory, {**lacking, f"{gone}.weight": torch.zeros(3, 2)})
     for read in (lambda: load_model(source.directory, mtp=True), lambda: check_weights(depths)):
-        with pytest.raises(ValueError, match=rf"{gone}\.weight is \(3, 2\) in the source, but the config asks for \("):
+        with pytest.raises(ValueError, match=rf"{gone}\.weight is \(3, 2\) in the source, but the config needs \("):
             read()
     save(source.directory, {**tensors, f"{gone}.bias": torch.zeros(3)})
     with pytest.raises(ValueError, match=rf"has no place for: {gone}\.bias"):

@@ -120,7 +120,7 @@ def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
         ModelConfig(
             pattern=Pattern.parse("[G-]"), hidden_size=4, vocab_size=4, blocks={"-": small_config().blocks["-"]}
         )
-    with pytest.raises(TypeError, match=r"blocks\['-'\] of the config is a AttentionConfig; '-' wants a MLPConfig"):
+    with pytest.raises(TypeError, match=r"blocks\['-'\] of the config is a AttentionConfig; '-' needs a MLPConfig"):
         small_model("*-", blocks={"-": AttentionConfig(heads=1, kv_heads=1, head_dim=2)})
 
 

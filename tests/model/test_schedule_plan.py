@@ -186,7 +186,7 @@ def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_a
 
 def test_a_processor_that_asks_otherwise_than_it_says_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"asks for depths with stop_trunk=True, but its `mtp_options` has stop_trunk=False"
+        ValueError, match=r"requests depths with stop_trunk=True, but its `mtp_options` has stop_trunk=False"
     ):
         planned(LanguageModel(small_config("[*-]/[*-]")), batch(1), Processor(stop_trunk=True))
 

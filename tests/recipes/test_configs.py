@@ -133,7 +133,7 @@ def test_a_path_in_a_config_leads_beside_it_first(
     assert read() == name
     (there / path).mkdir(parents=True)
     assert read() == f"../there/{name}"
-    assert f"{path} exists beside the config and in the working directory; ../there/{path} is used" in caplog.text
+    assert f"{path} exists next to the config and in the working directory; ../there/{path} is used" in caplog.text
     (here / path).rmdir()
     caplog.clear()
     assert read() == f"../there/{name}"

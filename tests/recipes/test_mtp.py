@@ -182,7 +182,7 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
     assert model_source(held, MTPSettings()) == Recast(held, read_model_with_mtp(held)[1].pattern)
     assert describe_mtp(held, MTPSettings()) == "1 depth(s) of [*E], the model's own"
     with pytest.raises(
-        ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but the config asks for 2"
+        ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but the config has 2"
     ):
         model_source(held, MTPSettings(depths=2))
     saved(CONFIGS["nemotron_h"](), Path(none))
@@ -206,6 +206,6 @@ def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:
     assert model_source("tiny-hybrid", MTPSettings()) == "tiny-hybrid"
     with pytest.raises(
         ValueError,
-        match=r"tiny-hybrid predicts 1 tokens further ahead with its own MTP layers, but the config asks for 2",
+        match=r"tiny-hybrid predicts 1 tokens further ahead with its own MTP layers, but the config has 2",
     ):
         model_source("tiny-hybrid", MTPSettings(depths=2))

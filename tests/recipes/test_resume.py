@@ -118,7 +118,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
         assert main(words("parts", 3)) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "after step 2 the run failed: OSError: " in told
-    assert "step-000002 could not be written: rank 0 met OSError: " in told
+    assert "step-000002 could not be written: rank 0 raised OSError: " in told
     assert told.endswith(f"When that is fixed, resume with: postlude {shlex.join(words('parts', 3))}")
     assert not (tmp_path / "parts" / "checkpoints" / "step-000002").exists()
     assert main(words("parts", 3)) == 0

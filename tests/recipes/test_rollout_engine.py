@@ -285,14 +285,14 @@ def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path
     assert "has no vLLM. Install it there" in told(*vllm)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert told(tmp_path, "--rollout=generators", "--rollout.count=2", "--rollout.gpus=1").startswith("2 of")
-    assert "wants 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
+    assert "needs 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
         tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
     )
     share = (tmp_path, "--rollout=generators", "--rollout.gpus=0.4")
     assert "rollout.gpus is 0.4, but only Ray gives out shares of a GPU" in told(*share)
     on_ray = LaunchInfo("cuda", ray=True)
     assert told(*share, start=on_ray) == "1 of postlude serve, to be launched"
-    assert "on Ray a server that asks for no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
+    assert "on Ray a server that requests no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
     by_cpu = ("--rollout=generators", "--rollout.device=cpu")
     assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be launched"
 

@@ -163,7 +163,7 @@ def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Pat
     shown = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
     show = saying(f"import os, time; print({shown}, flush=True); time.sleep(60)", gpus=2.0)
     one = here.start(show)
-    with pytest.raises(ValueError, match=r"wants 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
+    with pytest.raises(ValueError, match=r"needs 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
         here.start(show)
     until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
     one.stop()

@@ -1,6 +1,6 @@
-"""ActorPool: a worker pool of Ray actors, on whichever nodes have free CPUs.
+"""ActorPool: a worker pool of Ray actors, on nodes that have free CPUs.
 
-User code runs in a process beside the actor, under the limits of `pool/process_pool.py`. So a lost actor says nothing
+User code runs in a child process of the actor, under the limits of `pool/process_pool.py`. So a lost actor says nothing
 about its calls, and another actor makes them again.
 """
 
@@ -26,7 +26,7 @@ LOG = logging.getLogger("postlude")
 
 
 class WorkerActor:
-    """An actor with one worker process beside it."""
+    """An actor with one worker process."""
 
     def __init__(self) -> None:
         self.pool: ProcessPool | None = None

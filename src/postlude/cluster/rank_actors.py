@@ -1,6 +1,6 @@
 """RankActors: the ranks of a run as actors of one placement group. They start together and end together.
 
-Each actor becomes a rank by torchrun's environment variables, so `postlude.world` knows nothing of Ray.
+Each actor becomes a rank by torchrun's environment variables, so `postlude.world` does not depend on Ray.
 """
 
 from __future__ import annotations

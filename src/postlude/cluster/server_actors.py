@@ -1,4 +1,4 @@
-"""RayLauncher: starts servers on a cluster's nodes. Each server has an actor beside it, which is lost with its node."""
+"""RayLauncher: starts servers on a cluster's nodes. Each server has an actor, which is lost with its node."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ServerActor:
 
 
 class _RayProcess:
-    """A server, by the actor beside it. It has an address once a node has room for it."""
+    """A server and its actor. It has an address once a node has room for it."""
 
     def __init__(self, actor: Any, command: ServerCommand, logs: Path, *, single_machine: bool) -> None:
         self.actor, self.command, self.url = actor, command, ""

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _adapter_line(report: AdapterReport) -> str:
-    """Returns a line about one rank's adapters beside another model."""
+    """Returns a line that compares one rank's adapters with another model."""
     if report.skipped:
         return f"one rank beside {report.other}: not checked, as {report.skipped}"
     line = f"one rank beside {report.other}, in fp32: log-prob {report.logprob:.1e}"

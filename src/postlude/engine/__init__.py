@@ -1,4 +1,4 @@
-"""Engine: a model in any layout, and what a training loop asks of it. Start at `engine.py`."""
+"""Engine: a model in any layout, and the calls of a training loop. Start at `engine.py`."""
 
 from postlude.engine.engine import Engine
 from postlude.engine.result import Result, StepResult

@@ -34,7 +34,7 @@ def load_adapter_state(
     """Restores the training state of an adapter, by default that in use. Returns the saved `extra`.
 
     The name may be another than it was saved under. If there is no such adapter, it is made as it was saved. Its
-    gradients are freed. Other adapters and random generators are left alone. Every rank calls it.
+    gradients are freed. Other adapters and random generators do not change. Every rank calls it.
     """
     engine.failure_state.check()
     if name is None or name in engine.adapters.by_name:

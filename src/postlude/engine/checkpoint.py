@@ -203,7 +203,7 @@ def load(
     What can be refused is refused on every rank before anything changes. Rank 0 reads the index and broadcasts it; each
     rank opens only the files that have shards it needs. `recast` maps the tensors of a checkpoint of another pattern:
     tensors that it lacks keep their values, and their moments start from zero. Adapters that the engine lacks are made.
-    With an `adapter`, the state of one is read into it, and random generators are left alone.
+    With an `adapter`, the state of one is read into it, and random generators keep their states.
     """
     source = Path(directory).expanduser().resolve()
     state = on_rank0(lambda: read_state(source, ENTRIES))
@@ -472,4 +472,4 @@ def _as_os_error(problem: str, fix: str) -> Iterator[None]:
         yield
     except RankFailure as failure:
         cause = failure.cause
-        raise OSError(f"{problem}: rank {failure.rank} met {type(cause).__name__}: {cause}. {fix}") from cause
+        raise OSError(f"{problem}: rank {failure.rank} raised {type(cause).__name__}: {cause}. {fix}") from cause

@@ -73,7 +73,7 @@ def recast_plan(model: Exported, directory: str | os.PathLike[str]) -> RecastPla
 
 
 def model_files(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None) -> ModelFiles:
-    """Returns the files beside a checkpoint's weights. Without a config if one of your blocks' is not JSON.
+    """Returns the files next to a checkpoint's weights, without a config if a custom block's is not JSON.
 
     A checkpoint of adapters has no config either, since it cannot be loaded as a model.
     """

@@ -83,7 +83,7 @@ class StreamedTensor:
         return prod(self.shape)
 
     def dtype(self, requested: torch.dtype) -> torch.dtype:
-        """Returns the dtype that it is streamed in if `requested` is asked for."""
+        """Returns the dtype that it is streamed in for a `requested` one."""
         return torch.promote_types(requested, self.min_dtype)
 
     def bytes(self, requested: torch.dtype) -> int:

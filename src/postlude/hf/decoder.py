@@ -49,7 +49,7 @@ def decoder_config(
 ) -> ModelConfig:
     """Returns a ModelConfig from the fields that these families share.
 
-    `sliding` tells which layers have a sliding window (default: by `layer_types`, else none). `layers` are the second
+    `sliding` selects the layers with a sliding window (default: by `layer_types`, else none). `layers` are the second
     blocks of the layers (default "-"), and `blocks` the configs of those that are no gated MLP. `attention` are other
     fields of the attention's config, such as biases.
     """
@@ -111,7 +111,7 @@ def sliding_layers(hf: HFConfig) -> list[bool]:
     if unknown:
         raise ValueError(f"layer_types holds {', '.join(unknown)}, which {hf.model_type} has no block for.")
     if "sliding_attention" in kinds and not hf.sliding_window:
-        raise ValueError("layer_types asks for sliding_attention, but sliding_window is not set.")
+        raise ValueError("layer_types has sliding_attention, but sliding_window is not set.")
     return [kind == "sliding_attention" for kind in kinds]
 
 

@@ -106,7 +106,7 @@ def export_model(
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model directory beside its weights: config, tokenizer and generation config."""
+    """The files of a model directory besides its weights: config, tokenizer and generation config."""
 
     hf: PretrainedConfig | PostludeConfig | None
     """Our own config if transformers has none for the model; None if that cannot be written either."""
@@ -244,7 +244,7 @@ def export_config(
     families: Mapping[str, Family] = FAMILIES,
     blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> tuple[Family | None, PretrainedConfig | PostludeConfig]:
-    """As `describe`, or Postlude's own words for a model that no family describes."""
+    """Returns the config that `describe` returns, or Postlude's own for a model that no family describes."""
     if has_hf_config(config, families):
         return hf_export_config(config, dtype, families)
     postlude_config = PostludeConfig(config, dtype, blocks)

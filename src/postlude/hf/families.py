@@ -1,4 +1,4 @@
-"""FAMILIES: the families that can be read and written. A new one is a file beside this one and a line here."""
+"""FAMILIES: the families that can be read and written. A new one is a file in this folder and a line here."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # whatever transformers and its parsers raise
         if path.is_dir() and not any(path.glob("*token*")):
-            fix = "Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+            fix = "Put the model's tokenizer.json and tokenizer_config.json next to its weights."
             raise FileNotFoundError(f"{path} has no tokenizer. {fix}") from error
         reason = first_line(error).rstrip(".")
         raise FileNotFoundError(
@@ -296,7 +296,7 @@ def _take(tensors: TensorSource, expected: HFTensor) -> Tensor:
 
 def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(shape) != tuple(expected):
-        raise ValueError(f"{name} is {tuple(shape)} in the source, but the config asks for {tuple(expected)}.")
+        raise ValueError(f"{name} is {tuple(shape)} in the source, but the config needs {tuple(expected)}.")
 
 
 def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:

@@ -21,7 +21,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 
 def mamba_config(hf: HFConfig, **sizes: Any) -> MambaConfig:
-    """Returns a block of these sizes, with the fields that Mamba-2 and Nemotron-H name alike.
+    """Returns a block of these sizes, with the fields that Mamba-2 and Nemotron-H name equally.
 
     Each group is normed separately, as in the authors' code. transformers before 5.23 norms all groups of Mamba-2 and
     of Granite's hybrid models together, so it differs from this where there are several.

@@ -14,7 +14,7 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the hub, such as org/model
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the caller knows of a model. Facts from its config are added when the card is written."""
+    """The caller's description of a model. Facts from its config are added when the card is written."""
 
     base: str = ""
     """The model it was made from: a name on the hub, or a path."""

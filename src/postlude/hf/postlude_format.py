@@ -6,7 +6,7 @@ safetensors, sharded with an index if they are large, generation_config.json, a 
     {"format": 1, "dtype": "bfloat16", "config": {"pattern": "[M-][*-]", …}, "hf_config": {…}}
 
 `config` is the ModelConfig (`model/config_json.py`). `hf_config` is the config.json that the model was first read
-from, if any: under its pattern of then, it is a model of that family again.
+from, if any: with its original pattern, it is a model of that family again.
 """
 
 from __future__ import annotations

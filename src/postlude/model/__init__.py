@@ -1,4 +1,4 @@
-"""The model: a pattern of blocks over packed sequences, and an output processor after them. It knows no objective."""
+"""The model: a pattern of blocks over packed sequences, and an output processor. It does not depend on objectives."""
 
 from postlude.model.config import ModelConfig
 from postlude.model.language_model import LanguageModel

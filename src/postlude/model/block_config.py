@@ -1,4 +1,4 @@
-"""BlockConfig: what a block's config tells without building it: its norms, its cost, the layouts that it fits."""
+"""BlockConfig: what is known of a block without building it: its norms, its cost, the layouts that it fits."""
 
 from __future__ import annotations
 

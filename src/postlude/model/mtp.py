@@ -179,7 +179,7 @@ class PlannedDepths:
         """See `postlude.model.output.MTPDepths`."""
         if stop_trunk != self.mtp_options.stop_trunk:
             raise ValueError(
-                f"the processor asks for depths with stop_trunk={stop_trunk}, but its `mtp_options` has "
+                f"the processor requests depths with stop_trunk={stop_trunk}, but its `mtp_options` has "
                 f"stop_trunk={self.mtp_options.stop_trunk}, with which they were computed. Set both to the same value."
             )
         for hidden, embedding, context in self.outputs:

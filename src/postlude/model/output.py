@@ -34,7 +34,7 @@ class OutputHead:
     `weight` [vocab / tp, H], the embedding's if they are tied, holds the vocabulary entries from
     `logit_config.vocab_start` on. `logit_config` says how logits are computed and which ranks hold the other entries.
     `value_head` is set if the model was built with one. With an `adapter` the weight is [vocab / tp, H + rank], with
-    B in its last columns, and `gather` puts scale · A · hidden beside hidden: their product is that of both.
+    B in its last columns, and `gather` appends scale · A · hidden to hidden, so that one product computes both.
     """
 
     weight: Tensor
@@ -212,14 +212,14 @@ class MTPOptions:
     """How a processor uses MTP depths. A processor with an attribute `mtp_options` gets them from the schedule plan.
 
     The depths' steps are then steps of the plan, which overlaps their exchanges, before the processor is called.
-    Without the attribute, depths run when the processor asks for them, each without overlap.
+    Without the attribute, depths run when the processor requests them, without overlap.
     """
 
     stop_trunk: bool = False
 
 
 class OutputProcessor(Protocol):
-    """Turns hidden states and the head into whatever the caller wants.
+    """Computes any result from hidden states and the head.
 
     It may have an attribute `mtp_options`.
     """

@@ -88,5 +88,5 @@ def _check(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) 
     expected, actual = blocks[symbol].Config, type(config.blocks[symbol])
     if not issubclass(actual, expected):
         raise TypeError(
-            f"blocks[{symbol!r}] of the config is a {actual.__name__}; {symbol!r} wants a {expected.__name__}."
+            f"blocks[{symbol!r}] of the config is a {actual.__name__}; {symbol!r} needs a {expected.__name__}."
         )

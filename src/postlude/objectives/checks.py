@@ -17,5 +17,5 @@ def check_per_token(over: str) -> None:
     if over == "sequences":
         raise ValueError(
             'over is "sequences", but this loss has a value for each token. Name a column of weights; '
-            'weights(masks, mean="sequences") makes one that counts every sequence alike.'
+            'weights(masks, mean="sequences") makes one that counts every sequence equally.'
         )

@@ -1,4 +1,4 @@
-"""ORPO: a preference loss on odds, beside the likelihood of the preferred completion. It needs no reference model."""
+"""ORPO: the likelihood of the preferred completion plus a preference loss on odds. It needs no reference model."""
 
 from __future__ import annotations
 

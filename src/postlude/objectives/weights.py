@@ -63,7 +63,7 @@ class WeightedTargets(NamedTuple):
     weights: Tensor
     """[T] fp32."""
     target_count: int | None
-    """The number of targets that are not `IGNORE`, if the host knows it."""
+    """The number of targets that are not `IGNORE`, if it is known on the host."""
 
 
 def weighted_targets(microbatch: Microbatch, over: str) -> WeightedTargets:

@@ -64,7 +64,7 @@ class EncodedRows(Generic[Row]):
         return int(self.rows.tokens.max())
 
     def content(self, index: int) -> bytes:
-        """Returns the content by which held-out rows are told from the others."""
+        """Returns the content that identifies a row as held out or trained."""
         return self.rows.content(index)
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ class LabelledRows:
         return LabelledRow(self.rows[index], self.labels[int(self.rows.rows.sources[index])])
 
     def content(self, index: int) -> bytes:
-        """Returns the content by which held-out rows are told from the others."""
+        """Returns the content that identifies a row as held out or trained."""
         return self.rows.content(index)
 
 

@@ -20,7 +20,7 @@ def model_source(model: str, mtp: MTPSettings | None) -> Source:
         if len(pattern.mtp) != mtp.depths or mtp.layers is not None:
             raise ValueError(
                 f"{model} predicts {len(pattern.mtp)} tokens further ahead with its own MTP layers, but "
-                f"the config asks for {mtp.depths}{'' if mtp.layers is None else f' of {mtp.layers}'}. "
+                f"the config has {mtp.depths}{'' if mtp.layers is None else f' of {mtp.layers}'}. "
                 f"Set mtp.depths to {len(pattern.mtp)}, and leave out mtp.layers."
             )
         return with_mtp(model)

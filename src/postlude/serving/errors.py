@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServerError(OSError):
-    """No server gave what was asked for. The message is a whole sentence."""
+    """No server could fulfil a request. The message is a whole sentence."""
 
 
 class ServerUnavailable(Exception):

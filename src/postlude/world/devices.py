@@ -31,10 +31,10 @@ def check_device(device: torch.device | str | None) -> None:
     try:
         kind, count = torch.device(device), torch.cuda.device_count()
     except RuntimeError as error:
-        raise ValueError(f"device {str(device)!r} is none that torch knows; use cpu, cuda or cuda:0.") from error
+        raise ValueError(f"device {str(device)!r} is unknown to torch; use cpu, cuda or cuda:0.") from error
     if kind.type == "cuda" and (kind.index or 0) >= count:
         built = "" if torch.backends.cuda.is_built() else ", and this build of torch is for the CPU alone"
-        raise ValueError(f"device {str(device)!r} was asked for, but torch sees {count} GPUs here{built}; use cpu.")
+        raise ValueError(f"device {str(device)!r} was requested, but torch sees {count} GPUs here{built}; use cpu.")
 
 
 def check_initialized() -> None:
@@ -62,7 +62,7 @@ def group_device() -> torch.device:
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """What a rank tells the others: its machine, the UUIDs of the GPUs it sees, and which of them it prefers."""
+    """What a rank sends to the others: its machine, the UUIDs of the GPUs it sees, and which of them it prefers."""
 
     host: str
     gpus: tuple[str, ...]

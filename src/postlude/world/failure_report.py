@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 class RankError(RuntimeError):
     """A rank failed or was lost. The message names it; `traceback` is the rank's own, if it could report one.
 
-    `user_error` tells whether the rank raised one of `USER_ERRORS`.
+    `user_error` is whether the rank raised one of `USER_ERRORS`.
     """
 
     def __init__(self, message: str, traceback: str = "", *, user_error: bool = False) -> None:

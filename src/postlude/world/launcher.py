@@ -156,7 +156,7 @@ def ranks(
     sees any; an `Engine` made inside computes there. `backend` is nccl if every rank has its own GPU, and gloo on the
     CPU. Ranks that share a GPU communicate through gloo, or through NCCL's sockets if `backend` is "nccl", with a
     warning. A collective fails after `timeout` seconds, and the block raises a `RankError` that names the rank at
-    fault. An existing process group is used and left alone, whatever the arguments.
+    fault. An existing process group is used unchanged, whatever the arguments.
     """
     with _ranks(timeout, backend, device, _print_and_exit) as rank:
         yield rank

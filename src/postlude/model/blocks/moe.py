@@ -43,7 +43,7 @@ class MoEConfig(GatedConfig):
     experts inside them. `normalise` makes the chosen weights sum to one, `weight_scale` multiplies them after that.
     `selection_bias` adds a per-expert bias to the choice alone; after each step it moves by `selection_bias_rate`
     towards even load, without an auxiliary loss, whatever the learning rate is. The default of 0 leaves it as it was
-    loaded. The rate is a setting of training: configs that differ only in it are equal, and export alike. With a
+    loaded. The rate is a setting of training: configs that differ only in it are equal, also in exports. With a
     `latent_size` the chosen experts work on that many features: one projection before tokens are exchanged, another
     after. Router and shared expert do not.
 
@@ -252,7 +252,7 @@ class MoE(Block):
 
     @torch.no_grad()
     def take_metric_sums(self) -> Tensor | None:
-        """Adds the range of the selection bias, which every rank holds alike, and a count of those ranks."""
+        """Adds the range of the selection bias, which is equal on every rank, and a count of those ranks."""
         if self.config.selection_bias and self.metric_sums.total is not None:
             span = self.selection_bias.max() - self.selection_bias.min()
             self.metric_sums.add({"bias_range": span, "bias_count": torch.ones_like(span)})

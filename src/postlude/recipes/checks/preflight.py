@@ -263,7 +263,7 @@ def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
     if tokens >= size:
         raise ValueError(
             f"the tokenizer of {inputs.config.model} gives token {tokens}, but the model's vocabulary ends at "
-            f"{size - 1}. The two do not belong together: put the model's own tokenizer beside it."
+            f"{size - 1}. The two do not belong together: put the model's own tokenizer next to it."
         )
 
 

@@ -204,7 +204,7 @@ def _check_launched(
     if isinstance(rollout, LaunchedGenerators):
         if start.ray and not rollout.gpus and (rollout.device or start.device) == "cuda":
             raise ValueError(
-                "rollout.gpus is 0, and on Ray a server that asks for no GPU sees none. Give it a whole one, or a "
+                "rollout.gpus is 0, and on Ray a server that requests no GPU sees none. Give it a whole one, or a "
                 "share of the trainer's, such as rollout.gpus 0.4 with cluster.gpus_per_rank 0.6; or set "
                 "rollout.device to cpu."
             )
@@ -246,7 +246,7 @@ def _check_gpus(rollout: LaunchedGenerators | LaunchedVLLM, unused: Sequence[str
         )
     if rollout.count * rollout.gpus > len(unused):
         raise ValueError(
-            f"rollout wants {rollout.count} servers with {rollout.gpus:g} GPUs each, but the trainer leaves "
+            f"rollout needs {rollout.count} servers with {rollout.gpus:g} GPUs each, but the trainer leaves "
             f"{len(unused)} of this machine's. Give fewer by rollout.count or rollout.gpus (0 for a CPU)."
         )
 

@@ -1,7 +1,7 @@
 """Reads a recipe's config from a YAML file and the command line, and writes it back.
 
-`raw.py` reads what a user wrote, `schema.py` knows what a config can hold. Here the former is merged into the defaults
-of the latter, and pydantic validates the result. The type of a field decides how its text is read, not YAML: `010` is
+`raw.py` reads what a user wrote, `schema.py` describes what a config can hold. Here values are merged into the
+defaults, and pydantic validates the result. The type of a field decides how its text is read, not YAML: `010` is
 text in a text field, `1e-6` a number in a number field. A mistake is one sentence with key, line and a suggestion.
 """
 
@@ -159,7 +159,7 @@ def _scalar(shape: Node, raw: RawValue) -> Any:
 def resolve_path(text: str, what: str, raw: RawValue) -> str:
     """Returns the text with its path relative to the working directory; `what` is as in `InputPath`.
 
-    A path in a config file is looked up beside that file first, then in the working directory. If it exists in both,
+    A path in a config file is looked up next to that file first, then in the working directory. If it exists in both,
     a warning says which one is used. If it exists in neither, it is returned as it is, for its reader to refuse.
     """
     path, colon, name = text.rpartition(":") if what == "code" else (text, "", "")
@@ -175,7 +175,7 @@ def resolve_path(text: str, what: str, raw: RawValue) -> str:
         and os.environ.get("RANK", "0") == "0"
     ):
         LOG.warning(
-            'config key "%s" %s: %s exists beside the config and in the working directory; %s is used.',
+            'config key "%s" %s: %s exists next to the config and in the working directory; %s is used.',
             raw.path,
             raw.where,
             path,

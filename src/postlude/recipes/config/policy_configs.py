@@ -241,7 +241,7 @@ class CriticSettings(Settings):
     optimizer: OptimizerSettings = AdamW(lr=1e-5)
     """Optimizer of a critic with a model of its own."""
     coefficient: Positive = 0.5
-    """Weight of the value loss beside the policy's, with a value head on the policy."""
+    """Weight of the value loss relative to the policy's, with a value head on the policy."""
     clip: Positive | None = 0.2
     """Maximum change of a value in a step; none for no bound."""
     warmup: NonNegativeInt = 0

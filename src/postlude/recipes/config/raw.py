@@ -67,7 +67,7 @@ for _tag, (_pattern, _starts) in RULES.items():
 
 @dataclass
 class RawValue:
-    """The value of a key: a scalar, a list, or entries. Entries beside a scalar override parts of it."""
+    """The value of a key: a scalar, a list, or entries. Entries next to a scalar override parts of it."""
 
     path: str
     where: str

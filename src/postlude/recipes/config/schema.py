@@ -34,7 +34,7 @@ KIND = "kind"
 EXTENDS = "extends"
 """The key of a config file that names the file it builds on."""
 TEXT = "="
-"""The key of text that is parsed to a section, beside keys that override it: layout=pp=2 and layout.vpp=2."""
+"""The key of text that is parsed to a section, next to keys that override it: layout=pp=2 and layout.vpp=2."""
 
 NAME = "x-kind"
 """In a schema, the name of a section in a `TaggedUnion`. Editors ignore it."""
@@ -59,7 +59,7 @@ class InputPath:
     """Marks a field that is a path to read: `path: Annotated[Path, InputPath("path")]`.
 
     `what` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
-    RawValue in a config file, it is looked for beside that file first, then in the working directory.
+    RawValue in a config file, it is looked for next to that file first, then in the working directory.
     """
 
     def __init__(self, what: str) -> None:

@@ -110,7 +110,7 @@ class LiveView:
             self._live = None
 
     def set_phase(self, phase: str) -> None:
-        """Shows the current phase beside the step: "rollout", "train", "evaluation"."""
+        """Shows the current phase next to the step: "rollout", "train", "evaluation"."""
         self._phase = phase
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ class RunSummary:
 
     @property
     def score(self) -> MetricChange | None:
-        """Held-out reward, accuracy or loss, whichever the run has."""
+        """Held-out reward, accuracy or loss, depending on the recipe."""
         return next((self.changes[name] for name in SCORES if name in self.changes), None)
 
     @property

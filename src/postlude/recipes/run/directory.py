@@ -169,7 +169,7 @@ class RunDirectory:
         write_atomic(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def resume_at(self, step: int) -> None:
-        """Drops what was logged of later steps, which will be repeated. -1 drops everything, and so a torn line."""
+        """Drops what was logged of later steps, which will be repeated, and a partial line. -1 drops everything."""
         later = [path for path in self.checkpoints() if checkpoint_step(path) > step]
         if later:
             raise ValueError(
@@ -212,7 +212,7 @@ class RunDirectory:
 
 
 class ReadOnlyRun(RunDirectory):
-    """The run of ranks other than 0: it knows the checkpoints and writes nothing."""
+    """The run directory of ranks other than 0: it lists checkpoints and writes nothing."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
         """Does nothing."""

@@ -32,7 +32,7 @@ class JSONLinesFile:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._file.truncate(before)  # leaves no torn line, on a full disk either
+            self._file.truncate(before)  # leaves no partial line, even on a full disk
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def read(self) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ class JSONLinesFile:
         return [_from_file(line) if b'nan"' in raw or b'inf"' in raw else line for raw, line in self._lines()]
 
     def keep(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drops unwanted lines and a torn one, atomically."""
+        """Drops the lines that the predicate refuses, and a partial last line, atomically."""
         self.close()
         if self.path.is_file():
             data = b"".join(raw for raw, line in self._lines() if predicate(line))
@@ -60,7 +60,7 @@ class JSONLinesFile:
         lines = []
         for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
             if not raw.endswith(b"\n"):
-                break  # torn
+                break  # partial
             try:
                 line = json.loads(raw)
                 line["step"] = int(line["step"])

@@ -42,7 +42,7 @@ class MetricLogger(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger knows about its run."""
+    """The run that a logger logs."""
 
     project: str
     directory: Path

@@ -28,7 +28,7 @@ class StopRequested(Exception):
 
 
 def stop_message(number: int) -> bytes:
-    """Returns what is printed when a signal asks a run to end."""
+    """Returns what is printed when a signal requests the end of a run."""
     return f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n".encode()
 
 

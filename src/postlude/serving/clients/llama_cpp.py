@@ -59,7 +59,7 @@ def _completion(reply: Any, stop_tokens: tuple[int, ...]) -> Completion:
     probabilities = reply.get("completion_probabilities") if isinstance(reply, dict) else None
     if not isinstance(probabilities, list):
         raise InvalidResponse(
-            "gave no completion_probabilities at /completion; a llama.cpp server that knows n_probs is needed"
+            "gave no completion_probabilities at /completion; a llama.cpp server that supports n_probs is needed"
         )
     try:
         tokens, logprobs = [entry["id"] for entry in probabilities], [entry["logprob"] for entry in probabilities]

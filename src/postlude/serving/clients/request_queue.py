@@ -23,7 +23,7 @@ class _Waiting:
 class RequestQueue:
     """Assigns requests to the servers of a pool.
 
-    `has_capacity` tells whether a server takes another request. `outage` returns an error message when no
+    `has_capacity` returns whether a server takes another request. `outage` returns an error message when no
     server is left, else "".
     """
 

@@ -106,7 +106,7 @@ class ServerPool:
         return any(server.state == "needs_weights" for server in self.servers)
 
     async def generate(self, request: Request) -> Completion:
-        """Returns one completion, from whichever server gives it."""
+        """Returns one completion, from any server."""
         attempts = _Attempts(self._completed)
         while True:
             self._connect_new()

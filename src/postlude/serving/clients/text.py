@@ -1,4 +1,4 @@
-"""Text-only servers, such as `transformers serve`. Used only where `api="text"` asks for it."""
+"""Text-only servers, such as `transformers serve`. Used only with `api="text"`."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class LocalLauncher:
         count = int(command.gpus)
         if count != command.gpus or count > len(free):
             raise ValueError(
-                f"a server wants {command.gpus:g} GPUs, but {len(free)} are free here of those that the trainer leaves "
+                f"a server needs {command.gpus:g} GPUs, but {len(free)} are free here of those that the trainer leaves "
                 f"({', '.join(self.devices) or 'none'}). Give rollout.gpus a whole number, or start fewer."
             )
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(free[:count])} if count else {}

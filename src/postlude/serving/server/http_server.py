@@ -158,7 +158,7 @@ class HTTPServer:
 
 
 class _Reader(asyncio.StreamReader):
-    """A stream that knows of its end also while it has unread data."""
+    """A stream that notices its end even while it has unread data."""
 
     ended = False
 

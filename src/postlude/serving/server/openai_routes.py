@@ -1,7 +1,7 @@
 """OpenAI's /v1/completions and /v1/chat/completions.
 
 Log-probs are those of `Completion.logprobs`: of the sampled token, at the sampling temperature. An unsupported field is
-refused with a sentence, unless its value asks for nothing.
+refused with a sentence, unless its value requests nothing.
 """
 
 from __future__ import annotations
