@@ -18,7 +18,7 @@ ExpertAdapters = Literal["shared_outer", "per_expert"]
 """What the experts of a layer share: A of gate and up and B of down ("shared_outer"), or nothing ("per_expert")."""
 
 LoRAGroup = Literal["attention", "mlp", "experts", "router", "embedding", "head", "named", "none"]
-"""What names a layer in `targets`: a group, only its own name ("named"), or nothing, as it takes no adapter."""
+"""How `targets` selects a layer: by its group, only by its own name ("named"), or not at all (no adapter)."""
 SharedMatrix = Literal["", "a", "b"]
 
 
@@ -49,7 +49,7 @@ class LoRA:
     """Adapted layers: modules as Hugging Face names them (q_proj), or attention, mlp, experts, all (of these three),
     router, embedding, head; a list, or names with commas between."""
     experts: ExpertAdapters = "shared_outer"
-    """What the adapters of a layer's experts share."""
+    """The matrices that the adapters of a layer's experts share."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks that differ, by target."""
     alphas: Mapping[str, float] = field(default_factory=dict)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 Backend = Literal["auto", "torch", "triton"]
-"""Who computes log-probs: "torch" anywhere, "triton" on a GPU; "auto" takes triton where it can run."""
+"""Backend of log-probs: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
 ScanBackend = Literal["auto", "torch", "triton", "fla"]
-"""Who computes the scans of Mamba-2 and gated delta nets."""
+"""Backend of the scans of Mamba-2 and gated delta nets."""
 Recompute = Literal["none", "selective", "full"]
 """What a backward recomputes instead of keeping it."""
 MomentStorage = Literal["fp32", "8bit"]

@@ -1,3 +1,3 @@
-"""Which Postlude this is: the one place that says so, installed or run from its sources."""
+"""The version of Postlude, installed or run from its sources."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What the `postlude` command does, one file a command: `run(options)` returns the exit code, if it is not 0.
+"""The commands of `postlude`, one file each: `run(options)` returns the exit code, if it is not 0.
 
 `cli.py` imports a file when its command is run.
 """

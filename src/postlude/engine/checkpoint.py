@@ -52,7 +52,7 @@ UNWRITTEN = "What was written is not a checkpoint; fix the cause and save again.
 
 
 class TrainingState(AdaptedModel, Protocol):
-    """What a checkpoint saves: an engine."""
+    """The engine, as checkpoints use it."""
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of the tensors that are not saved; None if all are. Every rank calls it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 1 << 26
-"""What is copied to the device at a time, unless a single row has more."""
+"""Bytes that are copied to the device at a time, unless a single row has more."""
 SLOTS = 3
 """Pieces on the device at a time: one that arrives, one that is computed on, one that leaves."""
 ALIGNED = 256

@@ -24,7 +24,7 @@ class Result:
     microbatches: int
     tokens: int
     reductions: Mapping[str, Reduction] = field(default_factory=dict)
-    """How each metric was reduced, so that those of several passes can be combined."""
+    """The reduction of each metric, to combine metrics of several passes."""
     layer_vectors: Mapping[str, list[float]] = field(default_factory=dict)
     """Sums of each layer that have several numbers, such as the load of each expert: "moe/layer_03/load"."""
     outputs: Outputs = field(default_factory=dict)

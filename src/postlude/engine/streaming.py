@@ -54,7 +54,7 @@ class DistributedModel(Protocol):
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """What an adapter adds to a weight: scale · B · A, from whole matrices in fp32."""
+    """The matrix that an adapter adds to a weight: scale · B · A, in fp32."""
 
     a: Tensor
     b: Tensor

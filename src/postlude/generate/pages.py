@@ -33,7 +33,7 @@ class RunningCompletion:
 
 
 class Pages(ABC):
-    """What the scheduler needs to allocate pages."""
+    """Allocates pages for the scheduler."""
 
     @abstractmethod
     def can_ever_hold(self, completion: CompletionState) -> bool:

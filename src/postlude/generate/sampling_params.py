@@ -13,7 +13,7 @@ MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; b
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the completions of one prompt are sampled.
+    """Sampling parameters of the completions of one prompt.
 
     Logits are divided by `temperature`; 0 is greedy. Then `top_k` keeps the k likeliest tokens, `top_p` the smallest
     set of those with total probability p, and `min_p` those at least p times as likely as the likeliest. 0, 1.0 and

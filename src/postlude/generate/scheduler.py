@@ -78,7 +78,7 @@ class Scheduler(ABC):
     """
 
     max_unread_steps: int
-    """How many steps may run on the device before the host reads their tokens."""
+    """The number of steps that may run on the device before the host reads their tokens."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the Llama-like families share: fields of the config and names of tensors."""
+"""Config fields and tensor names that the Llama-like families share."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Family:
     dequantize: Mapping[str, Callable[[TensorSource], TensorSource]] = field(default_factory=dict)
     """By the method in `quantization_config`, how quantised weights are read."""
     adapt_source: Callable[[TensorSource], TensorSource] | None = None
-    """How to read files that have some tensors under other names than these."""
+    """Reads files that have other names for some tensors."""
 
     def ignored_prefixes(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Returns the prefixes of tensors in their files that are not read, by what they are.

@@ -80,7 +80,7 @@ class HFMatrix:
     name: str
     """Its parameter, such as model.layers.0.self_attn.q_proj.weight or model.layers.0.mlp.experts.gate_up_proj."""
     experts: int
-    """How many are stacked; 0 if it is a plain matrix."""
+    """The number of stacked matrices; 0 for a plain matrix."""
     out_features: int
     in_features: int
     parts: tuple[LayerRows, ...]

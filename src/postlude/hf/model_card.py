@@ -19,7 +19,7 @@ class ModelCard:
     base: str = ""
     """The model it was made from: a name on the hub, or a path."""
     how: str = ""
-    """How it was made, in a sentence or a command."""
+    """The way it was made, in a sentence or a command."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Training settings by name."""
     scores: Mapping[str, Any] = field(default_factory=dict)

@@ -31,9 +31,9 @@ class MTPNames:
     first_layer: Callable[[ModelConfig], int] = _zero
     """The number of the first layer."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Where their files repeat the model's embedding and head."""
+    """Names of the copies of the model's embedding and head in their files."""
     max_depths: int | None = None
-    """How many depths the names can tell apart."""
+    """The number of depths that the names can distinguish."""
     config_key: str = "num_nextn_predict_layers"
     """The config's entry for the number of depths."""
     default_count: int = 0

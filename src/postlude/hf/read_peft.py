@@ -28,11 +28,11 @@ PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an adapter of the file belongs: a matrix of theirs, or a part of it for one expert."""
+    """The matrix of the model that an adapter of the file belongs to, or its rows of one expert."""
 
     matrix: HFMatrix
     names: tuple[str, ...]
-    """What `rank_pattern` may call it."""
+    """Its names in `rank_pattern`."""
     part: int = 0
     expert: int | None = None
 

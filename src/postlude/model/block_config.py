@@ -24,7 +24,7 @@ class LayerMetric:
 
     value: float
     worst: Literal["max", "min"] = "max"
-    """Which layer is the worst: the one with the largest or the smallest value."""
+    """Whether the worst layer has the largest or the smallest value."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class ModelConfig:
 
     @property
     def mtp_module_count(self) -> int:
-        """How many MTP depths have their own parameters."""
+        """The number of MTP depths with their own parameters."""
         depths = len(self.pattern.mtp)
         return min(1, depths) if self.mtp_repeated else depths
 

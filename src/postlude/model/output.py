@@ -168,7 +168,7 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class OutputInputs:
-    """What an output processor receives, once per microbatch, on the last stage.
+    """The input of an output processor, once per microbatch, on the last stage.
 
     `hidden` [T / tp, H] is after the final norm: this rank's shard of the microbatch's T tokens. The head's methods
     take it as it is and return results for all T, the same on every tensor-parallel rank; `gather` does so for other
@@ -209,7 +209,7 @@ class MTPDepths(Protocol):
 
 @dataclass(frozen=True)
 class MTPOptions:
-    """How a processor uses MTP depths. A processor with an attribute `mtp_options` gets them from the schedule plan.
+    """A processor's use of MTP depths. With an attribute `mtp_options` it gets them from the schedule plan.
 
     The depths' steps are then steps of the plan, which overlaps their exchanges, before the processor is called.
     Without the attribute, depths run when the processor requests them, without overlap.

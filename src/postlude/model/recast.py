@@ -23,7 +23,7 @@ TRUNK = "the trunk"
 
 @dataclass(frozen=True)
 class RecastPlan:
-    """How the tensors of a model map to those under another pattern, all by our names."""
+    """The mapping of a model's tensors to those of another pattern, all by our names."""
 
     before: ModelConfig
     after: ModelConfig

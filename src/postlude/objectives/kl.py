@@ -61,7 +61,7 @@ class ReferenceKL:
     estimator: Estimator = "k3"
     """Estimator of the divergence at a token."""
     gradient: Gradient = "expectation"
-    """How the penalty is differentiated."""
+    """The gradient of the penalty."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

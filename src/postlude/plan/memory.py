@@ -37,9 +37,9 @@ class MemoryEstimate:
     gathered: int
     """Gathered weights in the compute dtype; also gradients if they are reduced once per step."""
     activations: int
-    """What microbatches in flight keep for their backward, and for deferred weight gradients."""
+    """Activations of microbatches in flight, for their backward and for deferred weight gradients."""
     working: int
-    """What the backward of a layer holds in addition, and what it recomputes."""
+    """Additional memory of the backward of a layer, and of its recompute."""
     head: int
     """Logits that exist at a time, and the gradients of the head and of its input."""
     summed: int
@@ -47,7 +47,7 @@ class MemoryEstimate:
 
     @property
     def lasting(self) -> int:
-        """What a run holds all the time."""
+        """The memory that a run needs all the time."""
         return self.parameters + self.gradients + self.optimizer + self.frozen
 
     @property

@@ -1,4 +1,4 @@
-"""How many parameters a rank holds, layer by layer: one layer of each kind is built on the meta device.
+"""Counts a rank's parameters, layer by layer: one layer of each kind is built on the meta device.
 
 So a model of hundreds of billions of parameters is counted in a moment.
 """

@@ -31,7 +31,7 @@ class SimulatedTimeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank was busy."""
+        """The seconds that each rank was busy."""
         return tuple(
             sum(self.finish[entry[0]] - self.start[entry[0]] for entry in entries if entry) for entries in self.schedule
         )

@@ -1,4 +1,4 @@
-"""What one worker process of `ProcessPool` runs: it loads a function, then makes calls and replies to each.
+"""The program of a worker process of `ProcessPool`: loads a function, then makes calls and replies to each.
 
 It needs the standard library alone, so that a worker starts fast and replaces a lost one cheaply. Calls arrive pickled.
 Replies are JSON, so that code a model wrote reaches the trainer as text and numbers at most.

@@ -32,7 +32,7 @@ class RunResult:
     run: Path
     """The run directory."""
     outcome: RunOutcome
-    """How it ended: `status` is "finished", "interrupted" or "failed", and `message` says why."""
+    """The end of the run: `status` is "finished", "interrupted" or "failed", and `message` says why."""
     summary: RunSummary
     """The printed summary: scores before and after, failures, time by phase."""
     metrics: list[dict[str, Any]]

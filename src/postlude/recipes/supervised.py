@@ -1,4 +1,4 @@
-"""What SFT, DPO and distillation share: batches of dataset rows, held-out rows, one optimizer step a batch."""
+"""SupervisedTrainer: the base class of recipes that train on dataset rows, one optimizer step per batch."""
 
 from __future__ import annotations
 

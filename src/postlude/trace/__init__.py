@@ -1,1 +1,1 @@
-"""What each rank did when: `spans.py` is the data, `recorder.py` records it, `chrome.py` and `svg.py` draw it."""
+"""Timelines of ranks: `spans.py` is the data, `recorder.py` records it, `chrome.py` and `svg.py` draw it."""

@@ -44,7 +44,7 @@ class AdapterReport:
     """The difference of adapted layers on one rank from another model, relative to the largest value, in fp32."""
 
     other: str
-    """What they are compared with: the merged model, or peft and its version."""
+    """The model to compare with: the merged one, or peft and its version."""
     logprob: float = 0.0
     gradients: Mapping[str, float] = field(default_factory=dict)
     """By our name; of the merged model none, as it has no adapters."""

@@ -1,4 +1,4 @@
-"""Which device a rank computes on.
+"""Assigns a device to each rank.
 
 Ranks exchange which GPUs each of them sees, and each gets a free one. GPUs are compared by UUID, so a process may see
 all GPUs of its machine (torchrun) or only one that it calls `cuda:0` (Ray, `--gpus-per-task=1`).
@@ -62,7 +62,7 @@ def group_device() -> torch.device:
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """What a rank sends to the others: its machine, the UUIDs of the GPUs it sees, and which of them it prefers."""
+    """A rank's machine, the UUIDs of the GPUs it sees, and the one it prefers. Ranks exchange them."""
 
     host: str
     gpus: tuple[str, ...]
@@ -83,12 +83,12 @@ class VisibleDevices:
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Where a rank computes. `refusal` is a message instead: these ranks cannot work together."""
+    """The device of a rank, or `refusal`, a message why these ranks cannot work together."""
 
     gpu: int | None = None
     """The index of its GPU among those it sees; None is the CPU."""
     shared: str = ""
-    """Which ranks share a GPU, if some do; the same on every rank."""
+    """The ranks that share a GPU, if there are any; the same on every rank."""
     one_machine: bool = True
     """Whether all ranks run on one machine."""
     refusal: str = ""

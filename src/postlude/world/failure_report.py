@@ -1,4 +1,4 @@
-"""How ranks report a failure to one another, through the rendezvous store.
+"""Reports the failure of a rank to the others, through the rendezvous store.
 
 A rank that fails leaves its status there. So every other rank stops with one message that names the cause, not with
 "connection closed by peer".

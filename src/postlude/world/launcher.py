@@ -1,4 +1,4 @@
-"""How ranks start and stop.
+"""Starts and stops ranks.
 
 `launch` runs a function on several ranks of this machine. `ranks` makes the process a rank: under `launch`, `torchrun`,
 any other launcher that sets torchrun's variables, or alone. When one rank fails, all others report why

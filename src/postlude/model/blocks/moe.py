@@ -76,7 +76,7 @@ class MoEConfig(GatedConfig):
 
     @property
     def rated_by(self) -> int:
-        """How many of its best experts score a group."""
+        """The number of best experts whose scores make the score of a group."""
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
     @property

@@ -1,1 +1,1 @@
-"""What is checked before a run starts. Start at `preflight.py`."""
+"""Checks before a run starts. Start at `preflight.py`."""

@@ -86,7 +86,7 @@ class PromptSettings(DatasetPath, RewardSettings):
 
 
 class WorkerSettings(Settings):
-    """Where a user's function is called."""
+    """Settings of the workers that call a user's function."""
 
     workers: NonNegativeInt = 4
     """Worker processes that compute rewards."""

@@ -47,7 +47,7 @@ class Asynchrony(Settings):
 
 
 class PolicyConfig(TrainingConfig):
-    """What the configs of GRPO and PPO share."""
+    """The config of GRPO and PPO."""
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
     """Source of tasks and rewards."""

@@ -1,4 +1,4 @@
-"""What a user wrote, before it has types: the tree of a YAML file and the command line, with line numbers."""
+"""RawValue: the untyped tree of a YAML file and the command line, with line numbers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RawValue:
 
     @property
     def places(self) -> str:
-        """Where it and the keys below it were written."""
+        """The places where it and the keys below it were written."""
         override = COMMAND_LINE if self.where != COMMAND_LINE and self._on_command_line() else ""
         return " and ".join(filter(None, (self.where, override)))
 

@@ -45,7 +45,7 @@ DistillObjective: TypeAlias = Annotated[Distill | ObjectiveFile, TaggedUnion(dis
 
 
 class SupervisedConfig(TrainingConfig):
-    """What the configs of recipes that train on dataset rows share."""
+    """The settings of recipes that train on dataset rows."""
 
     batch_size: PositiveInt = 32
     """Rows a step."""

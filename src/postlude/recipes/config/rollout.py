@@ -22,7 +22,7 @@ UserAPI: TypeAlias = Annotated[str, InputPath("code"), Field(pattern=r"\.py:\w+$
 
 
 class SharingSettings(Settings):
-    """What the trainer leaves to the generator on its GPU."""
+    """Settings of a GPU that trainer and generator share."""
 
     share_gpu: bool = False
     """Move the trainer's weights, gradients and optimizer state to host memory while completions are generated, so that
@@ -59,7 +59,7 @@ class ConnectionSettings(SharingSettings, ProbeSettings):
 
 
 class SyncSettings(Settings):
-    """How new weights reach servers."""
+    """Settings of weight synchronisation with servers."""
 
     sync: Literal["disk", "network"] = "disk"
     """Transport of new weights: safetensors in the run directory, which the servers must see, or "network": sent into

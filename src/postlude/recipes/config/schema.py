@@ -1,4 +1,4 @@
-"""What a config can hold, as one JSON Schema. Help, editors and `load.py` use it.
+"""The JSON Schema of a config. Help, editors and `load.py` use it.
 
 A config is a `Settings` (pydantic) of other ones and of the core's dataclasses. The string under a field is its help,
 its type has its bounds. `TaggedUnion` names the alternatives of a field:

@@ -210,7 +210,7 @@ def _check_run(run: Any) -> Any:
 
 
 class RunConfig(Settings):
-    """What every recipe's config has."""
+    """The settings of every recipe."""
 
     model: ModelSource = "tiny-dense"
     """Hugging Face directory, GGUF file, built-in model, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub."""
@@ -260,11 +260,11 @@ class MTPSettings(Settings):
     """A loss of yours in place of the negative log-likelihood: path/to/file.py:name, a function of depth, inputs and
     context that returns a loss for each token."""
     context: dict[str, Any] = Field(default_factory=dict)
-    """What the processor gets as context."""
+    """The context that the processor gets."""
 
 
 class TrainingConfig(RunConfig):
-    """What the config of every recipe that trains has."""
+    """The settings of every recipe that trains."""
 
     layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
     """Parallel layout, such as pp=2,tp=2."""

@@ -33,7 +33,7 @@ WORST = "_worst"  # of all layers
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What a metric means, its range, and what to watch for."""
+    """The meaning of a metric, its range, and what to watch for."""
 
     title: str
     meaning: str

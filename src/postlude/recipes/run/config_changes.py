@@ -1,4 +1,4 @@
-"""Which settings may change when a run resumes, and how two configs, and the code that they name, differ."""
+"""Settings that may change when a run resumes; differences of two configs and of the code that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended, in its directory: `ending.json`. A run that is under way or was killed has none."""
+"""RunOutcome: the end of a run, in `ending.json` in its directory. A running or killed run has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended, its last logged step, and why it ended if it did not finish."""
+    """The end of a run: its status, its last logged step, and the reason if it did not finish."""
 
     status: OutcomeStatus
     step: int

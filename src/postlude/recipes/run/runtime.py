@@ -1,4 +1,4 @@
-"""Runtime: where a run's reward workers and servers are, and what shows its steps. Ray provides another one."""
+"""Runtime: starts a run's reward workers and servers, and displays its steps: on this machine or with Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.serving.launch.launcher import ServerLauncher
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a recipe is given besides its config. It does not change what the run computes."""
+    """The environment of a run, which does not change what it computes."""
 
     view: ViewFactory = LiveView
     """Shows the run's steps."""

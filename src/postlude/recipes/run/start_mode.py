@@ -1,4 +1,4 @@
-"""StartMode: what a command says about this start only, which is not part of the run's config."""
+"""StartMode: options of a command that are not part of the run's config, such as --resume-from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class StartMode:
-    """Where to resume, and how to resume again."""
+    """The checkpoint to resume from, and the command to resume again."""
 
     resume_from: int | None = None
     """Step of the checkpoint to resume from; None takes the newest."""

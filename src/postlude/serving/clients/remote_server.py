@@ -92,7 +92,7 @@ class RemoteServer:
         self.backing_off = False
         """Whether it gets no requests for some seconds after a busy reply."""
         self.capacity = math.inf
-        """How many requests it takes at once, estimated from its busy replies."""
+        """The number of requests that it takes at once, estimated from its busy replies."""
         self.outstanding = 0
         """Requests that it has not answered yet."""
         self.version: str | None = None
@@ -103,9 +103,9 @@ class RemoteServer:
         self.update_unconfirmed = False
         """Whether an update began and was not confirmed: it may hold some new weights, and be paused."""
         self.probe_result: ProbeResult | None = None
-        """How far its log-probs were from the trainer's at the last update that it took."""
+        """The comparison of its log-probs with the trainer's after its last weight update."""
         self.differing_version: str | None = None
-        """The version after which they were too far. It is given the same weights a second time."""
+        """The version after which they were too far apart. It is sent the same weights a second time."""
         self.base: str | None = None
         """The directory whose weights it has under the adapter."""
         self.adapter: str | None = None

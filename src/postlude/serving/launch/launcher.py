@@ -25,7 +25,7 @@ RANK_VARIABLES = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|M
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How to start a server, and what it needs. It can be pickled and sent to another machine."""
+    """A server's command line and requirements. It can be pickled and sent to another machine."""
 
     command: tuple[str, ...]
     """The command line. {host} and {port} stand for the address to listen at."""

@@ -30,7 +30,7 @@ WEIGHTS = "weights"  # in the run's directory: what servers read
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How weights are sent to servers."""
+    """Options of a `WeightSync`."""
 
     directory: Path
     """The run's directory. With `method="disk"`, servers see it under the same path."""
