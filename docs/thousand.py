@@ -217,7 +217,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "GPUs that train / serve", f"{plan.training} / {GPUS - plan.training}"
     yield "layout (planner)", layout(plan)
     yield "memory per GPU (planner)", f"{train.peak / 2**30:.0f} GiB"
-    yield "step (planner)", f"{step.seconds:.1f} s, {train.tokens_a_second:,.0f} tokens/s a GPU, MFU {train.mfu:.0%}"
+    yield (
+        "step (planner)",
+        f"{step.seconds:.1f} s, {train.tokens_per_second:,.0f} tokens/s per GPU, MFU {train.mfu:.0%}",
+    )
     yield "servers × GPUs, completions at once", f"{plan.servers} × {plan.shape.server}, {plan.sequences}"
     yield "time per token", f"{plan.token_seconds * 1e3:.0f} ms"
     yield "tokens/s of all servers", f"{plan.drawn / 1e6:.2f}M"

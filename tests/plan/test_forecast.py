@@ -158,7 +158,7 @@ def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
     start = model_of("tiny-moe", budget=4096, length=4096)
     found = search(start, 8, 64 * 4096)
     assert found.best
-    speeds = [each.tokens_a_second for each in found.best]
+    speeds = [each.tokens_per_second for each in found.best]
     assert speeds == sorted(speeds, reverse=True)
     for each in found.best:
         assert each.model.layout.world_size == 8

@@ -78,7 +78,7 @@ def planned(name: str) -> tuple[str, str, str]:
     """The planner's command in a recipe's comment, and the memory and the bubble that the comment states."""
     comment = (DIRECTORY / f"{name}.yaml").read_text().partition("extends:")[0]
     command = re.search(r"^#   postlude (plan .*)$", comment, re.MULTILINE)
-    stated = re.search(r"^#   memory (.*) a rank, bubble (.*)$", comment, re.MULTILINE)
+    stated = re.search(r"^#   memory (.*) per rank, bubble (.*)$", comment, re.MULTILINE)
     assert command is not None
     assert stated is not None
     return command[1], stated[1], stated[2]

@@ -164,13 +164,13 @@ def _check_layout(layout: Layout, config: ModelConfig, name: str) -> None:
 
 
 def _show(console: Console, plan: StepForecast, gpu: str) -> None:
-    model, step, layout = plan.model, plan.step, plan.model.layout
+    model, step, layout, speed = plan.model, plan.step, plan.model.layout, plan.tokens_per_second
     table = Table(show_header=False, box=None)
     usable = model.hardware.memory
     for name, value in (
         ("layout", f"{_short(layout)} on {layout.world_size} {gpu}"),
         ("batch", f"{plan.tokens:,} tokens, {_microbatches(model)} for each dp rank"),
-        ("step", f"{format_duration(step.seconds)}, {plan.tokens_a_second:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%}"),
+        ("step", f"{format_duration(step.seconds)}, {speed:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%}"),
         ("bubble", f"{step.bubble:.1%} of the schedule"),
         ("exchange", f"{format_duration(step.exchange)} with experts, {format_duration(step.exposed)} of it exposed"),
         ("waited", f"{format_duration(step.waited)} for tokens, weights and gradients"),
@@ -214,7 +214,9 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
     usable = format_bytes(USABLE_MEMORY * hardware.memory)
     if not result.best:
         needs = (
-            f"the least needs about {format_bytes(result.least)} a rank" if result.fitting else "none divides the model"
+            f"the least needs about {format_bytes(result.least)} per rank"
+            if result.fitting
+            else "none divides the model"
         )
         fix = "Use more GPUs, --recompute full, or a smaller --budget." if result.fitting else "Raise --batch-tokens."
         console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {fix}", highlight=False)
@@ -228,7 +230,7 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
         shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
         cells = (
             format_duration(step.seconds),
-            f"{plan.tokens_a_second:,.0f}",
+            f"{plan.tokens_per_second:,.0f}",
             f"{plan.mfu:.1%}",
             format_bytes(plan.peak),
         )

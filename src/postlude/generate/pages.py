@@ -118,7 +118,7 @@ class PagePool(Pages):
 
 
 class RowPages(Pages):
-    """The pages of a `RowCache`: one a row, all of `capacity` tokens, which grows with the longest sequence.
+    """The pages of a `RowCache`: one per row, all of `capacity` tokens, which grows with the longest sequence.
 
     The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` drafts.
     """

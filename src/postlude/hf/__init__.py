@@ -1,1 +1,1 @@
-"""Hugging Face in and out, one small adapter file a family. Start at `families.py`, the table of them."""
+"""Hugging Face in and out, one small adapter file per family. Start at `families.py`, the table of them."""

@@ -54,14 +54,14 @@ class StepForecast:
         return self.model.microbatches * self.model.budget * self.model.layout.dp
 
     @property
-    def tokens_a_second(self) -> float:
+    def tokens_per_second(self) -> float:
         """Per GPU."""
         return self.tokens / self.step.seconds / self.model.layout.world_size
 
     @property
     def mfu(self) -> float:
         """Model FLOPs over the peak FLOPs of the GPUs."""
-        return self.tokens_a_second * self.model.model_flops / self.model.hardware.flops
+        return self.tokens_per_second * self.model.model_flops / self.model.hardware.flops
 
 
 def entry_seconds(costs: list[ActionCost]) -> float:

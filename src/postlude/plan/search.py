@@ -65,7 +65,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
-    best = sorted(chosen, key=lambda candidate: -candidate.tokens_a_second)
+    best = sorted(chosen, key=lambda candidate: -candidate.tokens_per_second)
     return SearchResult(_distinct(best)[:most], fitting, least)
 
 

@@ -273,7 +273,7 @@ def print_findings(inputs: PreflightInputs, lines: Mapping[str, str], console: C
         console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     if "memory" not in lines:
         return
-    table = Table("memory a rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))
+    table = Table("memory per rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))
     for part in fields(MemoryEstimate):
         table.add_row(part.name, *(format_bytes(getattr(rank_memory, part.name)) for rank_memory in inputs.memory))
     table.add_row("all", *(format_bytes(rank_memory.total) for rank_memory in inputs.memory))
@@ -342,19 +342,18 @@ def _head(inputs: PreflightInputs) -> str:
 
 
 def _memory(inputs: PreflightInputs) -> str:
-    most = max(inputs.memory, key=lambda rank_memory: rank_memory.lasting)
+    lasting = max(rank_memory.lasting for rank_memory in inputs.memory)
+    estimate = f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} per rank"
     if not inputs.launch.here:
-        return f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} a rank"
+        return estimate
     neighbours = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
     room = _room(inputs.launch.device, neighbours)
-    if most.lasting > room:
+    if lasting > room:
         raise ValueError(
-            f"a rank needs {format_bytes(most.lasting)} for weights, gradients and the optimizer's numbers, but has "
-            f"{format_bytes(room)} of memory. Raise layout.dp_shard, tp or pp: {inputs.config.layout} is asked for."
+            f"a rank needs {format_bytes(lasting)} for weights, gradients and the optimizer's numbers, but has "
+            f"{format_bytes(room)} of memory. Raise layout.dp_shard, tp or pp: the layout is {inputs.config.layout}."
         )
-    return (
-        f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} a rank of {format_bytes(room)}"
-    )
+    return f"{estimate} of {format_bytes(room)}"
 
 
 def _room(device: str, neighbours: int) -> int:

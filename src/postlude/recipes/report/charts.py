@@ -217,7 +217,7 @@ def as_json(data: object) -> str:
 
 
 def phases(run: RunData, index: int) -> str:
-    """Returns the chart of each phase's share of the time, and of seconds a step."""
+    """Returns the chart of each phase's share of the time, and of seconds per step."""
     series = {key.removeprefix(TIME): run.whole(key).finite for key in run.series if key.startswith(TIME)}
     series = {name: found for name, found in series.items() if len(found.values)}
     totals = {name: float(found.values.clip(min=0).sum()) for name, found in series.items()}
@@ -267,7 +267,7 @@ def phases(run: RunData, index: int) -> str:
         else ""
     )
     return (
-        f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>seconds a step</code>'
+        f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>seconds per step</code>'
         f'<span>{format_duration(whole)}</span></figcaption><div class="share">{bar}</div>'
         f'<div class="legend inline">{legend}</div>{course}</figure>'
     )

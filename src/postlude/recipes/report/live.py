@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, one line a step elsewhere, nothing on ranks other than 0."""
+"""Progress of a run: a live panel on a terminal, one line per step elsewhere, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
