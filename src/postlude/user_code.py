@@ -40,13 +40,13 @@ def load_callable(reference: str, *, kind: str = "function") -> Callable[..., An
 
 def describe_error(error: BaseException, file: Path | None = None) -> str:
     """Returns an exception in one line: its text, and its line in `file`, or where it arose if it is elsewhere."""
-    places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    locations = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:  # its text has the place in another form
         text = error.msg
-        places.append((Path(error.filename), error.lineno))
-    inside = [place for place in places if file is not None and place[0] == file]
-    where = "".join(f" ({path.name}, line {line})" for path, line in (inside or places)[-1:])
+        locations.append((Path(error.filename), error.lineno))
+    inside = [location for location in locations if file is not None and location[0] == file]
+    where = "".join(f" ({path.name}, line {line})" for path, line in (inside or locations)[-1:])
     if len(text) > MAX_ERROR_LENGTH:
         text = f"{text[: MAX_ERROR_LENGTH - 3]}..."
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"

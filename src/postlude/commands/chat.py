@@ -71,12 +71,12 @@ class Conversation:
         text, printed = TextStream(self.tokenizer, sampling.stop), 0
         try:
             while self._session.busy:
-                whole = None
+                final_text = None
                 for finished in self._session.step():
                     if finished.completion is None:
                         raise ValueError(f"the reply failed: {finished.error}")
-                    whole = finished.completion.text
-                print(text.add(state.tokens[printed:], whole), end="", flush=True)
+                    final_text = finished.completion.text
+                print(text.add(state.tokens[printed:], final_text), end="", flush=True)
                 printed = len(state.tokens)
         except KeyboardInterrupt:
             self._session = Session(self.generator)  # the old one may be in the middle of a step

@@ -185,9 +185,17 @@ class ShardedAdamW(torch.optim.Optimizer):
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
             piece = slice(start, start + rows)
-            place = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
+            tensor_slice = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
             work = partial(
-                _step_piece, names, weight[piece], gradient[piece], correction, hyperparameters, scale, place, seed
+                _step_piece,
+                names,
+                weight[piece],
+                gradient[piece],
+                correction,
+                hyperparameters,
+                scale,
+                tensor_slice,
+                seed,
             )
             yield [tensor[piece] for tensor in state.values()], work
 
@@ -242,7 +250,7 @@ def _step_piece(
     correction: Tensor,
     hyperparameters: AdamWHyperparameters,
     scale: Tensor,
-    place: TensorSlice,
+    tensor_slice: TensorSlice,
     seed: int,
     pieces: Sequence[Tensor],
 ) -> None:
@@ -261,7 +269,7 @@ def _step_piece(
         low=state.get(LOW),
         scale=scale,
         key=seed,
-        place=place,
+        place=tensor_slice,
     )
 
 

@@ -60,15 +60,15 @@ class TextStream:
         self._tokens: list[int] = []
         self._new_text = _NewText(tokenizer, skip_special_tokens=True)
 
-    def add(self, tokens: Sequence[int], whole: str | None = None) -> str:
-        """Returns the new text after these tokens. `whole` is the text of a finished completion."""
+    def add(self, tokens: Sequence[int], final_text: str | None = None) -> str:
+        """Returns the new text after these tokens. `final_text` is the text of a finished completion."""
         self._tokens += tokens
-        if whole is None:
+        if final_text is None:
             known = self._held + self._new_text.after(self._tokens)
             end = max(0, len(known) - self._overlap)
             piece, self._held = known[:end], known[end:]
         else:
-            piece = whole[len(self.text) :]
+            piece = final_text[len(self.text) :]
         self.text += piece
         return piece
 

@@ -92,8 +92,8 @@ def names(config: ModelConfig) -> Names:
     sizes = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
     qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, sizes)
     ba = _by_head("linear_attn.in_proj_ba.weight", heads, size, (group, group))
-    for name, place in zip("qkvzba", (*qkvz, *ba), strict=True):
-        mapped[f"gated_delta.{name}_proj.weight"] = place
+    for name, mapping in zip("qkvzba", (*qkvz, *ba), strict=True):
+        mapped[f"gated_delta.{name}_proj.weight"] = mapping
     return mapped
 
 
@@ -105,12 +105,12 @@ def gated_attention_names(config: ModelConfig) -> Names:
     heads, width = attention.heads, attention.head_dim
     mapped = {}
     for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
-        for place, name in enumerate(("q_proj", "gate_proj")):
+        for half, name in enumerate(("q_proj", "gate_proj")):
             mapped[f"attention.{name}.{leaf}"] = TensorMapping(
                 f"self_attn.q_proj.{leaf}",
                 (heads * 2 * width, *shape),
                 view=(heads, 2, width, *shape),
-                index=(slice(None), slice(place, place + 1)),
+                index=(slice(None), slice(half, half + 1)),
             )
     return mapped
 

@@ -67,8 +67,8 @@ def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
     """Yields every secret of a config with its path."""
     secrets: list[tuple[tuple[str, ...], Any]] = []
 
-    def keep(place: tuple[str, ...], secret: Any) -> Any:
-        secrets.append((place, secret))
+    def keep(path: tuple[str, ...], secret: Any) -> Any:
+        secrets.append((path, secret))
         return secret
 
     _changed(value, path, keep)
@@ -88,5 +88,5 @@ def _is_secret(path: tuple[str, ...]) -> bool:
     """Returns whether text at this path of a config is a secret."""
     if path[-3:-1] == VARIABLES:
         return True
-    inside = any(path[place : place + 2] == SETTINGS for place in range(len(path) - 2))
+    inside = any(path[index : index + 2] == SETTINGS for index in range(len(path) - 2))
     return inside and is_secret_name(path[-1])

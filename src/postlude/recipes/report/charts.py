@@ -153,14 +153,14 @@ def _bands(runs: Sequence[RunData]) -> Sequence[Band]:
 def _banded(bands: Sequence[Band], x: Ruler) -> str:
     """Returns the bands of the phases behind a plot. A band extends half a step beyond its steps."""
     parts = []
-    for place, band in enumerate(bands):
+    for index, band in enumerate(bands):
         start, end = (min(max(x(at), x.start), x.end) for at in (band.first - 0.5, band.last + 0.5))
         if len(bands) == 1:
             start, end = x.start, x.end
-        elif place == 0:
+        elif index == 0:
             start = x.start
         parts.append(
-            f'<rect class="band b{place % 2}" x="{start:.1f}" y="{TOP - 15}" width="{max(end - start, 0):.1f}" '
+            f'<rect class="band b{index % 2}" x="{start:.1f}" y="{TOP - 15}" width="{max(end - start, 0):.1f}" '
             f'height="{BOTTOM - TOP + 15}"/>'
         )
         if end - start > CHARACTER * len(band.phase) + 4:
@@ -218,44 +218,44 @@ def as_json(data: object) -> str:
 
 def phases(run: RunData, index: int) -> str:
     """Returns the chart of each phase's share of the time, and of seconds per step."""
-    series = {key.removeprefix(TIME): run.whole(key).finite for key in run.series if key.startswith(TIME)}
-    series = {name: found for name, found in series.items() if len(found.values)}
-    totals = {name: float(found.values.clip(min=0).sum()) for name, found in series.items()}
-    whole = sum(totals.values())
-    if not whole:
+    series = {key.removeprefix(TIME): run.all_phases(key).finite for key in run.series if key.startswith(TIME)}
+    series = {name: values for name, values in series.items() if len(values.values)}
+    totals = {name: float(values.values.clip(min=0).sum()) for name, values in series.items()}
+    total_seconds = sum(totals.values())
+    if not total_seconds:
         return ""
     bar = "".join(
-        f'<i style="--c:var(--c{place % COLOURS});width:{100 * total / whole:.2f}%" '
-        f'data-tip="{escape(name)}: {format_duration(total)}, {format_share(total, whole)}"></i>'
-        for place, (name, total) in enumerate(totals.items(), start=APART)
+        f'<i style="--c:var(--c{number % COLOURS});width:{100 * total / total_seconds:.2f}%" '
+        f'data-tip="{escape(name)}: {format_duration(total)}, {format_share(total, total_seconds)}"></i>'
+        for number, (name, total) in enumerate(totals.items(), start=APART)
     )
     legend = "".join(
-        f'<span><i class="swatch" {colour(place)}></i>{escape(name)} {format_share(total, whole)}, '
+        f'<span><i class="swatch" {colour(number)}></i>{escape(name)} {format_share(total, total_seconds)}, '
         f"{format_duration(total)}</span>"
-        for place, (name, total) in enumerate(totals.items(), start=APART)
+        for number, (name, total) in enumerate(totals.items(), start=APART)
     )
-    steps = np.unique(np.concatenate([found.steps for found in series.values()]))
+    steps = np.unique(np.concatenate([values.steps for values in series.values()]))
     edges = step_edges(steps)
-    means = {name: _column_means(found, edges) for name, found in series.items()}
+    means = {name: _column_means(values, edges) for name, values in series.items()}
     y = Ruler(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
     left = _margin(y)
     x = Ruler(0, len(edges) - 1, left, RIGHT)
     bottoms = np.zeros(len(edges) - 1)
     drawn = []
-    for place, found in enumerate(means.values(), start=APART):
-        tops = bottoms + found
+    for number, mean_seconds in enumerate(means.values(), start=APART):
+        tops = bottoms + mean_seconds
         path = "".join(
             f"M{x(c):.1f} {y(tops[c]):.1f}H{x(c + 1):.1f}V{y(bottoms[c]):.1f}H{x(c):.1f}z"
-            for c in range(len(found))
-            if found[c] > 0
+            for c in range(len(mean_seconds))
+            if mean_seconds[c] > 0
         )
-        drawn.append(f'<path class="fill" {colour(place)} d="{path}"/>')
+        drawn.append(f'<path class="fill" {colour(number)} d="{path}"/>')
         bottoms = tops
     tips = catchers(
         edges,
         x,
         (
-            "\n".join(f"{name} {format_duration(found[c])}" for name, found in means.items())
+            "\n".join(f"{name} {format_duration(mean_seconds[c])}" for name, mean_seconds in means.items())
             for c in range(len(edges) - 1)
         ),
     )
@@ -268,7 +268,7 @@ def phases(run: RunData, index: int) -> str:
     )
     return (
         f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>seconds per step</code>'
-        f'<span>{format_duration(whole)}</span></figcaption><div class="share">{bar}</div>'
+        f'<span>{format_duration(total_seconds)}</span></figcaption><div class="share">{bar}</div>'
         f'<div class="legend inline">{legend}</div>{course}</figure>'
     )
 
@@ -301,7 +301,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
         f'<path class="heat" fill-opacity="{0.08 + 0.82 * level / LEVELS:.2f}" d="{"".join(cells)}"/>'
         for level, cells in sorted(shades.items())
     )
-    medians = [(x(place + 0.5), y(float(np.median(group)))) for place, group in enumerate(groups) if len(group)]
+    medians = [(x(position + 0.5), y(float(np.median(group)))) for position, group in enumerate(groups) if len(group)]
     last = next(count for count in reversed(counts) if count.any())
     bars = "".join(
         f'<rect class="heat" x="{right + 6:.1f}" y="{y(heights[row + 1]) + 0.5:.1f}" '
@@ -320,7 +320,9 @@ def distribution(run: RunData, index: int, key: str) -> str:
 
 def _run(index: int, raw: Series, line: Series | None, x: Ruler, y: Ruler) -> str:
     dashed = " dashed" if index >= COLOURS else ""
-    places = [[(x(s), y(v)) for s, v in zip(one.steps, one.values, strict=True)] for one in (raw, line) if one]
+    places = [
+        [(x(s), y(v)) for s, v in zip(series.steps, series.values, strict=True)] for series in (raw, line) if series
+    ]
     if line is None:
         dots = places[0] if len(raw.values) <= DOTTED else []
         drawn = f'<path class="line" d="{_path(places[0])}"/>' + "".join(
@@ -335,9 +337,11 @@ def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
     parts = []
     values = y.ticks(4)
     for value, label in zip(values, tick_labels(values), strict=True):
-        place = y(value)
-        parts.append(f'<line class="rule" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(f'<text x="{x.start - 5:.1f}" y="{place + 3:.1f}" text-anchor="end">{label}</text>')
+        position = y(value)
+        parts.append(
+            f'<line class="rule" x1="{x.start:.1f}" x2="{x.end:.1f}" y1="{position:.1f}" y2="{position:.1f}"/>'
+        )
+        parts.append(f'<text x="{x.start - 5:.1f}" y="{position + 3:.1f}" text-anchor="end">{label}</text>')
     return "".join(parts) + (step_labels(x) if course else "")
 
 
@@ -353,7 +357,9 @@ def step_labels(x: Ruler) -> str:
 def _odd(series: Series, x: Ruler) -> str:
     """Returns a cross at the bottom for each step without a finite value."""
     places = {round(x(step)) for step in series.steps[~np.isfinite(series.values)]}
-    return "".join(f'<path class="odd" d="M{place - 2.5} {BOTTOM - 5}l5 5m0-5l-5 5"/>' for place in sorted(places))
+    return "".join(
+        f'<path class="odd" d="M{position - 2.5} {BOTTOM - 5}l5 5m0-5l-5 5"/>' for position in sorted(places)
+    )
 
 
 def catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:

@@ -65,10 +65,10 @@ class RunData:
     """Versions, commit and device of the last start, or {}."""
     summary: RunSummary
 
-    def whole(self, key: str) -> Series:
+    def all_phases(self, key: str) -> Series:
         """Returns a metric over all phases."""
-        parts = list(self.series[key].values())
-        steps, values = (np.concatenate([getattr(part, name) for part in parts]) for name in ("steps", "values"))
+        phases = self.series[key].values()
+        steps, values = (np.concatenate([getattr(phase, name) for phase in phases]) for name in ("steps", "values"))
         order = np.argsort(steps, kind="stable")
         return Series(steps[order], values[order])
 
@@ -78,9 +78,9 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a directory, so no run can be read from it.")
-    whole = [path.resolve() for path in paths]
-    times = Counter(path.name for path in whole)
-    return [_read(path, path.name if times[path.name] == 1 else str(path)) for path in whole]
+    resolved = [path.resolve() for path in paths]
+    times = Counter(path.name for path in resolved)
+    return [_read(path, path.name if times[path.name] == 1 else str(path)) for path in resolved]
 
 
 def _read(path: Path, name: str) -> RunData:

@@ -32,11 +32,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def format_share(part: float, whole: float) -> str:
+def format_share(part: float, total: float) -> str:
     """Returns a share in per cent; never 0 % of something or 100 % of less than all."""
-    if not whole:
+    if not total:
         return "–"
-    percent = 100 * part / whole
+    percent = 100 * part / total
     if 0 < percent < 1:
         return f"<1{PERCENT}"
     return f">99{PERCENT}" if 99 < percent < 100 else f"{percent:.0f}{PERCENT}"

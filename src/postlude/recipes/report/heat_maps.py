@@ -52,7 +52,7 @@ def _by_metric(run: RunData) -> dict[str, dict[str, Series]]:
     by_metric: dict[str, dict[str, Series]] = {}
     for key in run.series:
         if match := LAYER.fullmatch(key):
-            by_metric.setdefault(f"{match['block']}/{match['name']}", {})[match["layer"]] = run.whole(key).finite
+            by_metric.setdefault(f"{match['block']}/{match['name']}", {})[match["layer"]] = run.all_phases(key).finite
     return {
         metric: layers for metric, layers in by_metric.items() if any(len(series.steps) for series in layers.values())
     }

@@ -206,12 +206,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
     """Returns a bar of the phases' shares of a step, with a legend."""
-    whole = sum(value for value in seconds.values() if math.isfinite(value))
+    total = sum(value for value in seconds.values() if math.isfinite(value))
     bar, legend = Text(), Text("\n")
     for index, (phase, value) in enumerate(seconds.items()):
         colour = COLOURS[index % len(COLOURS)]
-        if whole > 0 and math.isfinite(value):
-            bar.append("━" * round(width * value / whole), style=colour)
+        if total > 0 and math.isfinite(value):
+            bar.append("━" * round(width * value / total), style=colour)
         legend.append("■ ", style=colour).append(f"{phase} {format_duration(value)}  ", style="dim")
     return bar + legend
 

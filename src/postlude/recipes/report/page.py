@@ -100,8 +100,8 @@ def _curves(runs: Sequence[RunData]) -> str:
     keys = list(dict.fromkeys(key for _, run in drawn for key in run.series if not key.startswith(TIME)))
     keys = [key for key in keys if not LAYER.fullmatch(key)]  # heat maps show those
     known = [key for key in CURVES if key in keys]
-    place = sum(key in keys for key in CURVES[:2])
-    known[place:place] = sorted(
+    index = sum(key in keys for key in CURVES[:2])
+    known[index:index] = sorted(
         (key for key in keys if key.startswith(EVAL) and key not in CURVES),
         key=lambda key: (not key.startswith(PASS), key),
     )

@@ -25,20 +25,20 @@ def samples(runs: Sequence[RunData]) -> str:
         return ""
     count = sum(len(picked) for _, _, steps in chosen for _, _, picked in steps)
     limit = min(max(ALL_TOKENS // count, FEWEST_TOKENS), MOST_TOKENS)
-    parts = []
+    sections = []
     for index, run, steps in chosen:
         if len(runs) > 1:
-            parts.append(f'<h3 class="r{index}"><i class="swatch" {colour(index)}></i>{escape(run.name)}</h3>')
-        for place, (step, number, picked) in enumerate(steps):
-            opened = " open" if place == len(steps) - 1 else ""
+            sections.append(f'<h3 class="r{index}"><i class="swatch" {colour(index)}></i>{escape(run.name)}</h3>')
+        for position, (step, number, picked) in enumerate(steps):
+            opened = " open" if position == len(steps) - 1 else ""
             cards = "".join(_sample(kind, sample, limit) for kind, sample in picked)
-            parts.append(
+            sections.append(
                 f'<details class="r{index}"{opened}><summary>Step {step:,} <small>{number} samples</small></summary>'
                 f'<div class="samples">{cards}</div></details>'
             )
     shades = "".join(f'<i class="t{level}">{math.exp(-nats):.0%}</i>' for level, nats in enumerate(LEVELS, start=1))
     key = f'<p class="soft key">Shading: tokens less likely than {shades}. Point at one for its log-prob.</p>'
-    return f"<h2>Samples</h2>{key}{''.join(parts)}"
+    return f"<h2>Samples</h2>{key}{''.join(sections)}"
 
 
 Chosen = list[tuple[int, int, list[tuple[str, Mapping[str, Any]]]]]
@@ -52,7 +52,7 @@ def _chosen(samples: Sequence[Mapping[str, Any]]) -> Chosen:
     steps = sorted(by_step)
     places = {round(index * (len(steps) - 1) / (SAMPLE_STEPS - 1)) for index in range(SAMPLE_STEPS)}
     chosen: Chosen = []
-    for step in (steps[place] for place in sorted(places)):
+    for step in (steps[index] for index in sorted(places)):
         step_samples = by_step[step]
         scored = [sample for sample in step_samples if _is_number(sample.get("reward"))]
         picked: list[tuple[str, Mapping[str, Any]]] = []
@@ -88,13 +88,13 @@ def _tokens(sample: Mapping[str, Any], limit: int) -> str:
     spans = []
     head = len(strings) if len(strings) <= limit else limit * 3 // 4
     tail = len(strings) if len(strings) <= limit else len(strings) - limit // 4
-    for place in [*range(head), *range(tail, len(strings))]:
-        if place == tail and tail > head:
+    for index in [*range(head), *range(tail, len(strings))]:
+        if index == tail and tail > head:
             spans.append(f"<small> … {tail - head:,} tokens left out … </small>")
-        logprob = float(logprobs[place]) if _is_number(logprobs[place]) else math.nan
-        text = escape(str(strings[place])).replace("\n", "↵\n")
+        logprob = float(logprobs[index]) if _is_number(logprobs[index]) else math.nan
+        text = escape(str(strings[index])).replace("\n", "↵\n")
         spans.append(
-            f'<i class="{_shade(logprob)}" data-p="{logprob:.3f}" data-i="{escape(str(ids[place]))}">{text}</i>'
+            f'<i class="{_shade(logprob)}" data-p="{logprob:.3f}" data-i="{escape(str(ids[index]))}">{text}</i>'
         )
     return "".join(spans)
 

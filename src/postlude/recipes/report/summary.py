@@ -209,11 +209,11 @@ def summary_lines(summary: RunSummary) -> list[SummaryLine]:
         )
     if summary.not_finite:
         lines.append(SummaryLine("Not finite", f"{summary.not_finite:,}", "numbers in the metrics", warn=True))
-    whole = sum(summary.seconds.values())
-    if whole:
-        parts = sorted(summary.seconds.items(), key=lambda part: -part[1])
-        shares = ", ".join(f"{name} {format_share(seconds, whole)}" for name, seconds in parts)
-        lines.append(SummaryLine("Time", format_duration(whole), shares))
+    total = sum(summary.seconds.values())
+    if total:
+        by_seconds = sorted(summary.seconds.items(), key=lambda item: -item[1])
+        phases = ", ".join(f"{name} {format_share(seconds, total)}" for name, seconds in by_seconds)
+        lines.append(SummaryLine("Time", format_duration(total), phases))
     if MEMORY in summary.changes:
         lines.append(
             SummaryLine("GPU memory", f"{format_number(summary.changes[MEMORY].best)} GiB", "maximum of any rank")
