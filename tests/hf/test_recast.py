@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from postlude import LanguageModel, ModelConfig, Pattern, Recast, export_hf, export_model, load_model, load_tokenizer
 from postlude.hf.load import check_weights
 from postlude.hf.postlude_format import PostludeConfig
-from postlude.hf.read_model import read_generation, read_model, read_recast_plan
+from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan
 from postlude.model.blocks import (
     BLOCKS,
     BlockConfig,
@@ -99,7 +99,7 @@ def test_a_model_of_our_own_comes_back_from_its_files_to_the_bit(llama: Path, tm
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     assert same(again.state_dict(), model.state_dict())
     assert check_weights(directory) == len(model.state_dict())
-    assert read_generation(directory) == {"eos_token_id": 2}
+    assert read_generation_config(directory) == {"eos_token_id": 2}
 
 
 def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> None:

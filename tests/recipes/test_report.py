@@ -18,7 +18,7 @@ import pytest
 
 from postlude.recipes.report import page as report
 from postlude.recipes.report.charts import Ruler
-from postlude.recipes.report.data import Series, smooth, thin
+from postlude.recipes.report.data import Series, downsample, smooth
 from postlude.recipes.report.formatting import format_number
 from postlude.recipes.report.page import write_report
 from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, Sample, open_run
@@ -449,11 +449,11 @@ def test_thinning_keeps_every_extreme() -> None:
     values = np.random.default_rng(0).normal(size=9_999)
     values[[17, 5000, 9_998]] = [50.0, -50.0, 70.0]
     series = Series(np.arange(9_999, dtype=float), values)
-    thinned = thin(series, 500)
+    thinned = downsample(series, 500)
     assert len(thinned.values) <= 500
     assert {50.0, -50.0, 70.0} <= set(thinned.values.tolist())
     assert (np.diff(thinned.steps) > 0).all()
-    assert thin(series, 9_999) is series
+    assert downsample(series, 9_999) is series
 
 
 def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> None:

@@ -22,7 +22,7 @@ from postlude.hf.merge_adapter import (
 )
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_generation, read_model, read_recast_plan, with_mtp
+from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         model,
         options.target,
         tokenizer=tokenizer,
-        generation=read_generation(options.source),
+        generation=read_generation_config(options.source),
         card=ModelCard(base=str(options.source), how=how),
         overwrite=options.overwrite,
     )

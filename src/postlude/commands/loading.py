@@ -15,7 +15,7 @@ from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import end_tokens, read_generation, read_model
+from postlude.hf.read_model import end_tokens, read_generation_config, read_model
 from postlude.model import LanguageModel
 from postlude.world.devices import check_device, default_device
 
@@ -40,7 +40,7 @@ def load_generator(
     else:
         model = load_model(options.model, dtype=dtype, device=device)
     set_limits = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
-    eos_tokens = end_tokens(read_generation(options.model), tokenizer.eos_token_id)
+    eos_tokens = end_tokens(read_generation_config(options.model), tokenizer.eos_token_id)
     return Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **set_limits), tokenizer
 
 

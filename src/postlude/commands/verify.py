@@ -15,7 +15,7 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.options import check_overlap
 from postlude.verify.adapters import AdapterReport
-from postlude.verify.cases import Case, fitting_layouts, gives_experts, resolve_source
+from postlude.verify.cases import Case, fitting_layouts, has_routing_column, resolve_source
 from postlude.verify.choices import TOLERANCES
 from postlude.verify.compare import Report, compare_adapters_of, compare_all
 from postlude.world.devices import check_device, default_device
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if not reports:
         return 0  # a rank other than the first, whose reports these are
     console.print(_table(reports, tolerance))
-    if gives_experts(getattr(torch, options.dtype), config):
+    if has_routing_column(getattr(torch, options.dtype), config):
         line = f"{options.dtype}: layouts and one rank were given the same random experts for each token, because "
         line += "rounding changes what routers choose"
         console.print(line, highlight=False, soft_wrap=True)

@@ -34,7 +34,7 @@ from postlude.hf.family import Family
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_generation, read_model, read_recast_plan, with_mtp
+from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout
 from postlude.lora import NO_ADAPTERS, LoRA
 from postlude.model import LanguageModel
@@ -112,7 +112,7 @@ class Engine(UsesTraining):
         if selection_bias_rate is not None:
             self.config = self.config.with_selection_bias_rate(selection_bias_rate)
         self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
-        self.generation = read_generation(source, blocks)
+        self.generation = read_generation_config(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.adapters = Adapters(lora, self.config, self.family, blocks, weights)
         self.builder = StageBuilder(

@@ -117,7 +117,7 @@ def export(
         files = ModelFiles(config, tokenizer, model.generation)
         write_model_directory(directory, files, infos, iter(stream), card=card or ModelCard(), overwrite=overwrite)
 
-    def write_or_follow() -> None:
+    def stream_and_write() -> None:
         try:
             if dist.get_rank() == 0:
                 write()
@@ -126,5 +126,5 @@ def export(
         finally:
             stream.end()
 
-    gather_and_decide(write_or_follow, lambda _: None, raise_cause=True)
+    gather_and_decide(stream_and_write, lambda _: None, raise_cause=True)
     return Path(directory)

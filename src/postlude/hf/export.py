@@ -21,7 +21,7 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import Family, copy_to_hf, map_to_hf
 from postlude.hf.model_card import MARK, ModelCard
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
-from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation
+from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation_config
 from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, Block
@@ -92,7 +92,7 @@ def export_model(
             "writes whole ones. Use Engine.export_hf."
         )
     family, written = export_config(model.config, next(model.parameters()).dtype, families, model.block_types)
-    settings = read_generation(model.config) if generation is None else generation
+    settings = read_generation_config(model.config) if generation is None else generation
     return write_model_directory(
         directory,
         ModelFiles(written, tokenizer, settings),

@@ -246,7 +246,7 @@ def _check_names(
     expected = set(tensors)
     missing = sorted(name for name in expected - available if not tensors[name].is_copy)
     if missing:
-        raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_some(missing)}.")
+        raise ValueError(f"the source lacks {len(missing)} tensor(s) of {config.pattern}: {_first_names(missing)}.")
     derived = {name for name in available if name == SCORE or name.endswith("rotary_emb.inv_freq")}
     if config.tied_head and family is not None:
         derived.add(_tied_names(family)[1])
@@ -263,7 +263,7 @@ def _check_names(
     unknown = sorted(available - expected - derived)
     if unknown:
         raise ValueError(
-            f"the source holds {len(unknown)} tensor(s) {config.pattern} has no place for: {_some(unknown)}."
+            f"the source holds {len(unknown)} tensor(s) {config.pattern} has no place for: {_first_names(unknown)}."
         )
 
 
@@ -320,5 +320,5 @@ def weights_dtype(config: ModelConfig) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

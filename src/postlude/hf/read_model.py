@@ -126,10 +126,10 @@ def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> Model
     return theirs if replace(config, family=theirs.family) == used else config
 
 
-def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
+def read_generation_config(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
     """Returns the source's generation_config.json, or the special tokens of its config."""
     if isinstance(source, Recast):
-        return read_generation(source.source, blocks)
+        return read_generation_config(source.source, blocks)
     if isinstance(source, str | os.PathLike) and source not in BUILTIN and (path := resolve_path(source)).is_dir():
         file = path / GENERATION
         if file.is_file():
@@ -144,7 +144,7 @@ def read_generation(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) 
 
 
 def end_tokens(generation: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: those of `read_generation`, and the tokenizer's."""
+    """Returns the tokens that end a completion: those of `read_generation_config`, and the tokenizer's."""
     stated = generation.get("eos_token_id")
     tokens = list(stated) if isinstance(stated, list | tuple) else [stated]
     return tuple(sorted({int(token) for token in (*tokens, eos_token_id) if token is not None}))

@@ -27,7 +27,7 @@ PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change 
 
 
 @dataclass(frozen=True)
-class _Place:
+class _AdapterTarget:
     """The matrix of the model that an adapter of the file belongs to, or its rows of one expert."""
 
     matrix: HFMatrix
@@ -52,32 +52,32 @@ def from_peft(
     _check_supported(adapter_config)
     model = AdaptableModel(config, family, blocks)
     pairs = _pairs(_without_base(model, tensors))
-    places = _places(model, pairs, adapter_config)
-    shared = [m for m in pairs if m in places and places[m].matrix.group in ("embedding", "head")]
+    targets = _adapter_targets(model, pairs, adapter_config)
+    shared = [m for m in pairs if m in targets and targets[m].matrix.group in ("embedding", "head")]
     if shared and config.shared_parameters:
         raise ValueError(f"the adapter has weights for {shared[0]}, but {shared_use(config)}")
     for module in pairs:
-        if module not in places:
+        if module not in targets:
             raise ValueError(f"the adapter has weights for {module}, which takes no adapter here{_hint(model, module)}")
-    _check_complete(model, adapter_config, {places[module].matrix.name for module in pairs})
+    _check_complete(model, adapter_config, {targets[module].matrix.name for module in pairs})
 
     configs: dict[str, AdapterConfig] = {}
     adapters: Adapters = {}
     single: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
     for module, (a, b) in pairs.items():
-        place = places[module]
-        matrix = place.matrix
-        stacked = matrix.experts if place.expert is None else 0
-        rank, scale = _rank_and_scale(adapter_config, place.names)
-        out = matrix.out_features if place.expert is None else len(matrix.parts[place.part].rows)
+        target = targets[module]
+        matrix = target.matrix
+        stacked = matrix.experts if target.expert is None else 0
+        rank, scale = _rank_and_scale(adapter_config, target.names)
+        out = matrix.out_features if target.expert is None else len(matrix.parts[target.part].rows)
         wanted = ((rank * (stacked or 1), matrix.in_features), (out, rank * (stacked or 1)))
         if (tuple(a.shape), tuple(b.shape)) != wanted:
             raise ValueError(
                 f"the adapter of {module} has A {tuple(a.shape)} and B {tuple(b.shape)}, but its config and the model "
                 f"ask for {wanted[0]} and {wanted[1]}."
             )
-        if place.expert is not None:
-            single.setdefault(matrix.parts[place.part].layer.name, {})[place.expert] = (a, b, scale)
+        if target.expert is not None:
+            single.setdefault(matrix.parts[target.part].layer.name, {})[target.expert] = (a, b, scale)
             continue
         whole = (a, b)
         if stacked:
@@ -152,27 +152,30 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
-def _places(model: AdaptableModel, modules: Collection[str], adapter_config: Mapping[str, Any]) -> dict[str, _Place]:
-    """Returns the place of every module that a file may have."""
-    places: dict[str, _Place] = {}
+def _adapter_targets(
+    model: AdaptableModel, modules: Collection[str], adapter_config: Mapping[str, Any]
+) -> dict[str, _AdapterTarget]:
+    """Returns the target of every module that a file may have."""
+    targets: dict[str, _AdapterTarget] = {}
     for matrix in model.matrices.values():
         holder = matrix.name.rpartition(".")[0]
         names = (matrix.module, f"{matrix.module}.weight")
         if not matrix.experts or matrix.module != matrix.name:
-            places[matrix.module] = _Place(matrix, names)
+            targets[matrix.module] = _AdapterTarget(matrix, names)
         else:
             others = model.holder(matrix)
             if f"{holder}.base_layer" not in modules:  # a single parameter of the module is adapted
                 others = [other for other in others if _named(adapter_config.get("target_parameters"), other.name)]
             if matrix in others:
-                places[holder + ".base_layer" * (len(others) - 1 - others.index(matrix))] = _Place(matrix, names)
+                depth = len(others) - 1 - others.index(matrix)
+                targets[holder + ".base_layer" * depth] = _AdapterTarget(matrix, names)
         if matrix.in_files_one_by_one:
             for index, part in enumerate(matrix.parts):
                 for expert in range(matrix.experts):
                     module = module_name(model.family, part.file_module.replace(EXPERT, str(expert)))
-                    places[module] = _Place(matrix, (module,), index, expert)
+                    targets[module] = _AdapterTarget(matrix, (module,), index, expert)
     in_files = {module: module_name(model.family, module) for module in modules}
-    return places | {module: places[name] for module, name in in_files.items() if name in places}
+    return targets | {module: targets[name] for module, name in in_files.items() if name in targets}
 
 
 def _rank_and_scale(adapter_config: Mapping[str, Any], names: Collection[str]) -> tuple[int, float]:

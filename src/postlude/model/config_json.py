@@ -34,11 +34,10 @@ def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOC
 
     Raises ValueError for one that would not be read back unchanged, such as a block config with a non-JSON field.
     """
-    written = {field.name: getattr(config, field.name) for field in _given(ModelConfig) if field.name not in LEFT_OUT}
-    written |= {"pattern": str(config.pattern), "blocks": {symbol: config.blocks[symbol] for symbol in config.symbols}}
+    written = _stored_fields(config) | {"pattern": str(config.pattern)}
     custom_symbols = {symbol: config.pattern.symbols[symbol] for symbol in config.symbols if symbol not in SYMBOLS}
     data: dict[str, Any] = _plain({**written, **({"symbols": custom_symbols} if custom_symbols else {})})
-    if config_from_json(data, blocks) != _without_family(config):
+    if config_from_json(data, blocks) != ModelConfig(**_stored_fields(config)):
         raise ValueError(f"the config of {config.pattern} has a value that JSON gives back as another: {data}.")
     return data
 
@@ -47,7 +46,7 @@ def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> M
     """Returns the config that `config_to_json` wrote. `blocks` is the table of blocks, including your own."""
     data = dict(_object("the config", data))
     symbols = {**SYMBOLS, **_read("symbols", dict[str, str], data.pop("symbols", {}))}
-    known = [field for field in _given(ModelConfig) if field.name not in LEFT_OUT]
+    known = [field for field in _init_fields(ModelConfig) if field.name not in LEFT_OUT]
     _check_names("the config", data, known)
     hints = get_type_hints(ModelConfig)
     simple = {
@@ -62,18 +61,20 @@ def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> M
     return ModelConfig(pattern=pattern, blocks=configs, **simple)
 
 
-def _without_family(config: ModelConfig) -> ModelConfig:
-    kept = {field.name: getattr(config, field.name) for field in _given(ModelConfig) if field.name not in LEFT_OUT}
-    return ModelConfig(**{**kept, "blocks": {symbol: config.blocks[symbol] for symbol in config.symbols}})
+def _stored_fields(config: ModelConfig) -> dict[str, Any]:
+    names = [field.name for field in _init_fields(ModelConfig) if field.name not in LEFT_OUT]
+    return {name: getattr(config, name) for name in names} | {
+        "blocks": {symbol: config.blocks[symbol] for symbol in config.symbols}
+    }
 
 
-def _given(kind: Any) -> list[Field[Any]]:
+def _init_fields(kind: Any) -> list[Field[Any]]:
     return [field for field in fields(kind) if field.init]
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in _given(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in _init_fields(value)}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -125,7 +126,7 @@ def _read_any(name: str, kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _read_dataclass(name: str, kind: Any, value: Any) -> Any:
     data = _object(name, value)
-    _check_names(name, data, _given(kind))
+    _check_names(name, data, _init_fields(kind))
     hints = get_type_hints(kind)
     read = {field_name: _read(f"{name}.{field_name}", hints[field_name], item) for field_name, item in data.items()}
     try:

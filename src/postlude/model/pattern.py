@@ -91,7 +91,7 @@ class Pattern:
         return cls(segments, mtp, symbols)
 
     def __str__(self) -> str:
-        return "/".join(["|".join(map(_spell, self.segments)), *map(_spell, self.mtp)])
+        return "/".join(["|".join(map(_compact_text, self.segments)), *map(_compact_text, self.mtp)])
 
     def __repr__(self) -> str:
         return f"Pattern.parse({str(self)!r})"
@@ -271,7 +271,7 @@ class _Parser:
         for at in layer[:-1]:
             if (symbol := self.text[at]) in TERMINAL:
                 parts = _split_after_terminals(self._written(layer))
-                fix = f"Write {_spell(parts)} or {_spell(parts[:1])}."
+                fix = f"Write {_compact_text(parts)} or {_compact_text(parts[:1])}."
                 raise self._error(at, f"'{symbol}' must be last in its group", fix)
 
     def _repeat(self, number: str | None, at: int) -> None:
@@ -314,7 +314,7 @@ class _Parser:
         if not depth:
             raise self._error(slash, "the MTP part after this '/' is empty", "Give it a layer, or remove the '/'.")
         if self.mtp and depth != self.mtp[0]:
-            first, this = _spell(self.mtp[0]), _spell(depth)
+            first, this = _compact_text(self.mtp[0]), _compact_text(depth)
             problem = f"MTP depth {len(self.mtp) + 1} is {this}, but depth 1 is {first}"
             raise self._error(slash, problem, f"Write {first} at every depth.")
         self.mtp.append(depth)
@@ -345,7 +345,7 @@ def _split_after_terminals(blocks: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _spell(layers: Sequence[str]) -> str:
+def _compact_text(layers: Sequence[str]) -> str:
     """Returns a short text for some layers: brackets where needed, repetitions as {n}."""
     return _compress([layer if len(layer) == 1 else f"[{_compress(layer)}]" for layer in layers])
 

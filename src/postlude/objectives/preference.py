@@ -135,8 +135,8 @@ def rewards_of(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tenso
 
 def pair_loss(losses: Tensor, metrics: Mapping[str, Tensor]) -> Loss:
     """Returns the loss and the metrics of each pair as means over the batch's sequences."""
-    means = {name: mean(for_both(value), "sequences") for name, value in metrics.items()}
-    return Loss(for_both(losses), "sequences", means)
+    means = {name: mean(repeat_for_pair(value), "sequences") for name, value in metrics.items()}
+    return Loss(repeat_for_pair(losses), "sequences", means)
 
 
 def check_pairs(microbatch: Microbatch) -> None:
@@ -158,6 +158,6 @@ def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, rejected
 
 
-def for_both(values: Tensor) -> Tensor:
+def repeat_for_pair(values: Tensor) -> Tensor:
     """Returns each pair's value for both of its sequences, so that a mean over sequences is one over pairs."""
     return values.repeat_interleave(2)

@@ -99,7 +99,7 @@ def estimate_memory(
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
         in_flight = peak_held(schedule, held.__getitem__, deferred.__getitem__)
-        at_work = kept * max(_at_work(config, stage, recompute, mtp) for stage in stages)
+        at_work = kept * max(_backward_numbers(config, stage, recompute, mtp) for stage in stages)
         estimates.append(
             MemoryEstimate(
                 parameters=stored * weight_bytes + adapters * STORED,
@@ -213,7 +213,7 @@ def _deferred(config: ModelConfig, stage: Stage, mtp: bool) -> float:
     return sum(block.wgrad_activations(config.hidden_size) for block in blocks) + 3 * config.hidden_size * depths
 
 
-def _at_work(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
+def _backward_numbers(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool) -> float:
     """Returns the numbers per token that a block's backward holds in addition: gradients, and what it recomputes."""
     hidden = config.hidden_size
     layers = [*layers_of(config, stage)]

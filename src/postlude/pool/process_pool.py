@@ -97,7 +97,7 @@ class ProcessPool(WorkerPool):
             process.since = now
         if not alive:
             if process.sent:
-                message = f"{self.name} {process.how_it_ended()}."
+                message = f"{self.name} {process.end_description()}."
                 results[process.sent.popleft()] = CallResult(failure="died", error=message)
             self._replace(index)
         elif process.sent and now >= process.deadline:
@@ -163,7 +163,7 @@ class _WorkerProcess:
                 raise WorkerError(f"{name} cannot be loaded: {reply['error']}")
             self.ready = True
         if not self.ready and self.ended:
-            raise WorkerError(f"{name} cannot be loaded: it {self.how_it_ended()}.")
+            raise WorkerError(f"{name} cannot be loaded: it {self.end_description()}.")
         if not self.ready and time.monotonic() >= self.deadline:
             raise WorkerError(f"{name} was not loaded within {START_LIMIT:g} s. Its file does too much when it is run.")
 
@@ -216,7 +216,7 @@ class _WorkerProcess:
             self.deadline = time.monotonic() + self.timeout
         return not self.ended
 
-    def how_it_ended(self) -> str:
+    def end_description(self) -> str:
         """Returns the end of a sentence about the process."""
         if self.forged:
             return "wrote to the pipe of its worker process"

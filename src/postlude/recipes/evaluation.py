@@ -10,7 +10,7 @@ import torch
 
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import end_tokens, read_generation
+from postlude.hf.read_model import end_tokens, read_generation_config
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
 from postlude.recipes.checks.servers import server_checks
@@ -124,5 +124,5 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
         )
     draft = config.sampling.draft
     model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
-    eos_tokens = end_tokens(read_generation(config.model), tokenizer.eos_token_id)
+    eos_tokens = end_tokens(read_generation_config(config.model), tokenizer.eos_token_id)
     return ReplicatedGenerator(model, tokenizer, draft=draft, eos_tokens=eos_tokens, **generator_limits(config.budget))

@@ -57,7 +57,7 @@ class PPOTrainer(GRPOTrainer):
                 )
 
     @property
-    def warms_critic_up(self) -> bool:
+    def is_critic_warmup(self) -> bool:
         """Whether this step trains the critic alone."""
         return self.step - self.warm_start_steps < self.config.critic.warmup
 
@@ -89,8 +89,8 @@ class PPOTrainer(GRPOTrainer):
         """Runs an optimizer step of policy and critic; in the critic's warm-up, of the critic alone."""
         if self.critic is not None:
             metrics = self._train_critic(self.critic, minibatch)
-            return metrics if self.warms_critic_up else metrics | super().train_minibatch(minibatch)
-        if self.warms_critic_up:
+            return metrics if self.is_critic_warmup else metrics | super().train_minibatch(minibatch)
+        if self.is_critic_warmup:
             return self.train_batch(minibatch, ValueLoss(clip=self.config.critic.clip, stop_trunk=True))
         objective = ActorCritic(
             policy=self.objective, value=self.value_loss, coefficient=self.config.critic.coefficient

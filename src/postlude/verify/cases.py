@@ -82,7 +82,7 @@ def fitting_layouts(config: ModelConfig) -> list[Layout]:
     return layouts
 
 
-def gives_experts(compute_dtype: torch.dtype, config: ModelConfig) -> bool:
+def has_routing_column(compute_dtype: torch.dtype, config: ModelConfig) -> bool:
     """Returns whether batches say which experts each token goes to, instead of the model's routers.
 
     In half precision, rounding decides between experts of nearly equal scores. Two layouts, which round differently,
@@ -104,7 +104,7 @@ def batches(
     batches = {}
     for index, (name, lengths) in enumerate({"many": many, "few": few}.items()):
         batches[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
-        if gives_experts(compute_dtype, config):
+        if has_routing_column(compute_dtype, config):
             routing = _random_routing(config.routers, sum(lengths), seed + index)
             batches[name] = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
     return batches

@@ -72,8 +72,8 @@ class VisibleDevices:
     """Whether it takes no other."""
 
     @classmethod
-    def here(cls, device: torch.device | None) -> VisibleDevices:
-        """Returns what this process sees if it was asked to use `device`, or any GPU."""
+    def of_this_process(cls, device: torch.device | None) -> VisibleDevices:
+        """Returns the devices of this process, which is to use `device`, or any GPU."""
         uuids = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
         local = os.environ.get("LOCAL_RANK")
         if device is not None and device.index is not None:

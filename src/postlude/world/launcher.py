@@ -263,7 +263,7 @@ def _assign_device(
     """Returns this rank's device, on which all ranks agree."""
     if device is not None and device.type == "cpu":
         return DeviceAssignment()
-    visible = VisibleDevices.here(device)
+    visible = VisibleDevices.of_this_process(device)
     assignment = agree_on_device(stores.devices, rank, size, visible) if stores else assign_devices([visible])[0]
     if assignment.refusal:
         raise ValueError(assignment.refusal)

@@ -85,12 +85,13 @@ class AttentionConfig(BlockConfig):
         for other in others:
             if isinstance(other, AttentionConfig):
                 same = {field.name: getattr(other, field.name) for field in fields(AttentionConfig)}
-                return cls(**same, **cls._own_fields())
+                return cls(**same, **cls._extra_fields())
         heads, size = default_heads(hidden_size, 64)
-        return cls(heads=heads, kv_heads=heads, head_dim=max(2, size), **cls._own_fields(), **cls.shared_fields(others))
+        sizes = {"heads": heads, "kv_heads": heads, "head_dim": max(2, size)}
+        return cls(**sizes, **cls._extra_fields(), **cls.shared_fields(others))
 
     @classmethod
-    def _own_fields(cls) -> dict[str, Any]:
+    def _extra_fields(cls) -> dict[str, Any]:
         """Returns defaults of fields that only this kind of attention has."""
         return {}
 
@@ -142,7 +143,7 @@ class SlidingAttentionConfig(AttentionConfig):
     sliding_window: int
 
     @classmethod
-    def _own_fields(cls) -> dict[str, Any]:
+    def _extra_fields(cls) -> dict[str, Any]:
         return {"sliding_window": NOMINAL_LENGTH}
 
     @property

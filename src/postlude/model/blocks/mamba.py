@@ -171,10 +171,10 @@ class Mamba(Recurrent):
         hidden = gather_from_sequence(hidden, self.mesh.tp.group)
         x, dt, gate, *shared = apply_linears(hidden, self.x_proj, self.dt_proj, self.z_proj, self.b_proj, self.c_proj)
         x = x.unflatten(-1, (-1, config.head_dim))  # [T, heads, p]
-        shared = [self._own_groups(features.T).permute(2, 0, 1) for features in shared]
+        shared = [self._local_groups(features.T).permute(2, 0, 1) for features in shared]
         # Two exchanges under context parallelism: per head, and per group.
         x, dt = head_exchange.to_heads(torch.cat((x, dt[..., None]), -1)).split((config.head_dim, 1), -1)
-        groups = head_exchange.to_heads(_for_each(head_exchange, torch.cat(shared, -1), 1))
+        groups = head_exchange.to_heads(_repeat_for_cp_ranks(head_exchange, torch.cat(shared, -1), 1))
         b, c = groups.chunk(2, -1)  # [total, groups, n] each
         inputs = torch.cat([features.flatten(1) for features in (x, b, c)], 1), dt.squeeze(-1)
         y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
@@ -208,10 +208,11 @@ class Mamba(Recurrent):
     def _channels(self, parameters: Sequence[Tensor], head_exchange: HeadExchange) -> Tensor:
         """Returns the parameters of this rank's heads, [channels, ...], from those of x's, B's and C's channels."""
         x, *shared = (local(parameter) for parameter in parameters)
-        parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._own_groups, shared)
-        return torch.cat([head_exchange.local_heads(_for_each(head_exchange, part, 0)).flatten(0, 1) for part in parts])
+        parts = x.unflatten(0, (-1, self.config.head_dim)), *map(self._local_groups, shared)
+        repeated = [_repeat_for_cp_ranks(head_exchange, part, 0) for part in parts]
+        return torch.cat([head_exchange.local_heads(part).flatten(0, 1) for part in repeated])
 
-    def _own_groups(self, features: Tensor) -> Tensor:
+    def _local_groups(self, features: Tensor) -> Tensor:
         """Returns the groups of this rank's heads, [groups, n, ...], from its features [shared / tp, ...].
 
         With more ranks than groups a rank holds part of one; the parts are then gathered.
@@ -225,7 +226,7 @@ class Mamba(Recurrent):
         return groups_of_heads
 
 
-def _for_each(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:
+def _repeat_for_cp_ranks(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:
     """Repeats groups so that every context-parallel rank gets those of its heads."""
     ranks, count = head_exchange.axis.size, groups.shape[dimension]
     return groups if count % ranks == 0 else groups.repeat_interleave(ranks // count, dimension)

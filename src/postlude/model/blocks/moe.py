@@ -75,7 +75,7 @@ class MoEConfig(GatedConfig):
     z_coefficient: float = 0.0
 
     @property
-    def rated_by(self) -> int:
+    def group_score_experts(self) -> int:
         """The number of best experts whose scores make the score of a group."""
         return self.top_k // self.top_groups if self.group_best is None else self.group_best
 
@@ -135,11 +135,11 @@ class MoEConfig(GatedConfig):
                 f"top_k={self.top_k} from {self.top_groups} groups: top_groups divides top_k, unless group_best says "
                 "how many experts score a group."
             )
-        if self.groups > 1 and not (self.top_k <= self.top_groups * size and 1 <= self.rated_by <= size):
+        if self.groups > 1 and not (self.top_k <= self.top_groups * size and 1 <= self.group_score_experts <= size):
             raise ValueError(
                 f"top_k={self.top_k} from {self.top_groups} groups of {size} experts, each scored by its best "
-                f"{self.rated_by}: the chosen groups hold at least top_k experts, and each group at least as many as "
-                "score it."
+                f"{self.group_score_experts}: the chosen groups hold at least top_k experts, and each group at least "
+                "as many as score it."
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert; set shared_intermediate_size.")
@@ -341,7 +341,7 @@ class MoE(Block):
         ranking = scores + self.selection_bias if config.selection_bias else scores
         if config.groups > 1:
             grouped = ranking.unflatten(-1, (config.groups, -1))  # [T, groups, experts / groups]
-            group_scores = grouped.topk(config.rated_by, dim=-1).values.sum(-1)
+            group_scores = grouped.topk(config.group_score_experts, dim=-1).values.sum(-1)
             chosen = group_scores.topk(config.top_groups, dim=-1).indices
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
             ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)

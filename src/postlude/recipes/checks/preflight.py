@@ -86,7 +86,7 @@ class LaunchInfo:
 
     device: str = "cpu"
     ranks: int = 1
-    here: bool = True
+    on_this_machine: bool = True
     """Whether the ranks run on this machine, so that its devices and memory can be checked."""
     ray: bool = False
     """Whether Ray assigns GPUs, and shares of them."""
@@ -282,7 +282,7 @@ def print_findings(inputs: PreflightInputs, lines: Mapping[str, str], console: C
 
 def _device(start: LaunchInfo) -> str:
     device = start.device
-    if not start.here:
+    if not start.on_this_machine:
         return f"{device}, of the cluster"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -335,7 +335,8 @@ def _layout(inputs: PreflightInputs) -> str:
 
 
 def _head(inputs: PreflightInputs) -> str:
-    why = why_no_triton(torch.device(inputs.launch.device), inputs.dtype, False) if inputs.launch.here else None
+    launch = inputs.launch
+    why = why_no_triton(torch.device(launch.device), inputs.dtype, False) if launch.on_this_machine else None
     if why is not None:
         raise ValueError(f"head.backend is triton, which cannot run: {why}. Use auto or torch.")
     return "by triton"
@@ -344,7 +345,7 @@ def _head(inputs: PreflightInputs) -> str:
 def _memory(inputs: PreflightInputs) -> str:
     lasting = max(rank_memory.lasting for rank_memory in inputs.memory)
     estimate = f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} per rank"
-    if not inputs.launch.here:
+    if not inputs.launch.on_this_machine:
         return estimate
     neighbours = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
     room = _room(inputs.launch.device, neighbours)
@@ -393,7 +394,7 @@ def _mtp_processor(inputs: PreflightInputs, mtp: MTPSettings, trial: Batch) -> s
 
 
 def _trial_devices(start: LaunchInfo) -> list[str]:
-    return ["cpu", "cuda"] if start.device == "cuda" and start.here else ["cpu"]
+    return ["cpu", "cuda"] if start.device == "cuda" and start.on_this_machine else ["cpu"]
 
 
 def _ranks(count: int) -> str:

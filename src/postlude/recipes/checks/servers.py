@@ -137,7 +137,7 @@ def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: Pre
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNUSED_STOP,))
     completion = client.generate_on(server, Request(prompt, greedy))
     ours = inputs.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    if completion.text is not None and _letters(completion.text) != _letters(ours):
+    if completion.text is not None and _alphanumeric(completion.text) != _alphanumeric(ours):
         raise ValueError(
             f"{server.url} decodes its tokens as {completion.text!r}, but the tokenizer of {inputs.config.model} gives "
             f"{ours!r}. It serves a model with another tokenizer."
@@ -166,20 +166,20 @@ def _check_logprobs(
             "the server's log-probs. Set old_logprobs to recompute, sampling.temperature to 1, or start vLLM with "
             "--logprobs-mode processed_logprobs."
         )
-    if max(abs(first), abs(second)) < TOLERANCE and (cut := _cut(sampling)):
+    if max(abs(first), abs(second)) < TOLERANCE and (cut := _truncation_setting(sampling)):
         raise ValueError(
             f"{server.url} gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. "
             f"Set old_logprobs to recompute, leave {cut} out, or start vLLM with --logprobs-mode raw_logprobs."
         )
 
 
-def _cut(sampling: SamplingSettings) -> str | None:
+def _truncation_setting(sampling: SamplingSettings) -> str | None:
     """Returns the first setting that removes tokens from the distribution."""
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return next((name for name, value in neutral.items() if getattr(sampling, name) != value), None)
 
 
-def _letters(text: str) -> str:
+def _alphanumeric(text: str) -> str:
     """Returns the part of a text that does not depend on how spaces and incomplete characters are decoded."""
     return re.sub(r"[^A-Za-z0-9]", "", text)
 
@@ -210,7 +210,7 @@ def _check_launched(
             )
         return f"{rollout.count} of postlude serve, to be launched"
     (package, version), *_ = _installed_vllm(rollout).items()
-    if compares_logprobs and (cut := _cut(sampling)):
+    if compares_logprobs and (cut := _truncation_setting(sampling)):
         raise ValueError(
             f"vLLM gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. Set "
             f"old_logprobs to recompute, or leave {cut} out."

@@ -9,13 +9,13 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 
 
-def _whole_or_share(gpus: float) -> float:
+def _check_gpu_fraction(gpus: float) -> float:
     if gpus > 1 and gpus != int(gpus):
         raise ValueError(f"{gpus:g} GPUs are no whole number; give one, or for a share of one GPU less than 1.")
     return gpus
 
 
-GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_whole_or_share)]
+GPUs: TypeAlias = Annotated[NonNegative, AfterValidator(_check_gpu_fraction)]
 
 
 UserAPI: TypeAlias = Annotated[str, InputPath("code"), Field(pattern=r"\.py:\w+$")]

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from postlude.recipes.report.data import Band, Floats, RunData, Series, smooth, thin
+from postlude.recipes.report.data import Band, Floats, RunData, Series, downsample, smooth
 from postlude.recipes.report.formatting import format_duration, format_number, format_share, tick_labels
 from postlude.recipes.report.metrics import TIME, explain, title
 
@@ -185,9 +185,9 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
         strays += int(((finite.values < y.low) | (finite.values > y.high)).sum())
         odd += len(line.series.values) - len(finite.values)
         calm = Series(finite.steps, finite.values.clip(y.low, y.high))  # so that no outlier moves the mean
-        raw = thin(finite, points)
+        raw = downsample(finite, points)
         drawn.append(_run(line.run, raw, smooth(calm, SMOOTH_POINTS), x, y))
-        marks.append(_odd(line.series, x))
+        marks.append(_non_finite_marks(line.series, x))
         if len(raw.values):
             known.append(
                 {
@@ -251,7 +251,7 @@ def phases(run: RunData, index: int) -> str:
         )
         drawn.append(f'<path class="fill" {colour(number)} d="{path}"/>')
         bottoms = tops
-    tips = catchers(
+    tips = tooltip_columns(
         edges,
         x,
         (
@@ -309,7 +309,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
         for row in np.flatnonzero(last)
     )
     span = Ruler(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
-    course = f'{heat}<path class="median" d="{_path(medians)}"/>{catchers(edges, x, map(_summary, groups))}'
+    course = f'{heat}<path class="median" d="{_path(medians)}"/>{tooltip_columns(edges, x, map(_summary, groups))}'
     return (
         f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>{escape(key)}</code><span>median '
         f'{format_number(float(np.median(groups[-1])))}</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -354,7 +354,7 @@ def step_labels(x: Ruler) -> str:
     )
 
 
-def _odd(series: Series, x: Ruler) -> str:
+def _non_finite_marks(series: Series, x: Ruler) -> str:
     """Returns a cross at the bottom for each step without a finite value."""
     places = {round(x(step)) for step in series.steps[~np.isfinite(series.values)]}
     return "".join(
@@ -362,7 +362,7 @@ def _odd(series: Series, x: Ruler) -> str:
     )
 
 
-def catchers(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
+def tooltip_columns(edges: Floats, x: Ruler, texts: Iterable[str]) -> str:
     """Returns invisible columns with tooltips."""
     rects = []
     for column, text in enumerate(texts):

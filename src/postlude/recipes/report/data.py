@@ -169,7 +169,7 @@ def _numbers(values: Sequence[Any]) -> Floats:
     return np.array([value for value in values if isinstance(value, int | float) and math.isfinite(value)], dtype=float)
 
 
-def thin(series: Series, points: int) -> Series:
+def downsample(series: Series, points: int) -> Series:
     """Returns at most `points` of a series: the minimum and maximum of each part, so that no spike is lost."""
     count = len(series.values)
     if count <= points:

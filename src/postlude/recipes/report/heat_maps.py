@@ -17,11 +17,11 @@ from postlude.recipes.report.charts import (
     TOP,
     WIDTH,
     Ruler,
-    catchers,
     colour,
     run_label,
     step_edges,
     step_labels,
+    tooltip_columns,
 )
 from postlude.recipes.report.data import Floats, RunData, Series
 from postlude.recipes.report.formatting import format_number
@@ -128,7 +128,7 @@ def _figure(
         f'<svg class="cells" x="{left:.1f}" y="{TOP}" width="{RIGHT - left:.1f}" height="{BOTTOM - TOP}" '
         f'viewBox="0 0 {columns} {rows}" preserveAspectRatio="none">{_cells(levels)}</svg>'
     )
-    tips = catchers(edges, Ruler(0, columns, left, RIGHT), (describe(column) for column in values.T))
+    tips = tooltip_columns(edges, Ruler(0, columns, left, RIGHT), (describe(column) for column in values.T))
     return (
         f'<figure class="r{index}" data-heat="{escape(key)}"><figcaption>{run_label(run, index)}{caption}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(key)} over the run" {colour(index)}>'

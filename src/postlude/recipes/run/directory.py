@@ -263,7 +263,7 @@ def open_run(
             changed = _changes(
                 directory, config, resume, may_change, defaults
             )  # again, now that no other process can write
-            _claim(directory, config, bool(changed))
+            _write_config(directory, config, bool(changed))
         except BaseException:
             lock.release()
             raise
@@ -419,7 +419,7 @@ def _config_of(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _claim(path: Path, config: Mapping[str, Any], changed: bool) -> None:
+def _write_config(path: Path, config: Mapping[str, Any], changed: bool) -> None:
     """Writes the config. An earlier one that has steps is kept in configs/."""
     (path / CHECKPOINTS).mkdir(exist_ok=True)
     if changed:

@@ -57,7 +57,7 @@ class RunInfo:
             write_atomic(name, make().encode())
         return name.read_text()
 
-    def fresh_name(self) -> str:
+    def random_name(self) -> str:
         """Returns the directory's name with a random suffix."""
         return f"{self.directory.name}-{os.urandom(4).hex()}"
 
@@ -95,7 +95,7 @@ class WeightsAndBiases:
         self._run = import_module("wandb").init(
             project=run_info.project,
             name=run_info.directory.name,
-            id=run_info.identity("wandb", run_info.fresh_name),
+            id=run_info.identity("wandb", run_info.random_name),
             resume="allow",
             dir=str(run_info.directory),
             config=dict(run_info.config),
@@ -149,7 +149,7 @@ class Trackio:
         with contextlib.redirect_stdout(sys.stderr):  # trackio prints to stdout, where our results go
             self._run = import_module("trackio").init(
                 run_info.project,
-                name=run_info.identity("trackio", run_info.fresh_name),
+                name=run_info.identity("trackio", run_info.random_name),
                 resume="allow",
                 config=dict(run_info.config),
                 embed=False,
