@@ -202,23 +202,19 @@ class MetricAccumulator:
             weights = addend if metric.reduction == "sum" else total
         else:
             weights = self.normalizer.weights_of(metric, microbatch).float()
-        weighted = weights != 0
+        mask = weights != 0
         reduction, numerators, denominators = self.entries.setdefault(name, (metric.reduction, [], []))
         if reduction != metric.reduction:
             raise ValueError(f'metric "{name}" is a {reduction} in one microbatch and a {metric.reduction} in another.')
         match metric.reduction:
             case "max":
-                numerators.append(
-                    torch.where(weighted, values, float("-inf")).amax() if values.numel() else values.sum()
-                )
-                denominators.append(weighted.sum())
+                numerators.append(torch.where(mask, values, float("-inf")).amax() if values.numel() else values.sum())
+                denominators.append(mask.sum())
             case "min":
-                numerators.append(
-                    torch.where(weighted, values, float("inf")).amin() if values.numel() else values.sum()
-                )
-                denominators.append(weighted.sum())
+                numerators.append(torch.where(mask, values, float("inf")).amin() if values.numel() else values.sum())
+                denominators.append(mask.sum())
             case _:
-                numerators.append(torch.where(weighted, values * weights, 0.0).sum())
+                numerators.append(torch.where(mask, values * weights, 0.0).sum())
                 denominators.append(weights.sum())
 
     @torch.no_grad()

@@ -185,17 +185,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
         for start in range(0, len(weight), rows):
             piece = slice(start, start + rows)
-            tensor_slice = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
+            bounds = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
             work = partial(
-                _step_piece,
-                names,
-                weight[piece],
-                gradient[piece],
-                correction,
-                hyperparameters,
-                scale,
-                tensor_slice,
-                seed,
+                _step_piece, names, weight[piece], gradient[piece], correction, hyperparameters, scale, bounds, seed
             )
             yield [tensor[piece] for tensor in state.values()], work
 
@@ -250,7 +242,7 @@ def _step_piece(
     correction: Tensor,
     hyperparameters: AdamWHyperparameters,
     scale: Tensor,
-    tensor_slice: TensorSlice,
+    bounds: TensorSlice,
     seed: int,
     pieces: Sequence[Tensor],
 ) -> None:
@@ -269,7 +261,7 @@ def _step_piece(
         low=state.get(LOW),
         scale=scale,
         key=seed,
-        place=tensor_slice,
+        place=bounds,
     )
 
 

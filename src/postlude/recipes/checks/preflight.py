@@ -335,9 +335,8 @@ def _layout(inputs: PreflightInputs) -> str:
 
 
 def _head(inputs: PreflightInputs) -> str:
-    launch = inputs.launch
-    why = why_no_triton(torch.device(launch.device), inputs.dtype, False) if launch.on_this_machine else None
-    if why is not None:
+    device = torch.device(inputs.launch.device)
+    if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
         raise ValueError(f"head.backend is triton, which cannot run: {why}. Use auto or torch.")
     return "by triton"
 
@@ -347,8 +346,8 @@ def _memory(inputs: PreflightInputs) -> str:
     estimate = f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} per rank"
     if not inputs.launch.on_this_machine:
         return estimate
-    neighbours = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
-    room = _room(inputs.launch.device, neighbours)
+    local_ranks = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
+    room = _room(inputs.launch.device, local_ranks)
     if lasting > room:
         raise ValueError(
             f"a rank needs {format_bytes(lasting)} for weights, gradients and the optimizer's numbers, but has "
@@ -373,8 +372,7 @@ def _disk(inputs: PreflightInputs) -> str:
     if needed > free:
         raise OSError(
             f"a checkpoint takes about {format_bytes(needed)}, but {folder} has {format_bytes(free)} left. Make "
-            f"room, or give "
-            "--run a directory on another disk."
+            "room, or give --run a directory on another disk."
         )
     return f"{format_bytes(free)} left, about {format_bytes(needed)} a checkpoint"
 
