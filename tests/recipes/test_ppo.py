@@ -13,7 +13,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.data.batch import BatchSharding
-from postlude.engine.batch_sharding import _rows_of
+from postlude.engine.batch_sharding import _select_rows
 from postlude.layout import Layout
 from postlude.objectives import RewardKL
 from postlude.recipes.config.load import ConfigError, load, undocumented
@@ -169,7 +169,7 @@ def rows_of_two(group: Any) -> tuple[list[int], list[int], list[float]]:
     mesh = Mesh(Layout.parse("dp_shard=2"), "cpu")
     whole = Batch([[1, 2]] * 5, {"row": [10, 11, 12, 13, 14]})
     sharding = BatchSharding([2] * 5, [1, 0, 1, 1, 0])
-    rows = RolloutRows([_rows_of(whole, sharding, mesh.dp.rank)], mesh, None)
+    rows = RolloutRows([_select_rows(whole, sharding, mesh.dp.rank)], mesh, None)
     everyone = rows.gather(rows.column("row"))
     return everyone, rows.local(everyone), rows.sum(torch.tensor([1.0, float(mesh.dp.rank)])).tolist()
 
