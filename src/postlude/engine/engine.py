@@ -26,7 +26,7 @@ from postlude.engine.result import Outputs, Result, StepResult
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
-from postlude.engine.training import Training, UsesTraining
+from postlude.engine.training import Training, TrainingProperties
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
@@ -48,7 +48,7 @@ from postlude.world.devices import check_initialized, group_device
 from postlude.world.mesh import Mesh
 
 
-class Engine(UsesTraining):
+class Engine(TrainingProperties):
     """A model distributed over the ranks of a layout, with its optimizer.
 
     Every rank passes the same global batch, or its own part (`Batch.sharded`). The engine packs it into microbatches

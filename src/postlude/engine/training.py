@@ -159,7 +159,7 @@ class Training:
                 storage.resize_(0)
 
 
-class UsesTraining:
+class TrainingProperties:
     """Properties of an engine's current `training`: that of the adapter in use, or of all weights."""
 
     training: Training

@@ -51,7 +51,7 @@ def plan_transfers(schedule: list[tuple[ScheduleEntry, ...]], *, vpp: int) -> tu
 
     Simulates all ranks with transfers that block. A rank stops before each entry until everything that it has launched
     there is done: its sends, the receives of this entry, and early receives for the next one. When no rank can
-    continue, one early receive is given up, gradients first: a rank mostly waits for those with nothing else to do. If
+    continue, one early receive is cancelled, gradients first: a rank mostly waits for those with nothing else to do. If
     there is none, a rank that another waits for receives even earlier.
     """
     ranks = [_Rank(entries, number, len(schedule), vpp) for number, entries in enumerate(schedule)]
@@ -114,8 +114,8 @@ def _resolve_deadlock(ranks: list[_Rank]) -> None:
     """Resolves a deadlock: cancels one early receive, or else makes one receive early."""
     early = [transfer for rank in ranks for transfer in rank.early if transfer in rank.posted]
     if early:
-        given_up = min(early, key=lambda transfer: (transfer.payload.kind != "B", transfer.destination))
-        ranks[given_up.destination].posted.remove(given_up)
+        cancelled = min(early, key=lambda transfer: (transfer.payload.kind != "B", transfer.destination))
+        ranks[cancelled.destination].posted.remove(cancelled)
         return
     stuck = [transfer for rank in ranks for transfer in rank.posted if transfer.source == rank.number]
     if not stuck:

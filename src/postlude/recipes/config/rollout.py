@@ -43,14 +43,14 @@ class NativeRollout(SharingSettings, ProbeSettings):
 
 
 class ConnectionSettings(SharingSettings, ProbeSettings):
-    """Requests to servers, and when a server is given up."""
+    """Settings of requests to servers, and of failed servers."""
 
     concurrency: PositiveInt = 64
     """Maximum number of unfinished completions at a server. A slow server gets fewer."""
     timeout: Positive = 600.0
     """Seconds to wait for a completion before it is requested from another server."""
     retries: NonNegativeInt = 5
-    """Failures in a row before a server is given up, until there are new weights or no other server is left."""
+    """Failures in a row after which a server is not used, until there are new weights or no other server is left."""
     backoff: NonNegative = 0.5
     """Seconds to wait after a server's failure; they double each time, up to 30."""
     outage_timeout: NonNegative = 600.0
