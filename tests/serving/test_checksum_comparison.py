@@ -75,7 +75,7 @@ def test_one_that_kept_what_it_had_is_left_out_even_if_it_is_alone(several, capl
     with caplog.at_level(logging.WARNING, "postlude"):
         compared(engine, "second")
     assert states(engine) == ["excluded"]
-    assert f"{server.url} has the weights of before" in caplog.text
+    assert f"{server.url} has its previous weights" in caplog.text
 
 
 def test_where_nobody_can_tell_all_go_on_and_it_is_said(several, caplog) -> None:

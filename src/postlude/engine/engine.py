@@ -199,7 +199,7 @@ class Engine(TrainingProperties):
         local = self._shard(batch, counts)
         microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
         accumulator = self._metric_accumulator(objective, local, counts)
-        with self.failure_state.guard_pass("forward_backward", self._rebuild, gradients=True):
+        with self.failure_state.guard_pass("forward_backward", self.training.rebuild, gradients=True):
             self.training.free_shared_gradients()
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
@@ -221,7 +221,7 @@ class Engine(TrainingProperties):
         """Returns the result of `forward_backward`, without a backward and without the layers' metrics."""
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
-        with self.failure_state.guard_pass("evaluate_loss", self._rebuild):
+        with self.failure_state.guard_pass("evaluate_loss", self.training.rebuild):
             self.local_stages.forward(local.microbatches, lambda inputs: accumulator.evaluate(objective, inputs))
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
@@ -302,7 +302,7 @@ class Engine(TrainingProperties):
         to the token at its position.
         """
         local = self._shard(batch)
-        with self.failure_state.guard_pass("evaluate_tokens", self._rebuild):
+        with self.failure_state.guard_pass("evaluate_tokens", self.training.rebuild):
             values = self.local_stages.forward(local.microbatches, lambda inputs: dict(processor(inputs)))
             return local.gather_results(values, shifted=shifted, device=self.device)
 
@@ -451,9 +451,6 @@ class Engine(TrainingProperties):
     def onload(self) -> None:
         """Moves everything back to the device, bit for bit. Without enough memory it raises and can be called again."""
         self._state_offload.onload()
-
-    def _rebuild(self) -> None:
-        self.training.rebuild()
 
     def _shard(self, batch: Batch, step_counts: Mapping[str, float] | None = None) -> LocalBatch:
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""

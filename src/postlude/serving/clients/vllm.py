@@ -99,11 +99,8 @@ class VLLMAPI(OpenAIAPI):
 
         The server stays paused if this fails, since it may hold some of the new weights.
         """
-        await self._pause(send)
-        await send("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
-        await self._clear_caches(send)
-        await send("POST", "/update_weight_version", {"new_version": version})
-        await send("POST", "/resume")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        await self._load_paused(send, "/collective_rpc", body, version)
 
     async def adapter_problem(self, send: SendRequest) -> str:
         """Asks for an adapter without a name: a server that loads adapters refuses the request, others have no path."""
@@ -116,11 +113,8 @@ class VLLMAPI(OpenAIAPI):
 
     async def load_adapter(self, send: SendRequest, name: str, directory: str, version: str) -> None:
         """Loads an adapter in the place of that of the same name. Running completions continue, with new KV caches."""
-        await self._pause(send)
-        await send("POST", LOAD_ADAPTER, {"lora_name": name, "lora_path": directory, "load_inplace": True})
-        await self._clear_caches(send)
-        await send("POST", "/update_weight_version", {"new_version": version})
-        await send("POST", "/resume")
+        body = {"lora_name": name, "lora_path": directory, "load_inplace": True}
+        await self._load_paused(send, LOAD_ADAPTER, body, version)
 
     async def worker_count(self, send: SendRequest) -> int:
         """Returns the number of workers over tensor, pipeline and data parallelism together."""
@@ -158,6 +152,13 @@ class VLLMAPI(OpenAIAPI):
         """Recomputes the KV caches of running completions and resumes."""
         await send("POST", "/finish_weight_update", {"weight_version": version})
         await self._clear_caches(send)
+        await send("POST", "/resume")
+
+    async def _load_paused(self, send: SendRequest, path: str, body: Mapping[str, Any], version: str) -> None:
+        await self._pause(send)
+        await send("POST", path, body)
+        await self._clear_caches(send)
+        await send("POST", "/update_weight_version", {"new_version": version})
         await send("POST", "/resume")
 
     async def _pause(self, send: SendRequest) -> None:

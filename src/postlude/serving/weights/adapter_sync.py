@@ -33,16 +33,8 @@ class AdapterSync(DiskSync):
     Servers that start or come back get the frozen model first, which stays in the run's directory.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        client: GenerationClient | None,
-        options: SyncOptions,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(engine, client, options, group)
-        self._adapter_root: Path | None = None
-        """The directory of the adapters, on rank 0."""
+    _adapter_root: Path | None = None
+    """The directory of the adapters, on rank 0."""
 
     def close(self) -> None:
         """Removes the files."""

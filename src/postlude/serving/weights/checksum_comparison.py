@@ -13,6 +13,7 @@ from postlude.serving.clients.server_pool import ServerPool
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
 LOG = logging.getLogger("postlude")
+UNCHANGED = "has its previous weights, by their checksum, after it was given new ones"
 
 
 class ChecksumComparison:
@@ -42,7 +43,7 @@ class ChecksumComparison:
         if self.trainer_checksum not in (None, trainer_checksum):
             for server, checksum in checksums.items():
                 if self.server_checksums.get(server) == checksum:
-                    self._exclude(server, "has the weights of before, by their checksum, after it was given new ones")
+                    self.pool.fail(server, InvalidResponse(UNCHANGED))
         by_layout: dict[frozenset[str], list[RemoteServer]] = defaultdict(list)
         for server, values in hashes.items():
             if server.state == "up":
@@ -72,14 +73,11 @@ class ChecksumComparison:
         for server in servers:
             if checksums[server] != counts[0][0]:
                 different = [name for name, value in hashes[server].items() if hashes[correct][name] != value]
-                self._exclude(
-                    server,
+                problem = (
                     f"has other weights than {counts[0][1]} others after the same update: {len(different)} of "
-                    f"{len(hashes[server])} tensors, such as {different[0]}",
+                    f"{len(hashes[server])} tensors, such as {different[0]}"
                 )
-
-    def _exclude(self, server: RemoteServer, clause: str) -> None:
-        self.pool.fail(server, InvalidResponse(clause))
+                self.pool.fail(server, InvalidResponse(problem))
 
     async def _fetch_hashes(self, server: RemoteServer) -> Mapping[str, str] | None:
         try:
