@@ -208,8 +208,11 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["serve", "tiny-dense", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1, port 0: cannot assign"),
         (["verify", "tiny-dense", "--grid", "--tolerance", "-1"], "--tolerance: '-1' is not a number of at least 0."),
         (["verify", "tiny-dense", "--layout", "tp=x"], "--layout: layout 'tp=x': 'tp=x' is not of the form tp=N"),
-        (["verify", "tiny-dense", "--layout", "pq=2"], "layout 'pq=2': 'pq' is no axis; the axes are pp,"),
-        (["verify", "tiny-dense", "--layout", "tp=2", "--lora", "rnk=8"], "'rnk' is no setting; did you mean 'rank'?"),
+        (["verify", "tiny-dense", "--layout", "pq=2"], "layout 'pq=2': 'pq' is not an axis; the axes are pp,"),
+        (
+            ["verify", "tiny-dense", "--layout", "tp=2", "--lora", "rnk=8"],
+            "'rnk' is not a setting; did you mean 'rank'?",
+        ),
         (["verify", "tiny-dense", "--layout", "tp=2", "--lora", "rank=x"], "rank is 'x'; give a whole number"),
         (["verify", "tiny-dense", "--layout", "tp=2", "--lora", "rank=0"], "rank is 0, but it must be a number"),
         (["verify", "tiny-dense", "--layout", "tp=2", "--lora", "targets=q_proj,v_porj"], 'did you mean "v_proj"?'),

@@ -36,7 +36,7 @@ def test_parse_equals_the_constructor(degrees: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("dp_shrad=2", "'dp_shrad' is no axis; did you mean 'dp_shard'"),
+        ("dp_shrad=2", "'dp_shrad' is not an axis; did you mean 'dp_shard'"),
         ("zebra=2", "the axes are pp, vpp"),
         ("pp", "'pp' is not of the form pp=N"),
         ("pp=two", "'pp=two' is not of the form"),

@@ -207,8 +207,8 @@ def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
     right = torch.ones(3)
     for wrong, sentence in (
         ([("a", right)], "1 of the file's tensors did not come: b"),
-        ([("a", right), ("a", right)], "a is none of the file's tensors, or came twice"),
-        ([("c", right)], "c is none of the file's tensors, or came twice"),
+        ([("a", right), ("a", right)], "a is not one of the file's tensors, or came twice"),
+        ([("c", right)], "c is not one of the file's tensors, or came twice"),
         ([("a", right.bfloat16())], "a was to be .*float32.*, but it is .*bfloat16"),
         ([("a", right[:2])], r"a was to be .*\(3,\).*, but it is .*\(2,\)"),
     ):

@@ -85,7 +85,7 @@ class Layout:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(names)}."
-                raise ValueError(f"layout {text!r}: {name!r} is no axis; {hint}")
+                raise ValueError(f"layout {text!r}: {name!r} is not an axis; {hint}")
             if not equals or not (degree.isascii() and degree.isdigit()):
                 raise ValueError(f"layout {text!r}: {part!r} is not of the form {name}=N with N a whole number.")
             if name in degrees:

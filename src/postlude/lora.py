@@ -78,7 +78,7 @@ class LoRA:
             if key not in names or not equals or not value:
                 near = difflib.get_close_matches(key, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(names)}."
-                problem = f"{key!r} is no setting; {hint}" if key not in names else f"give a value as {key}=VALUE."
+                problem = f"{key!r} is not a setting; {hint}" if key not in names else f"give a value as {key}=VALUE."
                 raise ValueError(f"lora {text!r}: {problem}")
             if key in values:
                 raise ValueError(f"lora {text!r}: {key!r} is given twice.")

@@ -122,7 +122,7 @@ def _pieces(
     missing = set(entries)
     for name, tensor in tensors:
         if name not in missing:
-            raise ValueError(f"{name} is none of the file's tensors, or came twice.")
+            raise ValueError(f"{name} is not one of the file's tensors, or came twice.")
         missing.remove(name)
         expected = entries[name]
         if tensor.dtype != expected.dtype or tensor.shape != expected.shape:

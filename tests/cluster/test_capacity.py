@@ -98,7 +98,7 @@ def test_what_a_config_takes_of_a_cluster(made_up: MadeUp, tmp_path: Path) -> No
     assert needs("--rollout=vllm") == ResourceNeeds(2, 1, 1.0, 3.0, 1, 1.0)
     for wrong, sentence in (
         ("--cluster.gpus_per_rank=0.5", "cluster.gpus_per_rank"),
-        ("--rollout.gpus=1.5", "are no whole number"),
+        ("--rollout.gpus=1.5", "are not a whole number"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             needs("--rollout=vllm", wrong)

@@ -96,13 +96,17 @@ def test_experts_share_what_the_setting_says():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("qwen3", {"targets": "q_prj"}, 'targets names "q_prj", which is no module .* did you mean "q_proj"'),
-        ("qwen3", {"targets": "experts"}, 'names "experts", which is no module .*There are all, attention, down_proj'),
+        ("qwen3", {"targets": "q_prj"}, 'targets names "q_prj", which is not a module .* did you mean "q_proj"'),
+        (
+            "qwen3",
+            {"targets": "experts"},
+            'names "experts", which is not a module .*There are all, attention, down_proj',
+        ),
         ("qwen3", {"targets": ("q_proj", "k_projection")}, "k_projection"),
         ("qwen3", {"targets": "proj"}, 'names "proj"'),
         ("qwen3-tied-biases", {"targets": "lm_head"}, "the head is the embedding here"),
         ("qwen3-tied-biases", {"targets": "embed_tokens"}, "the head is the embedding here"),
-        ("qwen3", {"targets": "router"}, "which is no module"),
+        ("qwen3", {"targets": "router"}, "which is not a module"),
         ("qwen3", {"targets": "q_proj", "ranks": {"k_prj": 2}}, "ranks names .*k_prj"),
         ("qwen3", {"targets": "q_proj", "alphas": {"k_proj": 2}}, "alphas names .*does not adapt"),
         ("qwen3_moe", {"targets": "gate_proj"}, "gate_proj and up_proj are one matrix"),

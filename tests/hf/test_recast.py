@@ -293,7 +293,7 @@ class TestDirectory:
             ({"hf_config": []}, "its hf_config is \\[\\]"),
             (
                 {"config": {"hiden_size": 3}},
-                "the config has 'hiden_size', which is none of its fields; did you mean 'h",
+                "the config has 'hiden_size', which is not one of its fields; did you mean 'h",
             ),
             ({"config": {"tied_head": 1}}, "tied_head is 1, but it must be true or false"),
             ({"config": {"hidden_size": True}}, "hidden_size is True, but it must be a whole number"),
@@ -301,8 +301,8 @@ class TestDirectory:
             ({"config": {"pattern": "[*-"}}, "'\\[' is never closed"),
             ({"config": {"pattern": 3}}, "pattern is 3, but it must be text"),
             ({"config": {"pattern": "*Q"}}, "'Q' is not a block symbol"),
-            ({"config": {"family": "llama"}}, "the config has 'family', which is none of its fields"),
-            ({"config": {"blocks": {"Q": {}}}}, "blocks has 'Q', which is no block; there are '\\*', "),
+            ({"config": {"family": "llama"}}, "the config has 'family', which is not one of its fields"),
+            ({"config": {"blocks": {"Q": {}}}}, "blocks has 'Q', which is not a block; there are '\\*', "),
             ({"config": {"blocks": {"*": 3}}}, "blocks\\['\\*'\\] is 3, but it must be an object"),
             ({"config": {"blocks": {"-": {}}}}, "blocks\\['-'\\] lacks 'intermediate_size'"),
             (

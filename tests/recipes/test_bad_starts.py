@@ -124,7 +124,7 @@ BAD = [
     ),
     sft("an overlap that is none", "--overlap=zb", says=('"overlap" is "zb"', 'give true or false or "zero_bubble"')),
     sft("virtual stages alone", "--layout=vpp=2", says=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
-    sft("an axis that is none", "--layout=pq=2", says=("'pq' is no axis", "the axes are pp, vpp")),
+    sft("an axis that is none", "--layout=pq=2", says=("'pq' is not an axis", "the axes are pp, vpp")),
     # the model
     grpo(
         "experts replayed where there are none",

@@ -329,7 +329,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
         ("optimizer: lion", 'config key "optimizer" is "lion" in FILE line 3; give keys and values of kind "adamw" or "sgd".'),
         ("optimizer: {kind: lion}", 'config key "optimizer.kind" is "lion" in FILE line 3; give "adamw" or "sgd".'),
         ("held_out: [{path: a}]", 'config key "held_out.0.kind" is missing in FILE line 3; give "reasoning_gym" or "jsonl" there.'),
-        ("layout: 3", "config key \"layout\" in FILE line 3: layout '3': '3' is no axis; the axes are pp, vpp, dp_replicate, dp_shard, cp, tp, ep."),
+        ("layout: 3", "config key \"layout\" in FILE line 3: layout '3': '3' is not an axis; the axes are pp, vpp, dp_replicate, dp_shard, cp, tp, ep."),
         ("evaluation: {}", 'config key "evaluation.every" is missing in FILE line 3; give a whole number there or as --evaluation.every.'),
         ("held_out:\n- {kind: jsonl, path: a, weight: 0}", 'config key "held_out.0" in FILE line 4: weight is 0, but it must be above 0.'),
         ("steps: 1\n\nsteps: 2", 'config key "steps" is given twice, in FILE line 3 and in FILE line 5; keep one.'),
@@ -361,9 +361,9 @@ def test_a_mistake_in_the_file_is_a_sentence(text: str, sentence: str, tmp_path:
         ("--betas|[1", 'config key "betas" is "[1" on the command line; give a list of 2: a number, a whole number.'),
         ("--steps", "--steps has no value; write --steps VALUE or --steps=VALUE."),
         ("--resume|--steps|3", "--resume has no value; write --resume VALUE or --resume=VALUE."),
-        ("steps=3", '"steps" is no config key; write --a.b VALUE or --a.b=VALUE.'),
-        ("--a..b=3", '"--a..b" is no config key; write --a.b VALUE or --a.b=VALUE.'),
-        ("--|3", '"--" is no config key; write --a.b VALUE or --a.b=VALUE.'),
+        ("steps=3", '"steps" is not a config key; write --a.b VALUE or --a.b=VALUE.'),
+        ("--a..b=3", '"--a..b" is not a config key; write --a.b VALUE or --a.b=VALUE.'),
+        ("--|3", '"--" is not a config key; write --a.b VALUE or --a.b=VALUE.'),
         ("--extra|{a: 1, a: 2}", 'config key "extra.a" is given twice, on the command line and on the command line; keep one.'),
         ("--objective.kl.coefficient|-1", 'config key "objective.kl" on the command line: coefficient is -1, but it must be a number above 0.'),
         ("--environment.weight|0", 'config key "environment" in FILE line 2 and on the command line: weight is 0, but it must be above 0.'),
@@ -403,7 +403,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"grpo.yaml line 2 is no config; write lines of `key: value`\.$"):
+    with pytest.raises(ConfigError, match=r"grpo.yaml line 2 is not a config; write lines of `key: value`\.$"):
         load(Run, written("# list\n- a", tmp_path))
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     with pytest.raises(ConfigError, match=r"latin.yaml is not YAML: 'utf-8' codec can't decode"):

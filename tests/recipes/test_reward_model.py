@@ -133,7 +133,7 @@ def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path)
 
 def test_a_model_without_a_value_head_is_refused(tmp_path: Path) -> None:
     environment = SingleTurn(tasks_of("1"), ModelReward("tiny-dense", device="cpu"))
-    with pytest.raises(ValueError, match=r"tiny-dense has no tensor score\.weight, so that it is no reward model"):
+    with pytest.raises(ValueError, match=r"tiny-dense has no tensor score\.weight, so it is not a reward model"):
         environment.trial_call(environment.tasks[0], AssistantTurn("1"))
 
 

@@ -365,7 +365,7 @@ def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> N
     inputs = PreflightInputs(config, LaunchInfo())
     assert "65, " in _stop_tokens(inputs, config.sampling)
     for wrong, sentence in (
-        ("nosuch", "'nosuch', which is no token of the tokenizer"),
+        ("nosuch", "'nosuch', which is not a token of the tokenizer"),
         (100000, "has 100000, but the"),
     ):
         answers = config.sampling.model_copy(update={"stop_tokens": (wrong,)})

@@ -50,7 +50,7 @@ def decoder_config(
     """Returns a ModelConfig from the fields that these families share.
 
     `sliding` selects the layers with a sliding window (default: by `layer_types`, else none). `layers` are the second
-    blocks of the layers (default "-"), and `blocks` the configs of those that are no gated MLP. `attention` are other
+    blocks of the layers (default "-"), and `blocks` the configs of those other than a gated MLP. `attention` are other
     fields of the attention's config, such as biases.
     """
     count = hf.num_hidden_layers

@@ -63,7 +63,7 @@ class _Targets:
         if not matched and key in ("head", "lm_head") and self.config.tied_head:
             raise ValueError(f'lora.{field} names "{key}", but {shared_use(self.config)} Leave it out.')
         if not matched:
-            raise ValueError(f'lora.{field} names "{key}", which is no module of the model{self._suggestion(key)}')
+            raise ValueError(f'lora.{field} names "{key}", which is not a module of the model{self._suggestion(key)}')
         for layer in matched:
             if layer.group == "none":
                 raise ValueError(f'lora.{field} names "{key}", but {layer.name} takes no adapter. Leave it out.')

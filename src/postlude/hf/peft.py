@@ -81,7 +81,7 @@ def to_peft(
     """
     model = AdaptableModel(config, family, blocks)
     for name in configs.keys() ^ adapters.keys() | configs.keys() - model.layers.keys():
-        raise ValueError(f"{name} is no linear layer of the model, or has only one of adapter and config.")
+        raise ValueError(f"{name} is not a linear layer of the model, or has only one of adapter and config.")
     separate = model.converts_experts if separate_experts is None else separate_experts
     adapted = [matrix for matrix in model.matrices.values() if any(part.layer.name in configs for part in matrix.parts)]
     tensors: dict[str, Tensor] = {}
@@ -251,6 +251,6 @@ def read_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dic
     folder = Path(directory)
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{folder} is no adapter of peft: it has no {' and no '.join(missing)}.")
+        raise FileNotFoundError(f"{folder} is not an adapter of peft: it has no {' and no '.join(missing)}.")
     adapter_config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return adapter_config, load_file(folder / WEIGHTS)

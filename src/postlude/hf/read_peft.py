@@ -140,7 +140,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         match = KEY.fullmatch(name)
         if match is None:
             raise ValueError(
-                f"the adapter holds {name}, which is no lora_A or lora_B weight; only those are supported."
+                f"the adapter holds {name}, which is not a lora_A or lora_B weight; only those are supported."
             )
         side = match[2] or EMBEDDING_SIDES[match[3]]
         sides.setdefault(match[1], {})[side] = tensor if match[2] else tensor.t()

@@ -50,10 +50,10 @@ def copy_score(tensors: TensorSource, weight: Tensor) -> None:
 
 
 def check_value_head(source: str) -> None:
-    """Raises ValueError if a model directory has no `score.weight`, and so is no reward model."""
+    """Raises ValueError if a model directory has no `score.weight`, and so is not a reward model."""
     path = weights_path(source)
     if path is None or not path.is_dir() or SCORE not in tensors_in(path, *read_model(source)).names():
         raise ValueError(
-            f"{source} has no tensor {SCORE}, so that it is no reward model. Give the model/ directory of a run of "
+            f"{source} has no tensor {SCORE}, so it is not a reward model. Give the model/ directory of a run of "
             "postlude rm, or one that transformers' AutoModelForSequenceClassification reads with num_labels=1."
         )

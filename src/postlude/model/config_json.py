@@ -55,7 +55,7 @@ def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> M
     configs = {}
     for symbol, value in _object("blocks", data["blocks"]).items():
         if symbol not in blocks:
-            raise ValueError(f"blocks has {symbol!r}, which is no block; there are {', '.join(map(repr, blocks))}.")
+            raise ValueError(f"blocks has {symbol!r}, which is not a block; there are {', '.join(map(repr, blocks))}.")
         configs[symbol] = _read(f"blocks[{symbol!r}]", blocks[symbol].Config, value)
     pattern = Pattern.parse(_read("pattern", str, data["pattern"]), symbols=symbols)
     return ModelConfig(pattern=pattern, blocks=configs, **simple)
@@ -162,7 +162,7 @@ def _check_names(name: str, data: Mapping[str, Any], known: Iterable[Field[Any]]
         if field_name not in names:
             near = difflib.get_close_matches(field_name, names, 1)
             fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
-            raise ValueError(f"{name} has {field_name!r}, which is none of its fields; {fix}")
+            raise ValueError(f"{name} has {field_name!r}, which is not one of its fields; {fix}")
     missing = [field_name for field_name, field in names.items() if field_name not in data and _is_required(field)]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(map(repr, missing))}.")

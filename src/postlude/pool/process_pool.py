@@ -207,7 +207,7 @@ class _WorkerProcess:
         return True
 
     def collect(self, results: dict[int, CallResult]) -> bool:
-        """Adds the results that have arrived. Returns False if the process is lost, or wrote what is no result."""
+        """Adds the results that have arrived. Returns False if the process is lost, or wrote an invalid result."""
         for reply in self.receive():
             if not self.sent or reply.get("id") != self.sent[0]:
                 self.forged = True

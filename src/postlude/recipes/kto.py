@@ -96,7 +96,7 @@ def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[E
 
 
 def read_labels(data: LabelledExamples) -> list[bool]:
-    """Returns the label of each row of the file. Raises ValueError if one is no label, or if all are equal."""
+    """Returns the label of each row of the file. Raises ValueError if one is not a label, or if all are equal."""
     rows = data.read()
     rows.require(data.label)
     labels: list[bool] = []

@@ -114,7 +114,7 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
     while rest:
         name, equals, value = rest.pop(0).partition("=")
         if not name.startswith("--") or not all(name[2:].split(".")):
-            raise ConfigError(f'"{name}" is no config key; write --a.b VALUE or --a.b=VALUE.')
+            raise ConfigError(f'"{name}" is not a config key; write --a.b VALUE or --a.b=VALUE.')
         if not equals and (not rest or rest[0].startswith("--")):
             raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
         _set(raw, name[2:], value if equals else rest.pop(0))
@@ -172,7 +172,7 @@ def _read_file(file: Path, named: str) -> RawValue:
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{line} is not YAML: {problem}.") from error
     if node is not None and not raw.whole:
-        raise ConfigError(f"{file} line {node.start_mark.line + 1} is no config; write lines of `key: value`.")
+        raise ConfigError(f"{file} line {node.start_mark.line + 1} is not a config; write lines of `key: value`.")
     return raw
 
 

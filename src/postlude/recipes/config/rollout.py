@@ -11,7 +11,7 @@ from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Set
 
 def _check_gpu_fraction(gpus: float) -> float:
     if gpus > 1 and gpus != int(gpus):
-        raise ValueError(f"{gpus:g} GPUs are no whole number; give one, or for a share of one GPU less than 1.")
+        raise ValueError(f"{gpus:g} GPUs are not a whole number; give one, or for a share of one GPU less than 1.")
     return gpus
 
 

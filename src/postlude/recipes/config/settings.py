@@ -95,8 +95,8 @@ class SamplingSettings(Settings):
         for token in tokens:
             if isinstance(token, str) and token not in vocabulary:
                 raise ValueError(
-                    f"sampling.stop_tokens has {token!r}, which is no token of the tokenizer. Give one of its tokens "
-                    "or an id; a text of several tokens belongs in sampling.stop."
+                    f"sampling.stop_tokens has {token!r}, which is not a token of the tokenizer. Give one of its "
+                    "tokens or an id; a text of several tokens belongs in sampling.stop."
                 )
         return tuple(vocabulary[token] if isinstance(token, str) else token for token in tokens)
 

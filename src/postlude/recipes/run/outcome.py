@@ -19,7 +19,7 @@ exits with 128 plus the signal's number."""
 
 
 class RunFailed(Exception):
-    """A run failed after some steps, for a reason that is no mistake in its command."""
+    """A run failed after some steps, for a reason that is not a mistake in its command."""
 
 
 @dataclass(frozen=True)
