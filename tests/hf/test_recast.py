@@ -370,6 +370,6 @@ def test_an_endless_number_comes_back() -> None:
 
 
 def test_a_config_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a config holds nan, a float, which JSON has no word for"):
+    with pytest.raises(ValueError, match="a config holds nan, a float, which JSON cannot represent"):
         export_model(LanguageModel(small_config("[*-]", logit_scale=float("nan"))), tmp_path / "own")
     assert not list(tmp_path.iterdir())
