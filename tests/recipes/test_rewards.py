@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
-from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.load import ConfigError, describe, load
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.grpo import GRPOTrainer, checks
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
-from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
+from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, evaluation_metrics
+from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
@@ -88,7 +89,9 @@ def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], lis
     place = Path(directory)
     with judge_server(lambda body, number: f"Score: {len(body['messages'][0]['content'])}") as server:
         config = load(GRPOConfig, write_files(place, server.url))
-        preflight(checks(PreflightInputs(config, LaunchInfo())))
+        lines = preflight(checks(PreflightInputs(config, LaunchInfo())))
+        assert lines["evaluation.sets"] == "4 of 10 tasks are evaluated, and not trained on"
+        assert {"tasks", "evaluation.sets.half", "evaluation.sets.exact"} <= lines.keys()
         trainer = GRPOTrainer(config, "cpu")
         sets = [[str(task.prompt) for task in each.tasks] for each in trainer.sets]
         indices = trainer.task_sampler.take(200)
@@ -163,6 +166,10 @@ def evaluated(group: Any, directory: str) -> None:
         ),
         (["--environment.reward=exact"], "it has both reward and rewards. Give a function as reward, or several"),
         (["--environment.rewards={}"], "it has neither reward nor rewards"),
+        (
+            ["--environment.rewards.judge.pattern=score"],
+            r"\"environment\.rewards\.judge\" .*pattern 'score' has no group",
+        ),
         (["--environment.rewards.judge.lowest=0", "--environment.rewards.judge.scores={yes: 1}"], "scores lists every"),
     ],
 )
@@ -187,6 +194,20 @@ def test_the_preflight_tries_every_reward_and_every_set(tmp_path: Path) -> None:
     assert "That was a trial on line 1 of half.jsonl" in str(error.value)
 
 
+def test_a_resumed_run_may_ask_a_judge_elsewhere_but_not_weigh_it_otherwise() -> None:
+    assert is_covered("environment.rewards.judge.url", MAY_CHANGE)
+    assert is_covered("evaluation.sets.math.environment.workers", MAY_CHANGE)
+    for path in ("environment.rewards.judge.weight", "environment.rewards.judge", "evaluation.sets.math.solved"):
+        assert not is_covered(path, MAY_CHANGE)
+
+
+def test_help_describes_the_environment_of_a_set_once() -> None:
+    text = describe(GRPOConfig)
+    assert "--evaluation.sets.*.environment: the keys of --environment\n" in text
+    assert "--evaluation.sets.*.environment.path" not in text
+    assert "--environment.rewards.*.template (judge): text, required" in text
+
+
 def sampled(group: int, reward: float) -> Trajectory:
     return Trajectory(Task("p", {}, "task"), group, Transcript([1]), score=Score(reward), done=True)
 
@@ -200,12 +221,11 @@ def test_a_task_is_solved_from_the_threshold_on() -> None:
 
 def test_tasks_of_sets_leave_something_to_train_on() -> None:
     tasks = [Task(f"{number}", {}, f"line {number}") for number in range(4)]
-    same = EvaluationSet("same", None, tasks[:3], None)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"every one of the 4 tasks is held out or has a prompt of evaluation\.sets \(same"
     ):
-        EvaluatedTasks(tasks, 1, "prompt", [same])
-    evaluated = EvaluatedTasks(tasks, 1, "prompt", [EvaluationSet("one", None, tasks[:1], None)])  # type: ignore[arg-type]
+        EvaluatedTasks(tasks, 1, "prompt", {"same": tasks[:3]})
+    evaluated = EvaluatedTasks(tasks, 1, "prompt", {"one": tasks[:1]})
     assert [index in evaluated for index in range(4)] == [True, False, False, True]
 
 

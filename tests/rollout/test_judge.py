@@ -14,9 +14,10 @@ import pytest
 from postlude.rollout import judge as module
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.episode import AssistantTurn
-from postlude.rollout.judge import JudgeReward, Verdict
+from postlude.rollout.judge import JudgeReward
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
+from postlude.rollout.verdict import Verdict
 from tests.rollout.episodes import step
 from tests.rollout.judge_server import judge_server
 

@@ -16,8 +16,9 @@ from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
 from postlude.rollout.environments import SingleTurn
-from postlude.rollout.judge import JudgeReward, Verdict
+from postlude.rollout.judge import JudgeReward
 from postlude.rollout.tasks import Task
+from postlude.rollout.verdict import Verdict
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
 from tests.serving.test_generation_server import begun, said, serving, until

@@ -20,7 +20,7 @@ from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
 from postlude.recipes.checks.critic import second_model_check
-from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
+from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.checks.servers import server_checks
@@ -104,7 +104,9 @@ class GRPOTrainer(Trainer):
                 pool_factory=factory,
                 keep_open=self.keep_open,
             )
-            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, self.sets)
+            evaluated = EvaluatedTasks(
+                self.tasks, evaluation.tasks, evaluation.split_by, {each.name: each.tasks for each in self.sets}
+            )
             self.held_out = [self.tasks[index] for index in evaluated.held_out.indices]
             self.task_sampler.skip = evaluated
         staleness = config.asynchrony.max_staleness
@@ -355,6 +357,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
         *second_model_check(inputs, "reference_model", config.reference_model),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
+        *training_overlap_checks(config.environment, config.evaluation),
         *server_checks(
             inputs,
             config.rollout,

@@ -113,6 +113,8 @@ class FunctionReward(FailureCounter, Reward):
         if result.failure is not None:
             raise ValueError(failure_message(self.name, result))
         signature: dict[str, bool] = result.value
+        if signature["is_async"]:
+            self._pool.close()  # its calls are coroutines of this process
         return signature
 
     def _start_calls(self) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
-import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
@@ -17,6 +14,7 @@ from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
+from postlude.rollout.verdict import Verdict
 from postlude.serving.clients.connection import ServerConnection
 from postlude.serving.clients.openai import only_choice
 from postlude.serving.errors import InvalidResponse, ServerUnavailable
@@ -26,58 +24,9 @@ if TYPE_CHECKING:
     from postlude.rollout.tasks import Task
 
 CHAT = "/v1/chat/completions"
-SCORE = r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)"
-"""Finds the number in "Score: 7"."""
 TEMPORARY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 8.0  # seconds before a retry, which double
 SHOWN = 60  # characters of a verdict in a message
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a score is read from the judge's answer: group 1 of the last match of `pattern`.
-
-    That is a number or, with `scores`, one of its keys, in lower case. A number must lie between `lowest` and
-    `highest`.
-    """
-
-    pattern: str = SCORE
-    scores: Mapping[str, float] = field(default_factory=dict)
-    lowest: float | None = None
-    highest: float | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}.") from error
-        if groups < 1:
-            raise ValueError(f"pattern {self.pattern!r} has no group in parentheses, which is read as the score.")
-        for key, score in self.scores.items():
-            if key != key.lower() or not math.isfinite(score):
-                raise ValueError(
-                    f"scores has {key!r}: {score}, but keys are in lower case and a score is a finite number."
-                )
-
-    def read(self, answer: str) -> float:
-        """Returns the score of an answer, or raises ValueError if there is none."""
-        matches = list(re.finditer(self.pattern, answer))
-        if not matches:
-            raise ValueError(f"has no match of {self.pattern!r}")
-        text = matches[-1][1] or ""
-        if self.scores:
-            if text.strip().lower() not in self.scores:
-                raise ValueError(f"says {text!r}, which is none of {', '.join(self.scores)}")
-            return self.scores[text.strip().lower()]
-        try:
-            score = float(text)
-        except ValueError:
-            raise ValueError(f"says {text!r}, which is no number") from None
-        low = -math.inf if self.lowest is None else self.lowest
-        high = math.inf if self.highest is None else self.highest
-        if not (math.isfinite(score) and low <= score <= high):
-            raise ValueError(f"says {score:g}, which is not between {low:g} and {high:g}")
-        return score
 
 
 class JudgeReward(FailureCounter, Reward):

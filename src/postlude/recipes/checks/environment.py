@@ -14,6 +14,7 @@ from postlude.generate.generator import check_draft
 from postlude.recipes.checks.preflight import Check, PreflightInputs, check_vocabulary
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
 from postlude.recipes.config.settings import EvaluationSetSettings, EvaluationSettings, SamplingSettings
+from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, tasks_of_set
 from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.episode import AssistantTurn
@@ -29,6 +30,26 @@ def evaluation_set_checks(
         yield Check(
             f"{key}.{name}", partial(_environment, inputs, settings.environment, sampling), after=("tokenizer",)
         )
+
+
+def training_overlap_checks(settings: EnvironmentSettings, evaluation: EvaluationSettings) -> Iterator[Check]:
+    """Check that sets leave tasks to train on, where prompts are read from files and not generated."""
+    read = {
+        name: (each, each.environment)
+        for name, each in evaluation.sets.items()
+        if isinstance(each.environment, PromptSettings)
+    }
+
+    def look() -> str:
+        assert isinstance(settings, PromptSettings)
+        tasks = settings.tasks()
+        sets = {name: tasks_of_set(environment.tasks(), each) for name, (each, environment) in read.items()}
+        evaluated = EvaluatedTasks(tasks, evaluation.tasks, evaluation.split_by, sets)
+        count = sum(index in evaluated for index in range(len(tasks)))
+        return f"{count} of {len(tasks)} tasks are evaluated, and not trained on"
+
+    if read and isinstance(settings, PromptSettings):
+        yield Check("evaluation.sets", look, after=("tasks", *(f"evaluation.sets.{name}" for name in read)))
 
 
 def environment_checks(

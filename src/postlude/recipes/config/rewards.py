@@ -12,6 +12,7 @@ from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward
+from postlude.rollout.verdict import SCORE, Verdict
 from postlude.rollout.verifiers import ExactReward, MathReward
 
 Code: TypeAlias = Annotated[str, InputPath("code")]
@@ -104,7 +105,7 @@ class JudgeSettings(WeightSettings):
     """The question. {prompt}, {completion} and the columns of the row are filled in; other braces are written twice."""
     system: str | None = None
     """System message before the question."""
-    pattern: str = r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = SCORE
     """Regular expression whose first group is the score; the last match in the answer counts."""
     scores: dict[str, Finite] = Field(default_factory=dict)
     """Scores of words, where the pattern finds words: {yes: 1, no: 0}, in lower case. Empty reads a number."""
@@ -133,18 +134,24 @@ class JudgeSettings(WeightSettings):
     def _check(self) -> Self:
         if self.scores and (self.lowest is not None or self.highest is not None):
             raise ValueError("scores lists every score, so that lowest and highest bound nothing. Leave them out.")
+        self.verdict  # noqa: B018 - refuses a pattern without a group
         return self
+
+    @property
+    def verdict(self) -> Verdict:
+        """How the score is read."""
+        return Verdict(self.pattern, self.scores, self.lowest, self.highest)
 
     def build(self, calls: RewardCalls) -> Reward:
         """Returns the reward."""
-        from postlude.rollout.judge import JudgeReward, Verdict  # imports asyncio
+        from postlude.rollout.judge import JudgeReward  # imports asyncio
 
         return JudgeReward(
             self.url,
             self.model,
             self.template,
             system=self.system,
-            verdict=Verdict(self.pattern, self.scores, self.lowest, self.highest),
+            verdict=self.verdict,
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
             timeout=self.timeout,

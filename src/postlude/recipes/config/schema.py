@@ -330,10 +330,25 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
 
 
 def describe(config: type) -> str:
-    """Returns every option with its type, default and help, for `--help`."""
+    """Returns every option with its type, default and help, for `--help`.
+
+    A section by name that has the kinds of an earlier one refers to it.
+    """
     lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
+    described: dict[tuple[str, ...], str] = {}  # paths of sections by their classes
+    repeated: list[str] = []
     for option in options(config):
+        if option.path.startswith(tuple(repeated)):
+            continue
         kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
+        first = described.setdefault(tuple(each["title"] for each in nested.values()), option.path)
+        if len(nested) > 1 and first != option.path and "*" in option.path:
+            repeated.append(f"{option.path}.")
+            lines += [
+                f"--{option.path}: the keys of --{first}",
+                *textwrap.wrap(option.help, width, initial_indent="    "),
+            ]
+            continue
         default = ", required" if option.default is MISSING else f", default {_shown(option.default)}"
         if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
             default = ""  # its fields have their own

@@ -49,12 +49,12 @@ class EvaluationSet:
 class EvaluatedTasks:
     """Tasks that are not trained on: those held out, and those with a prompt of one of the sets."""
 
-    def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Sequence[EvaluationSet]) -> None:
+    def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Mapping[str, Sequence[Task]]) -> None:
         self.tasks, self.split_by = tasks, split_by
         self.held_out = hold_out(tasks, count, split_by)
-        self._digests = {task_digest(task, split_by) for each in sets for task in each.tasks}
+        self._digests = {task_digest(task, split_by) for its_tasks in sets.values() for task in its_tasks}
         if all(index in self for index in range(len(tasks))):
-            names = ", ".join(each.name for each in sets)
+            names = ", ".join(sets)
             raise ValueError(
                 f"every one of the {len(tasks)} tasks is held out or has a prompt of evaluation.sets ({names}), and at "
                 "least one must be left to train on. Give sets of other prompts."
@@ -85,10 +85,15 @@ def open_sets(
         environment = keep_open(
             build_environment(each.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
         )
-        tasks = last_tasks(environment.tasks, min(each.tasks, len(environment.tasks)))
         source = prompt_source(environment, tokenizer, sampling, budget)
-        sets.append(EvaluationSet(name, source, [tasks[index] for index in range(len(tasks))], each))
+        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, each), each))
     return sets
+
+
+def tasks_of_set(tasks: Tasks, settings: EvaluationSetSettings) -> list[Task]:
+    """Returns the tasks of a set: the last ones of its environment with different prompts."""
+    chosen = last_tasks(tasks, min(settings.tasks, len(tasks)))
+    return [chosen[index] for index in range(len(chosen))]
 
 
 def evaluate(sampler: RolloutSampler, sets: Sequence[EvaluationSet], *, step: int) -> dict[str, float]:

@@ -55,8 +55,14 @@ MAY_CHANGE = (
     "environment.timeout",
     "data.environment.workers",
     "data.environment.timeout",
+    "evaluation.sets.*.environment.workers",
+    "evaluation.sets.*.environment.timeout",
+    *(
+        f"environment.rewards.*.{name}"
+        for name in ("timeout", "concurrency", "retries", "device", "url", "key_variable")  # where, not what
+    ),
 )
-"""Dotted paths that may change when a run resumes, with everything below them."""
+"""Dotted paths that may change when a run resumes, with everything below them. "*" is any name."""
 
 
 RENAMED = {
@@ -124,7 +130,12 @@ def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
 
 def is_covered(path: str, by: Collection[str]) -> bool:
     """Returns whether a path is one of these, or below one."""
-    return any(path == covering or path.startswith(f"{covering}.") for covering in by)
+    keys = path.split(".")
+    return any(
+        len(keys) >= len(names := covering.split("."))
+        and all(name in ("*", key) for name, key in zip(names, keys, strict=False))
+        for covering in by
+    )
 
 
 def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
