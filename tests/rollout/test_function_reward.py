@@ -266,6 +266,30 @@ def test_a_sum_fails_with_one_of_its_rewards(failed_reward: float | None) -> Non
     assert (second.excluded, second.reward) == ((True, 0.0) if failed_reward is None else (False, -1.0))
 
 
+class Constant(Reward):
+    """A kind of reward that this repository does not have."""
+
+    name = "constant"
+
+    def __init__(self) -> None:
+        self.waiting: list[Episode] = []
+
+    def submit(self, episode: Episode) -> None:
+        self.waiting.append(episode)
+
+    def poll(self, timeout: float | None = 0.0) -> list[tuple[Episode, Score]]:
+        waiting, self.waiting = self.waiting, []
+        return [(episode, Score(4.0)) for episode in waiting]
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        pass
+
+
+def test_another_kind_of_reward_is_one_class() -> None:
+    rewards = {"constant": Weighted(Constant(), 0.5), "length": Weighted(FunctionReward(length, workers=0))}
+    assert score(WeightedSum(rewards), ["abc"]) == [Score(5.0, {"constant": 4.0, "length": 3.0})]
+
+
 def test_an_episode_alone_is_its_own_group() -> None:
     episode = Episode(ROWS[0])
     assert episode.group == [episode]
