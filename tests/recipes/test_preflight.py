@@ -69,6 +69,15 @@ def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
     assert list(tmp_path.iterdir()) == [data]
 
 
+def test_a_dry_run_warns_of_rewards_for_a_random_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    arguments = ["--environment=dataset", f"--environment.path={tmp_path}/tasks.jsonl", "--environment.reward=exact"]
+    arguments += ["--environment.workers=0", "--evaluation.every=0", f"--run={tmp_path}/run", "--dry-run"]
+    for steps, warns in ((0, True), (5, False)):
+        assert main(["grpo", *arguments, f"--warm_start.steps={steps}"]) == 0
+        assert ("only chance finds a reward. Set warm_start.steps" in capsys.readouterr().out) == warns
+
+
 def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
     engine = Engine(model, layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3))
     return dist.get_rank(), sum(4 * local_shard(parameter).numel() for parameter in engine.parameters.values())

@@ -171,7 +171,7 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
     yield Check("run", lambda: _run(inputs))
     yield Check("loggers", lambda: check_loggers(inputs.config.loggers))
     yield Check("model", lambda: _model(inputs))
-    yield Check("weights", lambda: _weights(inputs.source), after=("model",))
+    yield Check("weights", lambda: _weights(inputs.source, _cold_start(inputs)), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(inputs), after=("model",))
 
 
@@ -307,9 +307,17 @@ def _model(inputs: PreflightInputs) -> str:
     return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters"
 
 
-def _weights(source: Source) -> str:
+def _weights(source: Source, if_random: str = "") -> str:
     count = check_weights(source)
-    return "random" if count is None else f"{count} tensors"
+    return f"random{if_random}" if count is None else f"{count} tensors"
+
+
+def _cold_start(inputs: PreflightInputs) -> str:
+    """Returns a clause about random weights that are to learn from rewards alone."""
+    warm_start = getattr(inputs.config, "warm_start", None)
+    if warm_start is None or warm_start.steps:
+        return ""
+    return "; only chance finds a reward. Set warm_start.steps if tasks have answers, or give a trained model"
 
 
 def _tokenizer(inputs: PreflightInputs) -> str:
