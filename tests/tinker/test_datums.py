@@ -66,7 +66,7 @@ def test_settings_reach_the_loss() -> None:
         ([datum()], "dro", {"beta": "much"}, "loss_fn_config['beta'] is the text 'much', but dro takes a number."),
         ([datum()], "dro", {"beta": -1.0}, "beta is -1, but it must be a number of at least 0."),
         ([], "cross_entropy", {}, "data is empty"),
-        ([datum(0)], "cross_entropy", {}, "datum 0 has no tokens"),
+        ([datum(0)], "cross_entropy", {}, "datum 0 is empty"),
         ([datum(), datum(9)], "cross_entropy", {}, "datum 1 has 9 tokens, but the longest sequence here is 8."),
         ([Datum(np.array([-1]), {})], "cross_entropy", {}, "datum 0 has token -1, but the vocabulary is 0 to 49."),
         ([datum(target_tokens=np.array([0, 1, 50]))], "cross_entropy", {}, "has token 50, but the vocabulary is 0 to"),

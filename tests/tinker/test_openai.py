@@ -72,7 +72,7 @@ def test_a_request_that_cannot_be_answered_gets_openais_error(tmp_path: Path) ->
                 ({"model": 3}, 400, "give a base model"),
                 ({"model": path + "b"}, 404, "there is no checkpoint"),
                 ({"max_tokens": 1000}, 400, "has room for 62"),
-                ({"prompt": [1, 999]}, 400, "the token 999"),
+                ({"prompt": [1, 999]}, 400, "has token 999"),
                 ({"temperature": -1, "stream": True}, 400, "temperature=-1"),
             ):
                 reply = await post(app, "/v1/completions", body | change)

@@ -72,7 +72,7 @@ def test_a_retried_sample_runs_once(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         ({"tokens": []}, "the prompt is empty"),
-        ({"tokens": [VOCAB]}, f"the token {VOCAB}; the model's vocabulary is 0 to {VOCAB - 1}"),
+        ({"tokens": [VOCAB]}, f"the prompt has token {VOCAB}, but the vocabulary is 0 to {VOCAB - 1}"),
         ({"tokens": [1] * CONTEXT}, f"has {CONTEXT} tokens"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 5000}, "the limit is 1024"),

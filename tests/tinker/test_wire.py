@@ -16,14 +16,14 @@ from postlude.tinker.wire import (
     ForwardBackwardRequest,
     encode_pass,
     head_of_forward_backward,
-    read_pass,
+    read_pass_request,
 )
 
 from .asgi_client import pass_body
 
 
 def read(message: Any) -> Any:
-    return read_pass(message, max_tokens=8, vocab_size=10)
+    return read_pass_request(message, max_tokens=8, vocab_size=10)
 
 
 def request_with(name: str = "weights", **tensor: Any) -> Any:
@@ -100,8 +100,8 @@ def test_a_wrong_tensor_gets_a_sentence(tensor: dict[str, Any], sentence: str) -
 def test_wrong_tokens_get_a_sentence() -> None:
     message = ForwardBackwardRequest.FromString(pass_body("model", 1, 1.0))
     for tokens, sentence in (
-        ([1, 10], "the token 10"),
-        ([-1, 1], "the token -1"),
+        ([1, 10], "has token 10,"),
+        ([-1, 1], "has token -1,"),
         ([1] * 9, "9 tokens"),
         ([], "empty"),
     ):

@@ -333,7 +333,7 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
     assert streamed == plain[: len(streamed)]
     assert len(streamed) >= 7
     for name, sentence in (
-        ("long", "the prompt has 3 tokens and may get 61 more, but prompt and completion have at most 63 together."),
+        ("long", "max_tokens is 61, but after a prompt of 3 tokens the context of 63 has room for 60."),
         ("no prompt", "the prompt is empty"),
         ("not in the vocabulary", "the prompt has token 999, but the vocabulary is 0 to 263."),
         ("no temperature", "temperature=-1.0"),

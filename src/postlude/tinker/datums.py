@@ -18,6 +18,7 @@ from postlude.data import Batch
 from postlude.engine.result import Result
 from postlude.objectives.summed import LOGPROBS, SUM, SUMMED_LOSSES, TARGETS, SummedLoss
 from postlude.tinker.backend import Datum, ForwardBackwardResult
+from postlude.tinker.token_checks import check_tokens, check_vocabulary
 
 EXTRA_TOKENS = 1
 """A sequence of a batch has so many tokens more than a datum has inputs."""
@@ -62,7 +63,7 @@ def read_pass(
     if not data:
         raise ValueError("data is empty: give at least one datum.")
     for index, datum in enumerate(data):
-        _check_tokens(f"datum {index}", datum.tokens, vocab_size, max_context_length)
+        check_tokens(datum.tokens, f"datum {index}", max_context_length, vocab_size)
         _check_inputs(f"datum {index}", datum, loss_fn, objective, vocab_size)
     names = [TARGETS, *objective.columns, *objective.optional_columns]
     given = [[name for name in names if name in datum.loss_fn_inputs] for datum in data]
@@ -113,23 +114,6 @@ def _column(values: NDArray[Any], width: int | None) -> torch.Tensor:
     return torch.from_numpy(np.pad(rows.astype(dtype, copy=False), padding))
 
 
-def _check_tokens(name: str, tokens: NDArray[Any], vocab_size: int, max_context_length: int) -> None:
-    if not len(tokens):
-        raise ValueError(f"{name} has no tokens: give at least one.")
-    if len(tokens) > max_context_length:
-        raise ValueError(
-            f"{name} has {len(tokens)} tokens, but the longest sequence here is {max_context_length}. Shorten it."
-        )
-    _check_range(f"{name} has token", tokens, vocab_size)
-
-
-def _check_range(what: str, ids: NDArray[Any], vocab_size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        worst = low if low < 0 else high
-        raise ValueError(f"{what} {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
-
-
 def _check_inputs(name: str, datum: Datum, loss_fn: str, objective: SummedLoss, vocab_size: int) -> None:
     inputs, needed = datum.loss_fn_inputs, (TARGETS, *objective.columns)
     for missing in (key for key in needed if key not in inputs):
@@ -148,7 +132,7 @@ def _check_inputs(name: str, datum: Datum, loss_fn: str, objective: SummedLoss, 
         )
     if not targets.size:
         raise ValueError(f"{TARGETS!r} of {name} has shape {list(targets.shape)}: give each position a target.")
-    _check_range(f"{TARGETS!r} of {name} has token", targets, vocab_size)
+    check_vocabulary(targets, f"{TARGETS!r} of {name}", vocab_size)
     for key, values in inputs.items():
         if key != TARGETS and values.shape != targets.shape:
             raise ValueError(

@@ -17,7 +17,7 @@ from postlude.tinker.sampling import Sampler
 from postlude.tinker.service import ClientSession, TinkerService
 from postlude.tinker.state import Checkpoint, Run, SamplerRecord
 from postlude.tinker.training import Operation, Role, TrainedModel
-from postlude.tinker.wire import Pass, encode_pass, read_pass
+from postlude.tinker.wire import PassRequest, encode_pass, read_pass_request
 
 LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
 SAVE_KINDS: dict[Kind, str] = {
@@ -114,12 +114,12 @@ class ModelRequests:
         model = self._service.model(owner, message.model_id)
         info = self._service.bases[model.spec.base_model]
 
-        def read() -> Pass:
+        def read() -> PassRequest:
             if message.loss_fn not in info.losses:
                 raise ValueError(
                     f"the loss {message.loss_fn[:60]!r} is not supported; there are {', '.join(info.losses)}."
                 )
-            return read_pass(message, info.max_context_length, info.vocab_size)
+            return read_pass_request(message, info.max_context_length, info.vocab_size)
 
         async def run() -> bytes:
             one = await asyncio.to_thread(read) if size > LARGE else read()

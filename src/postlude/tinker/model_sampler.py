@@ -66,10 +66,8 @@ class ModelSampler:
     def step(self) -> SampleEvents:
         """Samples a token of every running completion."""
         self._start_calls()
+        events = SampleEvents({}, [], busy=False) if self._sampler is None else self._sampler.step()
         errors, self._errors = self._errors, {}
-        if self._sampler is None:
-            return SampleEvents(errors, [], self.busy)
-        events = self._sampler.step()
         return SampleEvents({**errors, **events.finished}, events.progress, self.busy)
 
     def fail_all(self) -> list[int]:

@@ -20,7 +20,7 @@ from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleParams, SampleProgress, SampleRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.sampling import Sampler, Samplers
-from postlude.tinker.wire import check_tokens
+from postlude.tinker.token_checks import check_prompt
 
 if TYPE_CHECKING:
     from postlude.generate.protocol import Completion, Progress
@@ -172,14 +172,11 @@ class _Generation:
         from postlude.serving.server.http_server import bad_request_on_error
 
         with bad_request_on_error():
-            prompt = np.array(request.prompt, np.int64)
-            tokens = check_tokens(prompt, "the prompt", self.max_length - 1, self.vocab_size)
             sampling = request.sampling
             if sampling.min_p:
                 raise ValueError("min_p is not supported here.")
-            room = self.max_length - len(tokens)
-            if sampling.max_new_tokens > room:
-                raise ValueError(f"max_tokens is {sampling.max_new_tokens}, but the context has room for {room}.")
+            prompt = np.array(request.prompt, np.int64)
+            tokens = check_prompt(prompt, sampling.max_new_tokens, self.max_length, self.vocab_size)
         params = SampleParams(
             max_tokens=sampling.max_new_tokens,
             seed=request.seed,

@@ -33,8 +33,73 @@ STATE = "state"
 """The directory of the training state in that of a checkpoint."""
 
 
+class AdapterModel:
+    """An adapter on an engine that others share."""
+
+    def __init__(self, engine: Engine, name: str, lora: LoRA, seed: int) -> None:
+        self.engine, self.name = engine, name
+        add_adapter(engine, name, lora, seed=seed)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Engine]:
+        """Gives the engine with the adapter in use."""
+        self.engine.use(self.name)
+        try:
+            yield self.engine
+        finally:
+            if self.engine.failure_state.refusal is None:
+                self.engine.use(None)
+
+    def save(self, directory: Path) -> None:
+        """Writes weights and optimizer state."""
+        save_adapter_state(self.engine, directory)
+
+    def load(self, directory: Path) -> None:
+        """Reads weights and optimizer state."""
+        load_adapter_state(self.engine, directory)
+
+    def export(self, directory: Path) -> None:
+        """Writes a PEFT adapter."""
+        export_adapter(self.engine, directory)
+
+    def free(self) -> None:
+        """Frees the adapter."""
+        remove_adapter(self.engine, self.name)
+
+
+class FullModel:
+    """A model of which all weights are trained, with an engine of its own."""
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Engine]:
+        """Gives the engine."""
+        yield self.engine
+
+    def save(self, directory: Path) -> None:
+        """Writes weights and optimizer state. Unlike `Engine.save`, keeps no host memory for the next time."""
+        writer = CheckpointWriter()
+        writer.save(self.engine, directory, None)
+        writer.finish()
+        writer.close()
+
+    def load(self, directory: Path) -> None:
+        """Reads weights and optimizer state."""
+        self.engine.load(directory)
+
+    def export(self, directory: Path) -> None:
+        """Writes a model directory with all weights."""
+        self.engine.export_model(directory, tokenizer=self.tokenizer)
+
+    def free(self) -> None:
+        """Frees weights, gradients and optimizer state."""
+        self.engine.training.free()
+
+
 class RankModels:
-    """Adapters on one frozen base, and models of which all weights are trained, each with an engine of its own.
+    """Adapters on one frozen base, and models of which all weights are trained.
 
     Each model has its own gradients, optimizer and steps.
     """
@@ -42,7 +107,7 @@ class RankModels:
     def __init__(self, settings: WorkerSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self.engine = self._engine(lora={})
-        self.full: dict[str, Engine] = {}
+        self.models: dict[str, AdapterModel | FullModel] = {}
         config = self.engine.config
         self._groups = {layer.group for layer in linear_layers(config, self.engine.block_types).values()}
         if config.shared_parameters:
@@ -64,47 +129,40 @@ class RankModels:
         """Why these ranks cannot be used any more; None if they can."""
         engines = [self.engine]
         if dist.get_world_size() > 1:  # after a failed pass the ranks may be in different places
-            engines += self.full.values()
+            engines += [model.engine for model in self.models.values()]
         return next((engine.failure_state.refusal for engine in engines if engine.failure_state.refusal), None)
+
+    def is_full(self, model_id: str) -> bool:
+        """Returns whether all weights of a model are trained."""
+        return isinstance(self.models.get(model_id), FullModel)
 
     def create(self, model_id: str, lora: LoRAConfig | None) -> None:
         """Makes a model with fresh adapters, or with a copy of the base's weights."""
         if lora is None:
             check_memory(self.engine, free_memory(self.engine.device))
-            self.full[model_id] = self._engine(mesh=self.engine.mesh)
+            self.models[model_id] = FullModel(self._engine(mesh=self.engine.mesh), self.tokenizer)
             return
         if lora.train_unembed and "head" not in self._groups:
             _log.warning("train_unembed of %s is not applied: %s", model_id, shared_use(self.engine.config))
-        add_adapter(self.engine, model_id, to_lora(lora, self._groups), seed=lora.seed or 0)
+        self.models[model_id] = AdapterModel(self.engine, model_id, to_lora(lora, self._groups), lora.seed or 0)
 
     def remove(self, model_id: str) -> None:
         """Frees a model, if it exists."""
-        if model_id in self.engine.adapters.names:
-            remove_adapter(self.engine, model_id)
-        elif (engine := self.full.pop(model_id, None)) is not None:
-            engine.training.free()
+        model = self.models.pop(model_id, None)
+        if model is not None:
+            model.free()
 
     @contextlib.contextmanager
-    def using(self, model_id: str) -> Iterator[Engine]:
-        """Gives the engine of a model, with its adapter in use if it has one."""
-        if model_id in self.full:
-            yield from self._using_full(model_id)
-            return
-        if model_id not in self.engine.adapters.names:
+    def using(self, model_id: str) -> Iterator[AdapterModel | FullModel]:
+        """Gives a model, and its engine set to it. If the model's own engine fails, the model is lost."""
+        if model_id not in self.models:
             raise ValueError(f"there is no model {model_id!r}: create it first.")
-        self.engine.use(model_id)
+        model = self.models[model_id]
         try:
-            yield self.engine
-        finally:
-            if self.refusal is None:
-                self.engine.use(None)
-
-    def _using_full(self, model_id: str) -> Iterator[Engine]:
-        engine = self.full[model_id]
-        try:
-            yield engine
+            with model.in_use():
+                yield model
         except Exception as error:
-            reason = engine.failure_state.refusal
+            reason = model.engine.failure_state.refusal
             if reason is None or self.refusal is not None:
                 raise
             self.remove(model_id)
@@ -112,62 +170,45 @@ class RankModels:
 
     def run_pass(self, model_id: str, request: Pass) -> Result:
         """Runs forward, and unless `forward_only` backward, which adds to the gradients."""
-        with self.using(model_id) as engine:
-            run = engine.evaluate_loss if request.forward_only else engine.forward_backward
+        with self.using(model_id) as model:
+            run = model.engine.evaluate_loss if request.forward_only else model.engine.forward_backward
             return run(request.batch, request.objective, counts=request.counts)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """Updates the weights, and frees the gradients."""
         config = to_adamw(adam)
-        with self.using(model_id) as engine:
-            result = engine.optimizer_step(config)
+        with self.using(model_id) as model:
+            result = model.engine.optimizer_step(config)
         return {"grad_norm": result.grad_norm, "lr": result.lr, "step": result.step, "skipped": float(result.skipped)}
 
     def discard_gradients(self, model_id: str) -> None:
         """Frees the gradients."""
-        with self.using(model_id) as engine:
-            engine.zero_grad()
+        with self.using(model_id) as model:
+            model.engine.zero_grad()
 
     def save_state(self, model_id: str, directory: Path) -> None:
         """Writes weights and optimizer state."""
-        with self.using(model_id) as engine:
-            if model_id in self.full:
-                save_all_weights(engine, directory / STATE)
-            else:
-                save_adapter_state(engine, directory / STATE)
+        with self.using(model_id) as model:
+            model.save(directory / STATE)
 
     def load_state(self, model_id: str, directory: Path, optimizer: bool) -> None:
         """Reads weights and, if `optimizer`, the optimizer state."""
-        with self.using(model_id) as engine:
-            if model_id in self.full:
-                engine.load(directory / STATE)
-            else:
-                load_adapter_state(engine, directory / STATE)
+        with self.using(model_id) as model:
+            model.load(directory / STATE)
             if not optimizer:
-                engine.set_optimizer(to_adamw(AdamParams()))
+                model.engine.set_optimizer(to_adamw(AdamParams()))
 
     def save_for_sampler(self, model_id: str, directory: Path) -> None:
         """Writes a PEFT adapter, or a model directory with all weights."""
-        with self.using(model_id) as engine:
-            if model_id in self.full:
-                engine.export_model(directory, tokenizer=self.tokenizer)
-            else:
-                export_adapter(engine, directory)
+        with self.using(model_id) as model:
+            model.export(directory)
 
     def adapter(self, model_id: str) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
         """Returns the configs and the whole matrices of a model's adapter, by layer, on every rank."""
-        with self.using(model_id) as engine:
-            tensors = {name: tensor.clone() for name, tensor in stream_adapters(engine)}
-            configs = dict(engine.adapters.configs)
+        with self.using(model_id) as model:
+            tensors = {name: tensor.clone() for name, tensor in stream_adapters(model.engine)}
+            configs = dict(model.engine.adapters.configs)
         return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
-
-
-def save_all_weights(engine: Engine, directory: Path) -> None:
-    """Writes the training state of an engine. Unlike `Engine.save`, keeps no host memory for the next time."""
-    writer = CheckpointWriter()
-    writer.save(engine, directory, None)
-    writer.finish()
-    writer.close()
 
 
 def to_lora(lora: LoRAConfig, groups: Collection[str]) -> LoRA:

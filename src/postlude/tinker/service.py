@@ -18,8 +18,8 @@ from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.sampling import Sampler, Samplers
 from postlude.tinker.state import Checkpoint, Record, SamplerRecord, SessionRecord, StateDirectory
+from postlude.tinker.token_checks import check_prompt
 from postlude.tinker.training import TrainedModel, TrainingQueues
-from postlude.tinker.wire import check_tokens
 
 LOG = logging.getLogger("postlude")
 SWEEP_SECONDS = 5.0
@@ -226,7 +226,8 @@ class TinkerService:
         return future
 
     def _sample_request(self, info: BaseModelInfo, body: bodies.SampleBody) -> SampleRequest:
-        prompt = check_tokens(body.prompt.tokens(), "the prompt", info.max_context_length - 1, info.vocab_size)
+        params = body.sampling_params.params()
+        prompt = check_prompt(body.prompt.tokens(), params.max_tokens, info.max_context_length, info.vocab_size)
         if body.num_samples > self.limits.num_samples:
             raise ValueError(f"num_samples is {body.num_samples}; the limit is {self.limits.num_samples}.")
         if body.prompt_alt_tokens_k > 0:
@@ -236,12 +237,6 @@ class TinkerService:
         last_n = body.prompt_logprobs_last_n
         if last_n is not None and not 1 <= last_n < max(2, len(prompt)):
             raise ValueError(f"prompt_logprobs_last_n is {last_n}: give 1 to {len(prompt) - 1} for this prompt.")
-        params, room = body.sampling_params.params(), info.max_context_length - len(prompt)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise ValueError(
-                f"max_tokens is {params.max_tokens}, but after a prompt of {len(prompt)} tokens the model's context of "
-                f"{info.max_context_length} has room for {room}."
-            )
         target = body.target_prompt_logprobs
         return SampleRequest(
             prompt,

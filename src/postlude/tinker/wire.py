@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, SampleResult, TopK
 from postlude.tinker.errors import APIError
+from postlude.tinker.token_checks import check_tokens
 from postlude.tinker.wire_messages import message_class
 
 ForwardBackwardRequest = message_class("ForwardBackwardRequest")
@@ -24,7 +25,7 @@ OUTPUT_TYPE = "ArrayRecord"
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassRequest:
     """A forward_backward request, read."""
 
     data: Sequence[Datum]
@@ -85,7 +86,7 @@ def head_of_forward_backward(start: bytes) -> tuple[str, int] | None:
     return None
 
 
-def read_pass(message: Any, max_tokens: int, vocab_size: int) -> Pass:
+def read_pass_request(message: Any, max_tokens: int, vocab_size: int) -> PassRequest:
     """Reads the arrays of a request. Raises a ValueError with a sentence about what is wrong."""
     if not message.data:
         raise ValueError("forward_backward got no data: give at least one datum.")
@@ -104,7 +105,7 @@ def read_pass(message: Any, max_tokens: int, vocab_size: int) -> Pass:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return Pass(data, message.loss_fn, config, message.forward_only)
+    return PassRequest(data, message.loss_fn, config, message.forward_only)
 
 
 def _read_tokens(chunks: Any, where: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
@@ -118,18 +119,6 @@ def _read_tokens(chunks: Any, where: str, max_tokens: int, vocab_size: int) -> N
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     tokens = np.concatenate(parts) if parts else np.empty(0, "<i4")
     return check_tokens(tokens, f"{where}: model_input", max_tokens, vocab_size)
-
-
-def check_tokens(tokens: NDArray[Any], where: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
-    """Returns tokens that a model takes. Raises a ValueError with a sentence about others."""
-    if not len(tokens):
-        raise ValueError(f"{where} is empty: give at least one token.")
-    if len(tokens) > max_tokens:
-        raise ValueError(f"{where} has {len(tokens)} tokens; the model's context has {max_tokens}.")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        wrong = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
-        raise ValueError(f"{where} has the token {wrong}; the model's vocabulary is 0 to {vocab_size - 1}.")
-    return tokens.astype(np.int32, copy=False)
 
 
 def _read_loss_input(tensor: Any, name: str, where: str) -> LossInput:

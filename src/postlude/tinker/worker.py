@@ -43,6 +43,7 @@ from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_models import RankModels
 from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, Weights
 from postlude.tinker.settings import WorkerSettings
+from postlude.tinker.token_checks import check_prompt
 from postlude.world.agreement import Rank0Controller, if_picklable
 
 SEED_BITS = 48
@@ -237,7 +238,7 @@ class Worker:
 
     def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
         """Opens a sampler of a model's weights as they are now."""
-        if model_id not in self.rank.models.full:
+        if not self.rank.models.is_full(model_id):
             self._on_ranks("snapshot", model_id, sampler_id)
             self.samplers[sampler_id] = Weights(adapter=sampler_id)
             return
@@ -348,7 +349,7 @@ class Worker:
                 connection.send((kind, call_id, _sendable(result) if isinstance(result, Exception) else result))
 
 
-def run_worker(settings: WorkerSettings, address: str, key: bytes) -> None:
+def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: bytes) -> None:
     """Runs on every rank until the HTTP process closes the connection at `address`."""
     tokenizer = load_tokenizer(settings.source)
     rank = RankWorker(settings, tokenizer)
@@ -367,26 +368,14 @@ def run_worker(settings: WorkerSettings, address: str, key: bytes) -> None:
 
 def to_sampling(request: SampleRequest, vocab_size: int, max_context_length: int) -> SamplingParams:
     """Returns the sampling parameters of a request. Raises ValueError or TypeError with a sentence for the client."""
-    params, length = request.params, len(request.prompt)
-    if not length:
-        raise ValueError("the prompt is empty: give at least one token.")
-    low, high = int(request.prompt.min()), int(request.prompt.max())
-    if low < 0 or high >= vocab_size:
-        worst = low if low < 0 else high
-        raise ValueError(f"the prompt has token {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
+    params = request.params
+    check_prompt(request.prompt, params.max_tokens, max_context_length, vocab_size)
     if request.num_samples < 1:
         raise ValueError(f"num_samples is {request.num_samples}, but the least is 1.")
-    left = max_context_length - length
-    if left < 1 or (params.max_tokens or 1) > left:
-        more = "" if params.max_tokens is None else f" and may get {params.max_tokens} more"
-        raise ValueError(
-            f"the prompt has {length} tokens{more}, but prompt and completion have at most {max_context_length} "
-            "together. Shorten the prompt, or lower max_tokens."
-        )
     if params.top_k < -1 or params.top_k == 0:
         raise ValueError(f"top_k is {params.top_k}: give how many tokens to choose from, or -1 for all.")
     return SamplingParams(
-        max_new_tokens=left if params.max_tokens is None else params.max_tokens,
+        max_new_tokens=params.max_tokens or max_context_length - len(request.prompt),
         temperature=params.temperature,
         top_k=max(0, params.top_k),
         top_p=params.top_p,
