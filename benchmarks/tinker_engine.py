@@ -88,7 +88,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
     from postlude.hf.load import load_tokenizer
     from postlude.tinker.datums import read_pass
     from postlude.tinker.rank_models import RankModels
-    from postlude.tinker.rank_sampler import RankSampler, SampleCall
+    from postlude.tinker.rank_sampler import RankSampler, SampleCall, Weights
     from postlude.tinker.worker import to_sampling
     from postlude.world.launcher import ranks
 
@@ -98,7 +98,8 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
 
     with ranks(device=options.device):
         settings = WorkerSettings(name=NAME, source=options.model, device=options.device, budget=options.budget)
-        models = RankModels(settings)
+        tokenizer = load_tokenizer(options.model)
+        models = RankModels(settings, tokenizer)
         models.create("one", LoRAConfig(RANK, seed=1))
         vocabulary = models.engine.config.vocab_size
         request = read_pass(
@@ -112,11 +113,12 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
             models.optim_step("one", AdamParams())
             synchronize()
             seconds.append(time.perf_counter() - began)
-        sampler = RankSampler(models.engine, load_tokenizer(options.model), settings)
+        sampler = RankSampler(models.engine, tokenizer, settings)
+        models.engine.copy_weights(sampler.generator.model)
         sampled = []
         for _ in range(options.warmup + options.steps):
             calls = [
-                SampleCall(number, NAME, None, one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
+                SampleCall(number, Weights(), one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
                 for number, one in enumerate(requests(options))
             ]
             began = time.perf_counter()

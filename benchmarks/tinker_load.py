@@ -1,11 +1,13 @@
 """Load on a Tinker server: many clients, each of which trains and samples in small requests. Prints latencies.
 
-    python benchmarks/tinker_load.py                      the HTTP half alone: a backend that computes nothing
+    python benchmarks/tinker_load.py                        the HTTP half alone: a backend that computes nothing
+    python benchmarks/tinker_load.py --model tiny-dense     a server of this model
     python benchmarks/tinker_load.py http://127.0.0.1:PORT  a server that runs
 
 A client repeats: one pass of 4 sequences, an optimizer step, and 4 samples at once. A latency is the time from the
-request to its fetched result. `--flood` has the first client send samples without waiting, to see it slowed and not the
-others.
+request to its fetched result. Errors are counted, and the memory of the server is measured before and after. The time
+of the backend alone is that of one client without HTTP (of a sample: 4 at once). `--flood` has the first client send
+samples without waiting, to see it slowed and not the others.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +30,24 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from postlude.tinker.app import PROTOBUF
+from postlude.tinker.backend import (
+    AdamParams,
+    Backend,
+    Datum,
+    LoRAConfig,
+    ModelSpec,
+    SampleParams,
+    SampleRequest,
+)
+from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.server import serve
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
 
 Latencies = dict[str, list[float]]
+BASE = "fake/base"
+SEQUENCES, LENGTH, SAMPLES, PROMPT, NEW_TOKENS = 4, 64, 4, 32, 8
 
 
 class HTTPClient:
@@ -72,9 +87,9 @@ class HTTPClient:
             assert status == 408, (status, content)
 
 
-def pass_body(model_id: str, seq_id: int, length: int = 64) -> bytes:
+def pass_body(model_id: str, seq_id: int, length: int = LENGTH) -> bytes:
     message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    for _ in range(4):
+    for _ in range(SEQUENCES):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.ones(length, "<i4").tobytes()
         for name, kind, values in (
@@ -105,12 +120,12 @@ async def client(url: str, base: str, number: int, until: float, found: Latencie
     def sample() -> Any:
         nonlocal samples
         samples += 1
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 32}]}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * PROMPT}]}
         return {
             "sampling_session_id": sampler,
             "seq_id": samples,
             "prompt": prompt,
-            "sampling_params": {"max_tokens": 8},
+            "sampling_params": {"max_tokens": NEW_TOKENS},
             "num_samples": 1,
         }
 
@@ -123,62 +138,116 @@ async def client(url: str, base: str, number: int, until: float, found: Latencie
             timed("pass", "forward_backward", pass_body(model, seq - 1)),
             timed("step", "optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}}),
         )
-        await asyncio.gather(*(timed("sample", "asample", sample()) for _ in range(4)))
+        await asyncio.gather(*(timed("sample", "asample", sample()) for _ in range(SAMPLES)))
 
 
-def run_server(state: str, pipe: Any) -> None:
+def make_backend(model: str | None) -> Backend:
+    """Returns the backend of a model; without one, a backend that computes nothing."""
+    if model is not None:
+        return EngineBackend([f"{BASE}={model}"], device="cpu")
     from tests.tinker.fake_backend import FakeBackend
 
+    return FakeBackend()
+
+
+def run_server(model: str | None, state: str, pipe: Any) -> None:
+    limits = Limits(samples_per_key=64, models=1024)
+    directory = StateDirectory(Path(state))
     asyncio.run(
-        serve(
-            FakeBackend(),
-            StateDirectory(Path(state)),
-            host="127.0.0.1",
-            port=0,
-            keys=None,
-            limits=Limits(samples_per_key=64, models=1024),
-            ready=pipe.send,
-        )
+        serve(make_backend(model), directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
     )
 
 
-async def run(url: str, base: str, options: argparse.Namespace) -> Latencies:
+async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:
+    """Returns the median seconds of a pass, a step and 4 samples at once, with one client and without HTTP."""
+    backend, seconds = make_backend(model), defaultdict[str, list[float]](list)
+    await backend.start()
+    await backend.create_model("one", ModelSpec(BASE, LoRAConfig(4)))
+    await backend.open_sampler("base", BASE, None)
+    inputs = {"target_tokens": np.ones(LENGTH, np.int64), "weights": np.ones(LENGTH, np.float32)}
+    rows = [Datum(np.ones(LENGTH, np.int32), inputs)] * SEQUENCES
+    request = SampleRequest(np.ones(PROMPT, np.int32), SampleParams(max_tokens=NEW_TOKENS))
+    for _ in range(rounds):
+        start = time.perf_counter()
+        await backend.forward_backward("one", rows, "cross_entropy", {}, forward_only=False)
+        passed = time.perf_counter()
+        await backend.optim_step("one", AdamParams())
+        stepped = time.perf_counter()
+        await asyncio.gather(*(backend.sample("base", request) for _ in range(SAMPLES)))
+        for kind, duration in zip(
+            ("pass", "step", "sample"), np.diff([start, passed, stepped, time.perf_counter()]), strict=True
+        ):
+            seconds[kind].append(float(duration))
+    await backend.stop()
+    return {kind: float(np.median(values)) for kind, values in seconds.items()}
+
+
+def resident_mib(pid: int) -> float:
+    """Returns the memory of a process and of all that it started."""
+    lines = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid=,rss="], text=True).splitlines()
+    rows = [tuple(map(int, line.split())) for line in lines]
+    tree = {pid}
+    while new := {one for one, parent, _ in rows if parent in tree} - tree:
+        tree |= new
+    return sum(size for one, _, size in rows if one in tree) / 1024
+
+
+async def run(url: str, options: argparse.Namespace, errors: list[str]) -> Latencies:
     found: Latencies = defaultdict(list)
     until = time.perf_counter() + options.seconds
-    clients = [
-        client(url, base, number, until, found, flood=options.flood and number == 0)
-        for number in range(options.clients)
-    ]
-    await asyncio.gather(*clients)
+
+    async def guarded(number: int) -> None:
+        try:
+            await client(url, options.base, number, until, found, flood=options.flood and number == 0)
+        except (AssertionError, OSError, EOFError) as error:
+            errors.append(f"client {number}: {error!r}")
+
+    await asyncio.gather(*(guarded(number) for number in range(options.clients)))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", nargs="?")
-    parser.add_argument("--base", default="fake/base")
+    parser.add_argument("url", nargs="?", help="a server that runs; else one is started")
+    parser.add_argument("--model", help="the model of the server that is started; else its backend computes nothing")
+    parser.add_argument("--base", default=BASE, help="the name of the base model")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--flood", action="store_true")
     options = parser.parse_args()
+    errors: list[str] = []
+    alone = asyncio.run(time_backend(options.model)) if options.url is None else {}
     with tempfile.TemporaryDirectory() as state:
-        process = None
+        process, memory = None, [0.0, 0.0]
         if options.url is None:
             receiving, sending = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("spawn").Process(target=run_server, args=(state, sending))
+            process = multiprocessing.get_context("spawn").Process(
+                target=run_server, args=(options.model, state, sending)
+            )
             process.start()
             options.url = receiving.recv()
+            memory[0] = resident_mib(process.pid or 0)
         start = time.perf_counter()
-        found = asyncio.run(run(options.url, options.base, options))
+        found = asyncio.run(run(options.url, options, errors))
         elapsed = time.perf_counter() - start
         if process is not None:
+            memory[1] = resident_mib(process.pid or 0)
             process.terminate()
             process.join()
-    print(f"{options.clients} clients, {elapsed:.0f} s")
+    print(f"{options.clients} clients, {elapsed:.0f} s, {len(errors)} errors", *errors[:5], sep="\n")
+    if process is not None:
+        print(f"memory of the server: {memory[0]:.0f} MiB at the start, {memory[1]:.0f} MiB at the end")
+    busy = 0.0
     for kind, latencies in found.items():
         p50, p99 = np.percentile(latencies, [50, 99])
         rate = len(latencies) / elapsed
-        print(f"{kind:6} {len(latencies):7} requests {rate:7.0f}/s  p50 {1e3 * p50:6.0f} ms  p99 {1e3 * p99:6.0f} ms")
+        line = f"{kind:6} {len(latencies):7} requests {rate:7.0f}/s  p50 {1e3 * p50:6.0f} ms  p99 {1e3 * p99:6.0f} ms"
+        if kind in alone:
+            busy += alone[kind] * len(latencies) / (SAMPLES if kind == "sample" else 1)
+            line += f"  backend alone {1e3 * alone[kind]:6.1f} ms"
+        print(line)
+    if alone:
+        print(f"the backend alone needs {busy:.1f} s for these requests, one after another: {busy / elapsed:.0%}")
 
 
 if __name__ == "__main__":
