@@ -256,12 +256,16 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
     _add_device_and_timeout(command)
+    _add_ray(command)
+
+
+def _add_ray(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--ray",
         nargs="?",
         const="local",
         metavar="ADDRESS",
-        help="run on Ray: started for this run, or the cluster at ADDRESS (auto: the running one)",
+        help="run the ranks on Ray: started for this command, or the cluster at ADDRESS (auto: the running one)",
     )
 
 
@@ -381,6 +385,7 @@ def _add_tinker(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-full-models", type=_count_from_zero, default=1, metavar="N", help=full)
     silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"
     command.add_argument("--session-timeout", type=_above_zero, default=1800.0, metavar="SECONDS", help=silent)
+    _add_ray(command)
     _add_dtype_and_device(command)
 
 

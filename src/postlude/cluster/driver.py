@@ -166,7 +166,7 @@ def _run_ranks(
     import ray
 
     ranks = RankActors(needs, signals.check_before_start, job.timeout, wait_for_nodes=wait_for_nodes)
-    relay = _start_relay(needs.ranks)  # after the ranks have resources, since only the block below ends it
+    relay = start_relay(needs.ranks)  # after the ranks have resources, since only the block below ends it
     try:
         addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         logs = Path(job.config.run).expanduser().absolute() / SERVERS
@@ -199,7 +199,7 @@ def _run_ranks(
     return ranks.results, failure_of(ranks.results, job.ranks) if ranks.failed else None
 
 
-def _start_relay(ranks: int) -> Any:
+def start_relay(ranks: int) -> Any:
     """Starts the relay on the driver's node, so that it is lost only with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

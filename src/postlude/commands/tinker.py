@@ -7,6 +7,7 @@ import asyncio
 import logging
 from importlib.util import find_spec
 
+from postlude.cluster.ray_cluster import check_ray
 from postlude.commands.serve import check_address
 from postlude.layout import Layout
 from postlude.recipes.run.outcome import RunFailed
@@ -25,6 +26,8 @@ def run(options: argparse.Namespace) -> None:
     from postlude.tinker.server import check_key_file, read_keys, serve
     from postlude.tinker.state import StateDirectory
 
+    if options.ray is not None:
+        check_ray()
     check_address(options.host, options.port)
     check_key_file(options.host, options.key_file)
     keys = read_keys(options.key_file) if options.key_file is not None else None
@@ -34,7 +37,12 @@ def run(options: argparse.Namespace) -> None:
     layout = Layout.parse(options.layout)
     state = StateDirectory(options.state)
     backend = EngineBackend(
-        options.models, layout=layout, dtype=options.dtype, device=options.device, scratch=state.scratch
+        options.models,
+        layout=layout,
+        dtype=options.dtype,
+        device=options.device,
+        ray=options.ray,
+        scratch=state.scratch,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -50,8 +50,6 @@ class EngineBackend:
         ray: str | None = None,
         **limits: Any,
     ) -> None:
-        if ray is not None:
-            raise ValueError("ranks of `postlude tinker` run on this machine, not on Ray. Leave out --ray.")
         if not models:
             raise ValueError("give at least one MODEL.")
         self.settings: dict[str, WorkerSettings] = {}
@@ -60,7 +58,7 @@ class EngineBackend:
             if name in self.settings:
                 raise ValueError(f"two models have the name {name!r}. Give one another name: NAME=MODEL.")
             self.settings[name] = WorkerSettings(
-                name=name, source=source, layout=layout or Layout(), dtype=dtype, device=device, **limits
+                name=name, source=source, layout=layout or Layout(), dtype=dtype, device=device, ray=ray, **limits
             )
         self._workers: dict[str, WorkerProcess] = {}
         self._starting = asyncio.Lock()
@@ -92,7 +90,7 @@ class EngineBackend:
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
         """Makes a model."""
         worker = await self._worker(spec.base_model)
-        await self._call(worker, "create_model", model_id=model_id, spec=spec)
+        await worker.call("create_model", model_id=model_id, spec=spec)
         self._models[model_id] = (spec.base_model, worker)
 
     async def forward_backward(
@@ -134,7 +132,7 @@ class EngineBackend:
         """Frees a model."""
         _, worker = self._models.pop(model_id, ("", None))
         if worker is not None and worker.death is None:
-            await self._call(worker, "remove_model", model_id=model_id)
+            await worker.call("remove_model", model_id=model_id)
 
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Opens a sampler."""
@@ -158,7 +156,7 @@ class EngineBackend:
             del self._opened[key]
         for worker in self._workers.values():
             if worker.death is None:
-                await self._call(worker, "close_sampler", sampler_id=sampler_id)
+                await worker.call("close_sampler", sampler_id=sampler_id)
 
     async def sample(
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
@@ -175,8 +173,8 @@ class EngineBackend:
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None
     ) -> SampleResult:
         worker = await self._sampler_worker(sampler_id)
-        result: SampleResult = await self._call(
-            worker, "sample", progress, sampler_id=sampler_id, request=request, streamed=progress is not None
+        result: SampleResult = await worker.call(
+            "sample", progress, sampler_id=sampler_id, request=request, streamed=progress is not None
         )
         return result
 
@@ -205,7 +203,7 @@ class EngineBackend:
     async def _train(self, method: str, model_id: str, **arguments: Any) -> Any:
         _, worker = self._model(model_id)
         try:
-            return await self._call(worker, method, model_id=model_id, **arguments)
+            return await worker.call(method, model_id=model_id, **arguments)
         except WorkerDied as error:
             raise ModelLost(f"model {model_id} is lost: {error} Load its last checkpoint into a new model.") from error
 
@@ -221,7 +219,7 @@ class EngineBackend:
         worker = await self._worker(sampler.base_model)
         key = (sampler_id, worker)
         if key not in self._opened:
-            call = self._call(worker, "open_sampler", sampler_id=sampler_id, directory=sampler.directory)
+            call = worker.call("open_sampler", sampler_id=sampler_id, directory=sampler.directory)
             self._opened[key] = asyncio.ensure_future(call)
         try:
             await asyncio.shield(self._opened[key])
@@ -230,12 +228,3 @@ class EngineBackend:
                 del self._opened[key]
             raise
         return worker
-
-    async def _call(
-        self,
-        worker: WorkerProcess,
-        method: str,
-        progress: Callable[[SampleProgress], None] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        return await worker.call(method, progress, **arguments)

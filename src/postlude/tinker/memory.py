@@ -30,7 +30,7 @@ def check_memory(engine: Engine, free: int) -> None:
     )
     trained = max(estimate.lasting for estimate in estimates)
     needed = trained + total_parameters(engine.config) * engine.compute_dtype.itemsize
-    least = gather_and_decide(lambda: free, min)
+    least = min(gather_and_decide(lambda: free, list))
     if needed > least:
         raise ValueError(
             f"training all weights of this model needs {needed / GIB:.3g} GiB on each rank, but {least / GIB:.3g} GiB "

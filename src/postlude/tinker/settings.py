@@ -28,8 +28,10 @@ class WorkerSettings:
     """The most completions that run at once."""
     scratch: Path | None = None
     """Where rank 0 keeps snapshots of all weights of a model; by default the directory of temporary files."""
+    ray: str | None = None
+    """The address of the Ray cluster that the ranks run on, "local" for a new one; None runs them without Ray."""
     timeout: float = 600.0
-    """Seconds after which a collective of the ranks fails."""
+    """Seconds after which a collective of the ranks fails, or a wait for the cluster's resources."""
 
 
 def parse_model(text: str) -> tuple[str, str]:

@@ -18,10 +18,12 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from postlude.cluster.ray_cluster import LOCAL
 from postlude.tinker.backend import BaseModelInfo, SampleProgress
 from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
 from postlude.tinker.settings import WorkerSettings
 
+Address = str | tuple[str, int]
 CLOSE_SECONDS = 10.0
 """For ranks to end by themselves."""
 
@@ -50,8 +52,8 @@ class WorkerProcess:
         self._ready: asyncio.Future[BaseModelInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._directory = tempfile.TemporaryDirectory(prefix="postlude-tinker-")
-        key, address = secrets.token_bytes(32), str(Path(self._directory.name, "rank0"))
-        listener = Listener(address, authkey=key)
+        key = secrets.token_bytes(32)
+        listener, address = self._listen(key)
         context = multiprocessing.get_context("spawn")
         report, child_report = context.Pipe(duplex=False)
         self._process = context.Process(target=run_ranks, args=(self.settings, address, key, child_report))
@@ -61,6 +63,14 @@ class WorkerProcess:
         threading.Thread(target=self._watch, args=(report, listener), name="tinker ranks", daemon=True).start()
         self.info = await self._ready
         return self.info
+
+    def _listen(self, key: bytes) -> tuple[Listener, Address]:
+        """Returns where rank 0 connects to: a file, or a port of this machine if it may be on another node."""
+        if self.settings.ray in (None, LOCAL):
+            address = str(Path(self._directory.name, "rank0"))
+            return Listener(address, authkey=key), address
+        listener = Listener(("", 0), authkey=key)
+        return listener, ("", listener.address[1])
 
     async def call(
         self, method: str, progress: Callable[[SampleProgress], None] | None = None, **arguments: Any
@@ -148,21 +158,22 @@ class WorkerProcess:
             self._ended.set_result(None)
 
 
-def run_ranks(settings: WorkerSettings, address: str, key: bytes, report: Connection) -> None:
-    """Runs the ranks in this new process and those that it starts. Reports why they ended."""
+def run_ranks(settings: WorkerSettings, address: Address, key: bytes, report: Connection) -> None:
+    """Runs the ranks in this new process and those that it starts, or on Ray. Reports why they ended."""
     from postlude.tinker.worker import run_worker
     from postlude.world.launcher import run_on_ranks
 
+    size = settings.layout.world_size
+    options: dict[str, Any] = {"timeout": settings.timeout, "device": settings.device}
     try:
-        run_on_ranks(
-            run_worker,
-            settings,
-            address,
-            key,
-            nproc=settings.layout.world_size,
-            timeout=settings.timeout,
-            device=settings.device,
-        )
+        if settings.ray is None:
+            run_on_ranks(run_worker, settings, address, key, nproc=size, **options)
+        else:
+            from postlude.cluster.service_ranks import node_address, run_service_on_ray
+
+            if not isinstance(address, str):
+                address = (node_address(), address[1])
+            run_service_on_ray(run_worker, settings, address, key, address=settings.ray, ranks=size, **options)
         report.send("the server closed the connection")
     except BaseException as error:
         report.send(str(error) or type(error).__name__)

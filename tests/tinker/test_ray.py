@@ -1,0 +1,84 @@
+"""Ranks on Ray train and sample as those without; when an actor is killed, clients are told, and new ranks start."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from postlude.layout import Layout
+from postlude.tinker.backend import ModelLost, SampleParams, SampleRequest
+from postlude.tinker.engine_backend import EngineBackend
+
+from .test_worker import ADAM, SPECS, data
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.thorough,  # three times two ranks start, and Ray: a minute on two cores
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install 'postlude[ray]'"),
+]
+
+
+async def train(backend: EngineBackend, name: str) -> list[Any]:
+    """Returns log-probs after a step, and what is sampled then."""
+    await backend.create_model(name, SPECS["one"])
+    await backend.forward_backward(name, data(1), "cross_entropy", {}, forward_only=False)
+    await backend.optim_step(name, ADAM)
+    scored = await backend.forward_backward(name, data(2), "cross_entropy", {}, forward_only=True)
+    await backend.snapshot_sampler(name, f"{name}-sampler")
+    request = SampleRequest(np.arange(60, 72, dtype=np.int32), SampleParams(max_tokens=6, seed=3, ignore_eos=True))
+    sampled = await backend.sample(f"{name}-sampler", request)
+    return [np.concatenate([one["logprobs"] for one in scored.loss_fn_outputs]), sampled.sequences[0].tokens.tolist()]
+
+
+async def use_until_lost(backend: EngineBackend, name: str) -> NoReturn:
+    while True:
+        try:
+            await backend.forward_backward(name, data(1), "cross_entropy", {}, forward_only=True)
+        except ModelLost:
+            raise
+        except RuntimeError:  # of the call that ran when the rank was killed: its connection to the others ended
+            await asyncio.sleep(0.1)
+
+
+def actors() -> list[int]:
+    """Returns the actors that are ranks among the processes that this one started, and those that they started."""
+    lines = subprocess.check_output(["ps", "-eww", "-o", "pid=,ppid=,args="], text=True).splitlines()
+    processes = [(int(pid), int(parent), name) for pid, parent, name in (line.split(None, 2) for line in lines)]
+    descendants = {os.getpid()}
+    while new := {pid for pid, parent, _ in processes if parent in descendants} - descendants:
+        descendants |= new
+    return [pid for pid, _, name in processes if pid in descendants and "ray::RankActor" in name]
+
+
+def test_ranks_on_ray_train_and_sample_as_those_without_and_are_started_again(tmp_path: Path) -> None:
+    async def run(ray: str | None) -> list[Any]:
+        settings: dict[str, Any] = {"layout": Layout(tp=2), "device": "cpu", "budget": 64, "max_batch_tokens": 512}
+        backend = EngineBackend(["tiny=tiny-dense"], ray=ray, scratch=tmp_path, **settings)
+        await backend.start()
+        try:
+            results = await train(backend, "first")
+            if ray is not None:
+                before = set(actors())
+                os.kill(max(before), signal.SIGKILL)
+                with pytest.raises(ModelLost, match=r"rank \d of 2 was lost"):
+                    await use_until_lost(backend, "first")
+                results += await train(backend, "second")
+                assert not before & set(actors())
+            return results
+        finally:
+            await backend.stop()
+
+    logprobs, tokens = asyncio.run(run(None))
+    first, sampled, second, sampled_again = asyncio.run(run("local"))
+    for one, other in ((first, sampled), (second, sampled_again)):
+        np.testing.assert_allclose(one, logprobs, rtol=1e-5)
+        assert other == tokens
+    assert actors() == []
