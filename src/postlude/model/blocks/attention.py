@@ -87,7 +87,7 @@ class AttentionConfig(BlockConfig):
                 same = {field.name: getattr(other, field.name) for field in fields(AttentionConfig)}
                 return cls(**same, **cls._extra_fields())
         heads, size = default_heads(hidden_size, 64)
-        sizes = {"heads": heads, "kv_heads": heads, "head_dim": max(2, size)}
+        sizes: dict[str, Any] = {"heads": heads, "kv_heads": heads, "head_dim": max(2, size)}
         return cls(**sizes, **cls._extra_fields(), **cls.shared_fields(others))
 
     @classmethod
