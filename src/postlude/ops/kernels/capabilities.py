@@ -163,9 +163,9 @@ def use_kernel(
 ) -> bool:
     """Whether operation `name` takes its kernel for tensors on `device` computed in `dtype`.
 
-    `refused` is why the kernel cannot do this call. `unwise` is why "auto" prefers torch although it could. A kernel
-    that needs more than `shared_memory` bytes of a block cannot run. Where a GPU goes without its kernel, "auto" warns
-    once, with the cost.
+    `refused` is why the kernel cannot do this call. `unwise` is why "auto" prefers torch although it could. The kernel
+    needs `shared_memory` bytes for a block, and cannot run on a GPU with less. Where a GPU goes without its kernel,
+    "auto" warns once for each reason, with the cost.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f'backend is "auto", "torch" or "triton", but {backend!r} was given.')
