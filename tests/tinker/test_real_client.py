@@ -33,7 +33,7 @@ class Server:
     """`postlude tinker` in a process of its own."""
 
     def __init__(self, state: Path, port: int = 0, model: str = "tiny-dense") -> None:
-        self.state = state
+        self.state, self.model = state, model
         self.log = (state.parent / f"server-{time.time()}.log").open("w+")
         command = [sys.executable, "-m", "postlude", "tinker", model, "--state", str(state), "--port", str(port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
@@ -86,7 +86,7 @@ def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -
 def test_all_weights_are_trained_beside_an_adapter(server: Server) -> None:
     result = outcome(server.client("full"))
     assert result["losses"] == sorted(result["losses"], reverse=True)
-    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert result["losses"][-1] < 0.9 * result["losses"][0]
     assert result["adapter"][0] == result["adapter"][1]  # the base is as it was
     assert result["sampled"][0] == result["sampled"][1]
     np.testing.assert_allclose(*result["loaded"], rtol=1e-5)
@@ -145,41 +145,71 @@ def test_a_killed_rank_is_started_again_and_only_what_was_not_saved_is_lost(tmp_
     np.testing.assert_allclose(*result["loss"], rtol=1e-5)
 
 
-def test_a_recipe_of_the_cookbook_trains(tmp_path: Path) -> None:
-    """Its RL recipe on sums, unchanged. The log-probs of samples are the trainer's, so their KL is 0."""
-    model, logs = tmp_path / "model", tmp_path / "logs"
-    subprocess.run([sys.executable, "-m", "postlude", "convert", "tiny-dense", str(model)], check=True)
-    server = Server(tmp_path / "state", model=str(model))
-    settings = {"env": "arithmetic", "model_name": model, "renderer_name": "role_colon", "log_path": logs}
-    settings |= {"groups_per_batch": 4, "group_size": 4, "max_steps": 2, "lora_rank": 4, "eval_every": 0}
-    command = [
-        PYTHON,
-        "-m",
-        "tinker_cookbook.recipes.math_rl.train",
-        *(f"{name}={settings[name]}" for name in settings),
-    ]
-    done = subprocess.run(
-        command,
-        env=os.environ | server.environment,
-        capture_output=True,
-        text=True,
-        timeout=CLIENT_SECONDS,
-        check=False,
-    )
+def run_recipe(server: Server, module: str, logs: Path, **settings: Any) -> list[dict[str, Any]]:
+    """Runs a recipe of the cookbook in the directory of its logs. Returns the lines of its metrics."""
+    logs.parent.mkdir(exist_ok=True)
+    settings |= {"model_name": server.model, "renderer_name": "role_colon", "log_path": logs}
+    command = [PYTHON, "-m", f"tinker_cookbook.recipes.{module}", *(f"{name}={settings[name]}" for name in settings)]
+    environment = os.environ | server.environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(logs.parent / "hf")}
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": CLIENT_SECONDS}
+    done = subprocess.run(command, env=environment, cwd=logs.parent, check=False, **pipes)
     assert done.returncode == 0, done.stderr
-    metrics = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def recipe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model directory, whose tokenizer recipes load by the model's name."""
+    directory = tmp_path_factory.mktemp("recipes")
+    model = directory / "model"
+    subprocess.run([sys.executable, "-m", "postlude", "convert", "tiny-dense", str(model)], check=True)
+    running = Server(directory / "state", model=str(model))
+    yield running
+    running.stop()
+
+
+def test_a_recipe_of_the_cookbook_trains(recipe_server: Server, tmp_path: Path) -> None:
+    """Its RL recipe on sums, unchanged. The log-probs of samples are the trainer's, so their KL is 0."""
+    settings = {"env": "arithmetic", "groups_per_batch": 4, "group_size": 4, "max_steps": 2, "lora_rank": 4}
+    metrics = run_recipe(recipe_server, "math_rl.train", tmp_path / "logs", eval_every=0, **settings)
     kl = [line["optim/kl_sample_train_v2"] for line in metrics if "optim/kl_sample_train_v2" in line]
     assert len(kl) == 2
     assert max(map(abs, kl)) < 1e-4
-    saved = json.loads((logs / "checkpoints.jsonl").read_text().splitlines()[-1])["sampler_path"]
+    saved = json.loads((tmp_path / "logs" / "checkpoints.jsonl").read_text().splitlines()[-1])["sampler_path"]
     run, kind, name = saved.removeprefix("tinker://").split("/")
-    directory = tmp_path / "state" / "runs" / run / kind / name
+    directory = recipe_server.state / "runs" / run / kind / name
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in directory.iterdir()}
+    environment = os.environ | recipe_server.environment
     answer = subprocess.check_output(
-        [PYTHON, str(SCRIPT), "openai", saved], env=os.environ | server.environment, text=True, timeout=CLIENT_SECONDS
+        [PYTHON, str(SCRIPT), "openai", saved], env=environment, text=True, timeout=CLIENT_SECONDS
     )
     assert json.loads(answer)["usage"]["completion_tokens"] == 4
-    server.stop()
+
+
+def test_the_supervised_recipe_learns(recipe_server: Server, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 64))
+    settings = {"dataset": "data.jsonl", "learning_rate": 1e-2, "batch_size": 8, "max_steps": 8, "eval_every": 0}
+    metrics = run_recipe(recipe_server, "chat_sl.train", tmp_path / "logs", **settings)
+    losses = [line["train_mean_nll"] for line in metrics if "train_mean_nll" in line]
+    assert len(losses) == 8
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_preference_recipe_learns_with_its_own_loss(recipe_server: Server, tmp_path: Path) -> None:
+    """DPO, which uses forward_backward_custom. Its dataset is a directory of the name that it has on the hub."""
+    data = tmp_path / "Anthropic" / "hh-rlhf"
+    data.mkdir(parents=True)
+    row = {name: f"\n\nHuman: Hello.\n\nAssistant: {text}" for name, text in (("chosen", "Yes."), ("rejected", "No!"))}
+    for name in ("train", "test"):
+        (data / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 48))
+    settings = {"dataset": "hhh", "learning_rate": 1e-3, "batch_size": 8, "max_steps": 6}
+    metrics = run_recipe(recipe_server, "preference.dpo.train", tmp_path / "logs", **settings)
+    losses = [line["dpo_loss"] for line in metrics if "dpo_loss" in line]
+    assert len(losses) == 6
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-3)  # the policy is the reference
+    assert losses[-1] < 0.9 * losses[0]
+    assert metrics[-1]["accuracy"] == 1.0
 
 
 def test_our_messages_are_the_clients() -> None:
