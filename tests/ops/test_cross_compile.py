@@ -19,7 +19,7 @@ from tests.ops.cross_compile import CALLS, Call, kernels_of_the_project, launche
 
 ARCHITECTURES = ("L40S", "A100", "H200", "B200")  # one GPU of each, that with the least shared memory first
 TENSOR_MEMORY = 512  # columns of a multiprocessor, on Blackwell
-SECONDS = ("64x", "192 and 128", "rank 256", "attention ", "attention_softcap 128")  # calls that compile for long
+LONG = ("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap 128")  # calls that compile for long
 
 
 def cases() -> Iterator[Any]:
@@ -27,7 +27,7 @@ def cases() -> Iterator[Any]:
     for name in ARCHITECTURES:
         for call in CALLS:
             said = f"{call.operation} {call.label}"
-            quick = name == ARCHITECTURES[0] and not any(each in said for each in SECONDS)
+            quick = name == ARCHITECTURES[0] and not any(each in said for each in LONG)
             if KERNELS[call.operation].oldest <= GPUS[name].capability and call.fits(GPUS[name]):
                 yield pytest.param(call, name, id=f"{name}, {said}", marks=() if quick else pytest.mark.thorough)
 
