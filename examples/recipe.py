@@ -13,11 +13,11 @@ from pydantic import PositiveFloat
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.objectives import SFT, weights
+from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
-from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig, SFTObjective
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
@@ -44,9 +44,6 @@ class RowMeanTrainer(SupervisedTrainer[EncodedSequence]):
     def checks(inputs: PreflightInputs) -> list[Check]:
         trial = weighted_batch(TRIAL_SEQUENCES, inputs.config.short_row_weight)
         return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data)]
-
-    def read_rows(self) -> EncodedRows[EncodedSequence]:
-        return self.encode_rows(self.config.data)
 
     def make_batch(self, rows: Sequence[EncodedSequence], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         return weighted_batch(rows, self.config.short_row_weight), {}

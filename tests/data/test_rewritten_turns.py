@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from postlude.data.chat import EncodedSequence, Encoder, TooLongError
 from postlude.recipes.config.data import Examples
-from postlude.recipes.dataset import EncodedRows, RowBatches
+from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.row_sources import ShuffledRows
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<U>", "<A>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 QWEN3 = (  # thoughts are written after the last question alone, and an empty one in the last turn
@@ -253,7 +254,7 @@ def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
     rows = EncodedRows(Examples(path=path), tokenizer(QWEN3), 1000)
-    course = RowBatches(rows, batch=1, held_out=2, seed=0)
-    trained = [course.take()[0] for _ in range(course.steps(1))]
+    course: ShuffledRows[Any] = ShuffledRows(rows, held_out=2, seed=0)
+    trained = course.take(course.size)
     assert sorted(each.tokens for each in trained) == sorted(rows[index].tokens for index in range(4))
     assert [each.tokens for each in course.held_out] == [rows[5].tokens, rows[7].tokens]

@@ -71,7 +71,7 @@ def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str]
     [
         ("postlude.recipes.grpo.RolloutQueue", ALL),
         ("postlude.recipes.grpo.EvaluatedTasks", ["SingleTurn"]),
-        ("postlude.recipes.supervised.RowBatches", ALL),
+        ("postlude.recipes.distill.ShuffledRows", ALL),
         ("postlude.recipes.distill.check_teacher", ALL),
     ],
 )

@@ -338,6 +338,14 @@ ELSEWHERE = {
         for within in ("data", "environment")
         for name in ("config", "split")
     },
+    **dict.fromkeys(
+        ("chat_template", "data.system", "data.template_variables", "environment.template_variables"),
+        "tests/data/test_chat_options.py",
+    ),
+    **{
+        f"data.{name}": "test_mixed_rows.py and tests/data/test_streamed_rows.py"
+        for name in ("weight", "shuffle", "streaming", "shuffle_buffer")
+    },
     "environment.model": "test_reward_model.py",
     "environment.device": "test_reward_model.py",
     "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",
@@ -371,6 +379,7 @@ def test_every_option_is_tested(command: str) -> None:
         by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
         by_the_same_code |= path in SUPERVISED and command != "eval"
         by_the_same_code |= path in EXAMPLES and command == "kto"
+        by_the_same_code |= path.startswith("data.datasets")  # each is what data is, alone
         by_the_same_code |= path in HEARD["grpo"] and command == "ppo"
         if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not by_the_same_code:
             missing.append(path)

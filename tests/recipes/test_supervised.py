@@ -18,12 +18,13 @@ from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
 from postlude.recipes.config.data import LabelledExamples
 from postlude.recipes.config.load import ConfigError, load, undocumented
-from postlude.recipes.dataset import EncodedRows, RowBatches
+from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.distill import DistillTrainer
 from postlude.recipes.dpo import DPOTrainer
-from postlude.recipes.kto import KTOTrainer, read_labels, unrelated_pairs
+from postlude.recipes.kto import KTOTrainer, check_labels, unrelated_pairs
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.rm import RMTrainer
+from postlude.recipes.row_sources import ShuffledRows
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import run_training
@@ -120,7 +121,7 @@ def test_prompts_are_paired_with_the_completions_of_others() -> None:
 def test_labels_that_say_nothing_are_refused(tmp_path: Path, labels: list[Any], sentence: str) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "1", "completion": "2", "label": label} for label in labels])
     with pytest.raises(ValueError, match=sentence):
-        read_labels(LabelledExamples(path=path))
+        check_labels([LabelledExamples(path=path)])
 
 
 def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
@@ -143,13 +144,13 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     texts = kept([[(1, *prompt)] for prompt in prompts], prompt=1)
     tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
     for rows in (answers, pairs, texts, tasks):
-        batches: RowBatches[Any] = RowBatches(rows, batch=4, held_out=3, seed=0)
+        batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
-        taken = [index for _ in range(batches.steps(2.0)) for index in batches.sampler.take(4)]
+        taken = batches.sampler.take(2 * batches.size)
         others = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
         assert sorted(taken) == sorted(2 * others), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
-        RowBatches(answers, batch=4, held_out=5, seed=0)
+        ShuffledRows(answers, held_out=5, seed=0)
 
 
 @pytest.mark.slow

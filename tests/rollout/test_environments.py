@@ -53,7 +53,10 @@ def test_rows_are_tasks(tasks: DatasetTasks) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + 1 ="},
     ]
-    assert wrapped[1].prompt == [{"role": "user", "content": "2 + 2"}]
+    assert wrapped[1].prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2"},
+    ]
     with pytest.raises(ValueError, match='no column "question"'):
         DatasetTasks(tasks.rows, prompt="question")
     with pytest.raises(

@@ -27,6 +27,7 @@ from postlude.data.chat_template import (
     as_encoding_error,
     shared_prompt,
     shorten,
+    with_system,
 )
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.text_tokens import BosText, ContinuationText, TextTokens
@@ -70,7 +71,8 @@ class Encoder:
 
     A sequence of more than `max_length` tokens raises `TooLongError`. With `truncate` its end is cut off instead (of a
     prompt to answer, its start), and it raises only if nothing is left to train on. `turns="last"` trains on the last
-    turn of a conversation alone. `options` go to the chat template, such as `enable_thinking`.
+    turn of a conversation alone. `options` go to the chat template, such as `enable_thinking`. `system` is put before
+    messages that have no system message.
     """
 
     tokenizer: ChatTokenizer
@@ -78,6 +80,7 @@ class Encoder:
     truncate: bool = False
     turns: Literal["all", "last"] = "all"
     options: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -91,7 +94,8 @@ class Encoder:
             if isinstance(prompt, str):
                 text: str = BosText(prompt)
             else:
-                text = self._template.render(self._template.checked(prompt, row), header=True)
+                messages = with_system(self._template.checked(prompt, row), self.system)
+                text = self._template.render(messages, header=True)
             (tokens,) = self._tokens([text])
         except EncodingError as error:
             raise ValueError(_encoding_failure(row, error)) from error
@@ -145,7 +149,8 @@ class Encoder:
         self, messages: Sequence[Message], tools: Any = None, *, row: str
     ) -> EncodingSteps[list[EncodedSequence]]:
         tools = self._template.checked_tools(tools, row)
-        return (yield from self._turns(self._template.checked(messages, row, tools), 0, tools, row))
+        messages = with_system(self._template.checked(messages, row, tools), self.system)
+        return (yield from self._turns(messages, 0, tools, row))
 
     def _completion(
         self, prompt: Prompt, completion: Prompt | Sequence[str], tools: Any = None, *, row: str
@@ -153,9 +158,10 @@ class Encoder:
         if not isinstance(completion, str | list | tuple):
             raise ValueError(f"the completion of {row} is {shorten(completion)}, but a completion is text or messages.")
         if isinstance(prompt, str):
+            self._check_no_messages(tools, row)
             return (yield from self._text_completion(prompt, completion, row))
         tools = self._template.checked_tools(tools, row)
-        before = self._template.checked(prompt, row, tools)
+        before = with_system(self._template.checked(prompt, row, tools), self.system)
         turns: Any = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         turns = self._template.checked(turns, row, tools)
         if turns[0]["role"] != "assistant":
@@ -164,6 +170,16 @@ class Encoder:
                 f"assistant's is the prompt. Leave it out of the completion."
             )
         return (yield from self._turns([*before, *turns], len(before), tools, row))
+
+    def _check_no_messages(self, tools: Any, row: str) -> None:
+        """Refuses tools and a system message for a row of text, which no template formats."""
+        has_tools = tools.strip() not in ("", "[]", "null") if isinstance(tools, str) else bool(tools)
+        given = "tools" if has_tools else "a system message to add" if self.system is not None else ""
+        if given:
+            raise ValueError(
+                f"{row} has {given}, but its prompt is text, which no chat template formats. Give the prompt as "
+                'messages, such as [{"role": "user", "content": "..."}], or leave that out.'
+            )
 
     def _text_completion(
         self, prompt: str, completion: str | Sequence[Any], row: str

@@ -6,12 +6,15 @@ form, without an error. So each is tried on the template first.
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from postlude.data.chat_tokenizer import ChatTokenizer
@@ -35,6 +38,9 @@ REASONING_PROBES: tuple[Message, ...] = (  # the ways in which templates take re
     {"role": "assistant", "content": ".", "reasoning_content": PROBE},
     {"role": "assistant", "content": ".", "thinking": PROBE},
 )
+SYSTEM_ROLES = ("system", "developer")
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
+"""Variables of a template that are no options of it."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 OPEN, CLOSE = "<think>", "</think>"
 OPENED = re.compile(rf"{OPEN}(\s*)\Z")
@@ -227,6 +233,47 @@ class ChatTemplate:
     @cached_property
     def _known(self) -> dict[tuple[str, str | None], bool]:
         return {}
+
+
+def read_chat_template(file: str | os.PathLike[str]) -> str:
+    """Returns the chat template in a file. Raises if there is none, or if it is not Jinja."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no chat template {path}; give the path of a .jinja file.")
+    source = path.read_text("utf-8")
+    if not source.strip():
+        raise ValueError(f"the chat template {path} is empty.")
+    try:
+        render_jinja_template([[dict(QUESTION)]], chat_template=source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template {path} is not Jinja: {error.message} in line {error.lineno}.") from error
+    except Exception:
+        pass
+    return source
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
+    """Returns the messages, after a system message if there is one to add and they have none."""
+    has_one = any(isinstance(message, Mapping) and message.get("role") in SYSTEM_ROLES for message in messages)
+    return list(messages) if system is None or has_one else [{"role": "system", "content": system}, *messages]
+
+
+def check_variables(tokenizer: ChatTokenizer, variables: Mapping[str, Any]) -> None:
+    """Refuses variables that no chat template of the tokenizer reads: it would ignore them."""
+    template = tokenizer.chat_template or PLAIN_TEMPLATE
+    source = "\n".join(template.values()) if isinstance(template, Mapping) else template
+    for name in variables:
+        if name in RESERVED:
+            raise ValueError(f"template_variables has {name!r}, which is not for a config to set. Leave it out.")
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            near = difflib.get_close_matches(name, set(re.findall(r"\w+", source)), 1)
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out, or give another chat_template."
+            raise ValueError(
+                f"template_variables has {name!r}, which the tokenizer's chat template does not read; {hint}"
+            )
 
 
 def reasoning_of(message: Message) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from postlude.data.dataset_splits import choose_files
-from postlude.data.hub import hub_repo
+from postlude.data.hub import HubRepo, HubSnapshot, hub_repo
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def read_rows(
     rows: list[Mapping[str, Any]] = []
     locations: list[str] = []
     for file in dataset_files(path, config, split):
-        for location, row in _read(file):
+        for location, row in read_file(file):
             rows.append(row)
             locations.append(location)
     if not rows:
@@ -102,10 +102,8 @@ def dataset_files(path: Path, config: str | None = None, split: str | None = Non
     `config` and `split` choose among the files of a folder or of a dataset of the Hub, whose default split is "train".
     Logs files of a folder that cannot be read.
     """
-    if _format(path) is None and (repo := hub_repo(path, "dataset")) is not None:
-        snapshot = repo.snapshot()
-        files = choose_dataset_files(snapshot.folder, snapshot.files, config, split, repo.id)
-        return repo.download(snapshot, files)
+    if (hub_files := _hub_files(path, config, split)) is not None:
+        return hub_files.repo.download(hub_files.snapshot, hub_files.names)
     if config is not None or split is not None:
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder, so it has no config or split to choose. Leave them out.")
@@ -113,12 +111,12 @@ def dataset_files(path: Path, config: str | None = None, split: str | None = Non
         return [path / file for file in choose_dataset_files(path, listed, config, split, str(path))]
     if path.is_dir():
         candidates = sorted(file for file in path.iterdir() if file.is_file() and not _is_description(file))
-        files = [file for file in candidates if _format(file) is not None]
+        files = [file for file in candidates if file_format(file) is not None]
         if not files:
             folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != ".")
             hint = f" It has the folder {folders[0]}: did you mean {path / folders[0]}?" if folders else ""
             raise FileNotFoundError(f"folder {path} has no rows to read, which are {READABLE}.{hint}")
-        skipped = [file.name for file in candidates if _format(file) is None]
+        skipped = [file.name for file in candidates if file_format(file) is None]
         if skipped:
             log.warning("folder %s: not read, since rows are %s: %s.", path, READABLE, ", ".join(skipped))
         return files
@@ -127,16 +125,45 @@ def dataset_files(path: Path, config: str | None = None, split: str | None = Non
         near = difflib.get_close_matches(path.name, siblings, 1)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"the current directory is {Path.cwd()}."
         raise FileNotFoundError(f"there is no dataset {path}; {hint}")
-    if _format(path) is None:
+    if file_format(path) is None:
         raise ValueError(f'dataset {path} ends in "{path.suffix}", but {READABLE} can be read. Convert it.')
     return [path]
+
+
+class HubFiles(Sequence[Path]):
+    """Files of a dataset of the Hub. Each is downloaded when it is first asked for."""
+
+    def __init__(self, repo: HubRepo, snapshot: HubSnapshot, names: Sequence[str]) -> None:
+        self.repo, self.snapshot, self.names = repo, snapshot, names
+
+    def __len__(self) -> int:
+        """The number of files."""
+        return len(self.names)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The path of one file."""
+        return self.repo.download(self.snapshot, [self.names[index]])[0]
+
+
+def stream_files(path: Path, config: str | None = None, split: str | None = None) -> Sequence[Path]:
+    """Returns what `dataset_files` returns, but those of the Hub are downloaded one by one."""
+    hub_files = _hub_files(path, config, split)
+    return dataset_files(path, config, split) if hub_files is None else hub_files
+
+
+def _hub_files(path: Path, config: str | None, split: str | None) -> HubFiles | None:
+    repo = hub_repo(path, "dataset") if file_format(path) is None else None
+    if repo is None:
+        return None
+    snapshot = repo.snapshot()
+    return HubFiles(repo, snapshot, choose_dataset_files(snapshot.folder, snapshot.files, config, split, repo.id))
 
 
 def choose_dataset_files(
     folder: Path, files: Sequence[str], config: str | None, split: str | None, name: str
 ) -> list[str]:
     """Returns the files of a split among the `files` of a dataset. Its README.md, if any, is in `folder`."""
-    rows = [file for file in files if _format(Path(file)) is not None and not _is_description(Path(file))]
+    rows = [file for file in files if file_format(Path(file)) is not None and not _is_description(Path(file))]
     if not rows:
         kinds = ", ".join(sorted({Path(file).suffix for file in files if Path(file).suffix})) or "none"
         raise ValueError(f"dataset {name} has no rows to read, which are {READABLE}; its files are: {kinds}.")
@@ -148,7 +175,7 @@ def _is_description(file: Path) -> bool:
     return file.name.startswith(DOCUMENTS) or file.name in DESCRIPTIONS
 
 
-def _format(file: Path) -> str | None:
+def file_format(file: Path) -> str | None:
     """Returns the suffix of a file's format, without that of compression; None if the format is unknown."""
     name = file.name.lower()
     bare = name.removesuffix(".gz")
@@ -156,10 +183,11 @@ def _format(file: Path) -> str | None:
     return suffix if suffix in FORMATS and (bare == name or suffix != ".parquet") else None
 
 
-def _read(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    suffix = _format(file)
+def read_file(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields where each row of a file is, and the row."""
+    suffix = file_format(file)
     if suffix == ".parquet":
-        yield from _read_parquet(file)
+        yield from read_parquet(file)
         return
     try:
         with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as opened:
@@ -195,19 +223,24 @@ def _read_list(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mappin
 
 def _read_lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(file, start=1):
-        location = f"line {number} of {name}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            row = json.loads(text) if text else None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{location} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-        except json.JSONDecodeError as error:
-            torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
-            raise ValueError(f"{location} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-            raise ValueError(f"{location} cannot be read: {error}. Leave it out.") from error
-        if text:
-            yield _checked_row(row, location, "Write one object per line.")
+        if (parsed := parse_line(line, number, name)) is not None:
+            yield parsed
+
+
+def parse_line(line: bytes, number: int, name: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Returns where a line of JSONL is, and its row; None if it is blank. Lines count from 1."""
+    location = f"line {number} of {name}"
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        row = json.loads(text) if text else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{location} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    except json.JSONDecodeError as error:
+        torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
+        raise ValueError(f"{location} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise ValueError(f"{location} cannot be read: {error}. Leave it out.") from error
+    return _checked_row(row, location, "Write one object per line.") if text else None
 
 
 def _checked_row(row: Any, location: str, fix: str) -> tuple[str, Mapping[str, Any]]:
@@ -240,23 +273,30 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping
         raise ValueError(f"line {reader.line_num} of {name} is not CSV: {error}.") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_parquet(path: Path, skip: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields where each row is, and the row, after the first `skip`. One row group is in memory at a time."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")  # large, and only parquet needs it
     except ImportError as error:
         raise ImportError(
             f"reading {path} needs the package pyarrow: pip install pyarrow, or convert the file to .jsonl."
         ) from error
+    number = 0
     try:
-        table = parquet.read_table(path)
+        with parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                if number + size > skip:
+                    for batch in file.read_row_group(group).to_batches(max_chunksize=4096):
+                        for row in batch.to_pylist():
+                            if number >= skip:
+                                yield f"row {number} of {path.name}", {key: _unpadded(row[key]) for key in row}
+                            number += 1
+                else:
+                    number += size
     except Exception as error:  # whatever Arrow raises
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} cannot be read as parquet: {reason}") from error
-    number = 0
-    for batch in table.to_batches(max_chunksize=4096):
-        for row in batch.to_pylist():
-            yield f"row {number} of {path.name}", {name: _unpadded(value) for name, value in row.items()}
-            number += 1
 
 
 def _unpadded(value: Any) -> Any:
@@ -284,7 +324,7 @@ class HeldOutRows:
     """
 
     def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, what: str, fix: str) -> None:
-        self.content = content
+        self.content, self.size = content, size
         self.indices: list[int] = []
         self._contents: set[bytes] = set()
         for index in reversed(range(size)):
@@ -299,6 +339,20 @@ class HeldOutRows:
                 f"and at least one must be left to train on. {fix}"
             )
 
+    @property
+    def contents(self) -> set[bytes]:
+        """The contents that are held out."""
+        return set(self._contents)
+
+    def exclude(self, contents: set[bytes]) -> None:
+        """Leaves rows with one of these contents out as well: those that another dataset holds out."""
+        self._contents |= contents
+        if all(index in self for index in range(self.size)):
+            raise ValueError(
+                "every row of a dataset has a prompt that another dataset holds out, and at least one must be left to "
+                "train on. Lower held_out.rows."
+            )
+
     def __contains__(self, index: object) -> bool:
         """Whether a row, or one with the same content, is held out."""
         return isinstance(index, int) and self.content(index) in self._contents
@@ -307,11 +361,11 @@ class HeldOutRows:
 class Sampler:
     """The order in which `size` rows are visited: each once per epoch, shuffled by `seed` and the epoch's number.
 
-    Rows in `skip` are left out; it must not hold all of them. `state()` is plain JSON. A sampler restored from it
-    continues with exactly the rows that would have followed.
+    Without `shuffle` it is the order of the rows. Rows in `skip` are left out; it must not hold all of them. `state()`
+    is plain JSON. A sampler restored from it continues with exactly the rows that would have followed.
     """
 
-    def __init__(self, size: int, seed: int = 0, *, skip: Container[int] = ()) -> None:
+    def __init__(self, size: int, seed: int = 0, *, skip: Container[int] = (), shuffle: bool = True) -> None:
         if size < 1:
             raise ValueError(f"size is {size}, but a sampler needs at least one row.")
         if seed < 0:
@@ -319,6 +373,7 @@ class Sampler:
         self.size = size
         self.seed = seed
         self.skip = skip
+        self.shuffle = shuffle
         self.epoch = 0
         self.position = 0  # rows of this epoch already returned or skipped
         self._order = self._permutation()
@@ -365,9 +420,14 @@ class Sampler:
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        import numpy as np
+        return permutation(self.size, self.seed, self.epoch) if self.shuffle else list(range(self.size))
 
-        # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.
-        generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, self.epoch])))
-        order: list[int] = generator.permutation(self.size).tolist()
-        return order
+
+def permutation(size: int, *seed: int) -> list[int]:
+    """Returns the numbers below `size` in an order that follows from the numbers of the seed."""
+    import numpy as np
+
+    # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.
+    generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(seed))))
+    order: list[int] = generator.permutation(size).tolist()
+    return order

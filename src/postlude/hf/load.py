@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from postlude.data.chat_template import read_chat_template
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import NOT_IN_HF, Family, HFTensor, TensorSource, copy_from_hf, map_to_hf, overlap
@@ -77,8 +78,20 @@ def load_model(
     return model
 
 
-def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a model directory or a GGUF file; one token per byte for the built-in models."""
+def load_tokenizer(
+    source: str | os.PathLike[str], chat_template: str | os.PathLike[str] | None = None
+) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a model directory or a GGUF file; one token per byte for the built-in models.
+
+    The file `chat_template`, if given, replaces its chat template.
+    """
+    tokenizer = _load_tokenizer(source)
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    return tokenizer
+
+
+def _load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if isinstance(source, str) and source in BUILTIN:
         return byte_tokenizer()
     path = resolve_path(source)

@@ -1,6 +1,6 @@
-"""Dataset rows to train on: encoded once and cached in the run directory, in shuffled batches, some held out.
+"""Dataset rows as tokens: encoded once and cached in the run directory, or row by row as a stream is read.
 
-All rows are encoded before a run starts, so that a bad row is reported at once.
+Without streaming all rows are encoded before a run starts, so that a bad row is reported at once.
 """
 
 from __future__ import annotations
@@ -9,29 +9,35 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from postlude.data.chat import Encoder
+from postlude.data.chat import Encoder, RowFormat, TooLongError
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.datasets import HeldOutRows, Sampler
+from postlude.data.datasets import Rows, stream_files
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
-from postlude.recipes.config.data import Examples, Pairs
-from postlude.rollout.tasks import task_digest
+from postlude.data.row_stream import RowStream
+from postlude.recipes.config.data import Examples, Mixture, Pairs
 
 LOG = logging.getLogger(__name__)
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 """Roles of chat templates."""
+NOT_IN_TOKENS = ("path", "config", "split", "weight", "shuffle", "shuffle_buffer", "streaming")
+"""Settings of a dataset that do not change the tokens of its rows. The bytes of its files are part of the digest."""
 CACHE = "cache"
 """Folder of the cache in the run directory."""
 FEW = 2000  # rows that are encoded too fast for a progress bar
 Row = TypeVar("Row")
-Row_co = TypeVar("Row_co", covariant=True)
+
+
+def cache_folder(run: Path, section: Any, data: Examples | Pairs) -> Path:
+    """Returns where the rows of a dataset are cached: each of several in `section` has a folder of its own."""
+    return run / CACHE / str(section.datasets.index(data)) if isinstance(section, Mixture) else run / CACHE
 
 
 class EncodedRows(Generic[Row]):
@@ -41,7 +47,7 @@ class EncodedRows(Generic[Row]):
         self, data: Examples | Pairs, tokenizer: ChatTokenizer, budget: int, cache: Path | None = None
     ) -> None:
         self.cache, encoder = cache, data.encoder(tokenizer, budget)
-        settings = data.model_dump() | {"path": None} | {"length": encoder.max_length, "options": dict(encoder.options)}
+        settings = data.model_dump(exclude=set(NOT_IN_TOKENS)) | {"length": encoder.max_length}
         self.digest = cache_key(data.files(), encoder.tokenizer, settings | {"kind": type(data).__name__})
         kept = None if cache is None else EncodedDataset.load(cache, self.digest)
         self.rows = _encoded(data, encoder) if kept is None else kept
@@ -79,26 +85,14 @@ class EncodedRows(Generic[Row]):
 def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
     rows = data.read()
     form, columns = data.form(rows)
-    optional = {None} if form != "preference" else {None, columns[0]}
-    rows.require(*(column for column in columns if column is not None and column not in optional))
-    values = [[None if column is None else row.get(column) for column in columns] for row in rows]
-    if form == "completion" and columns[0] is None:
-        values = [["", *rest] for _, *rest in values]
-    names = [rows.location(index) for index in range(len(rows))]
+    values, names = row_values(data, rows, form, columns), list(rows.locations)
     _warn_of_roles(values, names)
-    if data.tools in rows.columns:
-        values = [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
     chunks = []
     with encoding_bar(len(rows), f"encoding {rows.name}") as advance:
         for chunk in encode(encoder, form, values, names):
             if chunk.too_long and data.overlong != "drop":
                 _, row, length = chunk.too_long[0]
-                choices = "drop" if data.overlong == "cut" else "drop or cut"
-                held = " and ".join(f'"{column}"' for column in columns if column is not None)
-                raise ValueError(
-                    f"{row} has {length} tokens in {held}, too many for the budget, which leaves {encoder.max_length}. "
-                    f"Raise budget, or set data.overlong to {choices}."
-                )
+                raise ValueError(_overlong(data, columns, row, length, encoder.max_length))
             chunks.append(chunk)
             advance(CHUNK)
     kept = EncodedDataset.of(chunks, sequences_per_row=2 if form == "preference" else 1)
@@ -107,6 +101,74 @@ def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
     if kept.sequences_per_row == 2:
         _warn_of_equals(kept, names)
     return kept
+
+
+def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Sequence[str | None]) -> list[list[Any]]:
+    """Returns the arguments of the encoder's method for each row. Raises if a row has no value where it needs one."""
+    optional = {None} if form != "preference" else {None, columns[0]}
+    rows.require(*(column for column in columns if column is not None and column not in optional))
+    values = [[None if column is None else row.get(column) for column in columns] for row in rows]
+    if form == "completion" and columns[0] is None:
+        values = [["", *rest] for _, *rest in values]
+    return [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
+
+
+def _overlong(data: Examples | Pairs, columns: Sequence[str | None], row: str, length: int, limit: int | None) -> str:
+    choices = "drop" if data.overlong == "cut" else "drop or cut"
+    held = " and ".join(f'"{column}"' for column in columns if column is not None)
+    return (
+        f"{row} has {length} tokens in {held}, too many for the budget, which leaves {limit}. Raise budget, or set "
+        f"data.overlong to {choices}."
+    )
+
+
+class StreamEncoder(Generic[Row]):
+    """Encodes rows of a stream as `EncodedRows` does. The first rows of the dataset say which format it has.
+
+    `make_row` turns an encoded row, the row that it comes from, where that is and the dataset's settings into a row to
+    train on.
+    """
+
+    def __init__(
+        self,
+        data: Examples | Pairs,
+        tokenizer: ChatTokenizer,
+        budget: int,
+        make_row: Callable[[Any, Mapping[str, Any], str, Any], Row],
+    ) -> None:
+        self.data, self.encoder, self.make_row = data, data.encoder(tokenizer, budget), make_row
+        self.files = stream_files(data.path, data.config, data.split)
+        first = RowStream(self.files).read(CHUNK)
+        if not first:
+            raise ValueError(f"dataset {data.path} has no rows. Give a file with at least one.")
+        self.first_rows = Rows(data.path.name, [row for _, row in first], [location for location, _ in first])
+        self.form, self.columns = data.form(self.first_rows)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Row]]:
+        """Returns what each row gives: nothing if it is dropped, several rows where a turn is a row."""
+        values = row_values(self.data, Rows(self.data.path.name, rows, names), self.form, self.columns)
+        results: list[list[Row]] = []
+        for encoded, row, name in zip(self.encoder.encode_rows(self.form, values, names), rows, names, strict=True):
+            parts = [encoded] if isinstance(encoded, tuple | TooLongError) else encoded
+            too_long = next((part for part in parts if isinstance(part, TooLongError)), None)
+            if too_long is not None and self.data.overlong != "drop":
+                limit = self.encoder.max_length
+                raise ValueError(_overlong(self.data, self.columns, too_long.row, too_long.length, limit))
+            kept = [part for part in parts if not isinstance(part, TooLongError)]
+            results.append([self.make_row(part, row, name, self.data) for part in kept])
+        return results
+
+    def check(self) -> tuple[str, int]:
+        """Encodes the first rows. Returns a line about them, and their largest token."""
+        names = list(self.first_rows.locations)
+        _warn_of_roles(row_values(self.data, self.first_rows, self.form, self.columns), names)
+        values = row_values(self.data, self.first_rows, self.form, self.columns)
+        largest = 0
+        for encoded in self.encoder.encode_rows(self.form, values, names):
+            for part in encoded if isinstance(encoded, list | tuple) else ():
+                largest = max(largest, *part.tokens) if not isinstance(part, TooLongError) else largest
+        self(self.first_rows.rows, names)  # raises if one is too long
+        return f"a stream of {len(self.files)} file(s), of which the first {len(names)} rows can be encoded", largest
 
 
 def _warn_of_roles(values: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
@@ -148,49 +210,3 @@ def encoding_bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=total < FEW or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.update(task, advance=count)
-
-
-class IndexedRows(Protocol[Row_co]):
-    """Rows by index."""
-
-    def __len__(self) -> int:
-        """Returns their number."""
-        ...
-
-    def __getitem__(self, index: int) -> Row_co:
-        """Returns one row."""
-        ...
-
-
-def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
-    """Returns the last `count` rows with different prompts, and every row with one of their prompts.
-
-    If every turn of a conversation is a row, their prompt is that of the conversation.
-    """
-    fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
-    content = getattr(rows, "content", None) or (lambda index: task_digest(rows[index]))  # encoded rows, or tasks
-    return HeldOutRows(len(rows), content, count, what="rows", fix=fix)
-
-
-class RowBatches(Generic[Row]):
-    """The rows of each step: `batch` rows of shuffled epochs. Held-out rows are skipped."""
-
-    def __init__(self, rows: IndexedRows[Row], *, batch: int, held_out: int, seed: int) -> None:
-        self.rows, self.batch = rows, batch
-        self.skip = hold_out_rows(rows, held_out) if held_out else None
-        self.sampler = Sampler(len(rows), seed, skip=self.skip or ())
-
-    def take(self) -> list[Row]:
-        """Returns the rows of the next step."""
-        return [self.rows[index] for index in self.sampler.take(self.batch)]
-
-    @property
-    def held_out(self) -> Sequence[Row]:
-        """The rows that are never trained on."""
-        return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
-
-    def steps(self, epochs: float) -> int:
-        """Returns the number of steps of `epochs` passes over the rows that are not held out."""
-        skip = self.skip
-        rows = len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
-        return max(1, round(epochs * rows / self.batch))

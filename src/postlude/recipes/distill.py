@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
+from postlude.data.row_source import RowSource
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
+from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.environment import environment_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import (
@@ -19,15 +22,12 @@ from postlude.recipes.checks.preflight import (
     PreflightInputs,
     check_teacher,
     check_teacher_tokens,
-    dataset_checks,
     teacher_checks,
     training_checks,
 )
 from postlude.recipes.checks.servers import server_checks
-from postlude.recipes.config.data import Examples
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
-from postlude.recipes.dataset import IndexedRows
 from postlude.recipes.references import open_frozen_model
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.sampler import (
@@ -39,6 +39,7 @@ from postlude.recipes.rollouts.sampler import (
     sample_rows,
     trajectory_metrics,
 )
+from postlude.recipes.row_sources import ShuffledRows
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -71,17 +72,17 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         check_teacher_tokens(config.model, self.tokenizer, config.teacher)
         return teacher
 
-    def read_rows(self) -> IndexedRows[EncodedSequence | Task]:
+    def open_dataset(self, data: Any, seed: int) -> RowSource[EncodedSequence | Task]:
         """Returns the dataset as tokens or, for on-policy distillation, the environment's tasks."""
-        data, config = self.config.data, self.config
-        if isinstance(data, Examples):
-            return self.encode_rows(data)
+        if not isinstance(data, OnPolicyData):
+            return super().open_dataset(data, seed)
+        config = self.config
         factory = self.runtime.pool_factory
         environment = self.keep_open(
             build_environment(data.environment, config.seed, self.tokenizer, data.sampling, config.budget, factory)
         )
         self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
-        return environment.tasks
+        return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)
 
     def make_batch(
         self, rows: Sequence[EncodedSequence | Task], *, held_out: bool = False
@@ -135,7 +136,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     data = config.data
     data_checks = (
         dataset_checks(inputs, data)
-        if isinstance(data, Examples)
+        if not isinstance(data, OnPolicyData)
         else [
             *environment_checks(inputs, data.environment, data.sampling),
             *server_checks(inputs, data.rollout, data.sampling, gets_weights=True),

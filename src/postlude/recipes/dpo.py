@@ -10,18 +10,18 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.engine.reference import Reference
-from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.checks.dataset import dataset_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.pairs import PairRow, PairRows, margin_checks, pair_batch, read_margins, trial_pairs, with_margins
+from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics, run_training
 
 
-class DPOTrainer(SupervisedTrainer[PairRow]):
+class DPOTrainer(PairTrainer):
     """A run of preference training. The reference is the model that the run started from."""
 
     name = "dpo"
@@ -30,10 +30,6 @@ class DPOTrainer(SupervisedTrainer[PairRow]):
     def __init__(self, config: DPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         super().__init__(config, device, with_margins(build_objective(config.objective), config.data), runtime)
         self.reference: Reference | None = self.engine.reference() if config.has_reference else None
-
-    def read_rows(self) -> PairRows:
-        """Returns the pairs as tokens."""
-        return PairRows(self.encode_rows(self.config.data), read_margins(self.config.data))
 
     def make_batch(self, rows: Sequence[PairRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns both completions of each pair, with their reference log-probs."""

@@ -58,7 +58,7 @@ def run(
     plain = schema.plain(config)
     defaults = schema.default_values(EvalConfig)
     check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
     timer, samples = PhaseTimer(), config.samples_per_prompt
     with ExitStack() as resources:
         environment = build_environment(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,10 @@ from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.objectives.kto import BATCH_KL, DESIRABLE
 from postlude.objectives.preference import REFERENCE
+from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
-from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
-from postlude.recipes.config.data import LabelledExamples
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
+from postlude.recipes.config.data import LabelledExamples, datasets_of
 from postlude.recipes.config.recipe_configs import MASK, KTOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.dataset import EncodedRows
@@ -60,9 +61,17 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         super().__init__(config, device, build_objective(config.objective), runtime)
         self.reference = self.engine.reference()
 
-    def read_rows(self) -> LabelledRows:
+    def read_rows(self, data: LabelledExamples) -> LabelledRows:
         """Returns the rows as tokens with their labels."""
-        return LabelledRows(self.encode_rows(self.config.data), read_labels(self.config.data))
+        return LabelledRows(self.encode_rows(data), read_labels(data))
+
+    def make_row(self, encoded: EncodedSequence, row: Mapping[str, Any], location: str, data: Any) -> LabelledRow:
+        """Returns the tokens of a row of a stream with its label."""
+        return LabelledRow(encoded, read_label(row, location, data))
+
+    def sequences_of(self, row: LabelledRow) -> Sequence[EncodedSequence]:
+        """Returns the sequence of a row."""
+        return [row.sequence]
 
     def make_batch(self, rows: Sequence[LabelledRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns the completions with their reference log-probs, labels and the estimate of the KL."""
@@ -96,23 +105,29 @@ def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[E
 
 
 def read_labels(data: LabelledExamples) -> list[bool]:
-    """Returns the label of each row of the file. Raises ValueError if one is not a label, or if all are equal."""
-    rows = data.read()
-    rows.require(data.label)
-    labels: list[bool] = []
-    for index, row in enumerate(rows):
-        label: Any = row.get(data.label)
-        if not (isinstance(label, bool | int) and label in (0, 1)):
-            raise ValueError(
-                f"{rows.location(index)} has {label!r} as its {data.label}, but a label is true or false, or 1 or 0."
-            )
-        labels.append(bool(label))
+    """Returns the label of each row of a dataset. Raises ValueError if one is no label."""
+    rows = data.read().require(data.label)
+    return [read_label(row, rows.location(index), data) for index, row in enumerate(rows)]
+
+
+def read_label(row: Mapping[str, Any], location: str, data: LabelledExamples) -> bool:
+    """Returns the label of a row. Raises ValueError if it has none."""
+    label: Any = row.get(data.label)
+    if not (isinstance(label, bool | int) and label in (0, 1)):
+        raise ValueError(f"{location} has {label!r} as its {data.label}, but a label is true or false, or 1 or 0.")
+    return bool(label)
+
+
+def check_labels(datasets: Sequence[LabelledExamples]) -> str:
+    """Returns a line about the labels of all datasets. Raises ValueError if all are equal, unless one is a stream."""
+    if any(data.streaming for data in datasets):
+        return "read with the rows of the stream"
+    labels = [label for data in datasets for label in read_labels(data)]
     if len(set(labels)) < 2:
         kind = "desirable" if labels and labels[0] else "undesirable"
-        raise ValueError(
-            f"every row of {rows.name} is {kind}, but KTO needs both kinds. Use postlude sft, or add rows."
-        )
-    return labels
+        name = " and ".join(data.path.name for data in datasets)
+        raise ValueError(f"every row of {name} is {kind}, but KTO needs both kinds. Use postlude sft, or add rows.")
+    return f"{sum(labels)} desirable rows of {len(labels)}"
 
 
 def _batch(sequences: Sequence[EncodedSequence], desirable: Sequence[float]) -> Batch:
@@ -126,14 +141,10 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     numbers = [torch.full((length,), -1.0) for length in trial.lengths]
     trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})
 
-    def labels() -> str:
-        row_labels = read_labels(inputs.config.data)
-        return f"{sum(row_labels)} desirable rows of {len(row_labels)}"
-
     return [
         *training_checks(inputs, trial),
         *dataset_checks(inputs, inputs.config.data),
-        Check("labels", labels),
+        Check("labels", lambda: check_labels(datasets_of(inputs.config.data))),
     ]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, preference_batch
@@ -14,8 +14,9 @@ from postlude.objectives.preference import MARGINS, Preference
 from postlude.objectives.reward_model import BradleyTerry
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs
-from postlude.recipes.config.data import Pairs
+from postlude.recipes.config.data import PairMixture, Pairs, datasets_of
 from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.supervised import SupervisedTrainer
 
 Pair: TypeAlias = tuple[EncodedSequence, EncodedSequence]
 """The chosen completion and the rejected one."""
@@ -47,21 +48,41 @@ class PairRows:
         return self.rows.content(index)
 
 
+class PairTrainer(SupervisedTrainer[PairRow]):
+    """A run over pairs, each with a margin if the data has margins."""
+
+    def read_rows(self, data: Pairs) -> PairRows:
+        """Returns the pairs as tokens."""
+        return PairRows(self.encode_rows(data), read_margins(data))
+
+    def make_row(self, encoded: Pair, row: Mapping[str, Any], location: str, data: Pairs) -> PairRow:
+        """Returns a pair of a stream with its margin."""
+        return PairRow(encoded, None if data.margin is None else read_margin(row, location, data.margin))
+
+    def sequences_of(self, row: PairRow) -> Sequence[EncodedSequence]:
+        """Returns both completions."""
+        return row.pair
+
+
 def read_margins(data: Pairs) -> list[float] | None:
-    """Returns the margin of each row of the file, or None if no column is named. Raises ValueError if one is none."""
+    """Returns the margin of each row of a dataset, or None if no column is named. Raises ValueError if one is none."""
     if data.margin is None:
         return None
-    rows = data.read()
-    rows.require(data.margin)
-    margins: list[float] = []
-    for index, row in enumerate(rows):
-        margin = row.get(data.margin)
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-            raise ValueError(
-                f"{rows.location(index)} has {margin!r} as its {data.margin}, but a margin is a finite number."
-            )
-        margins.append(float(margin))
-    return margins
+    rows = data.read().require(data.margin)
+    return [read_margin(row, rows.location(index), data.margin) for index, row in enumerate(rows)]
+
+
+def read_margin(row: Mapping[str, Any], location: str, column: str) -> float:
+    """Returns the margin of a row. Raises ValueError if it has none."""
+    margin = row.get(column)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"{location} has {margin!r} as its {column}, but a margin is a finite number.")
+    return float(margin)
+
+
+def has_margins(data: Pairs | PairMixture) -> bool:
+    """Whether the pairs have margins: of several datasets, all or none have."""
+    return datasets_of(data)[0].margin is not None
 
 
 def pair_batch(rows: Sequence[PairRow]) -> Batch:
@@ -73,15 +94,15 @@ def pair_batch(rows: Sequence[PairRow]) -> Batch:
     return replace(batch, columns={**batch.columns, MARGINS: margins})
 
 
-def trial_pairs(data: Pairs) -> Batch:
+def trial_pairs(data: Pairs | PairMixture) -> Batch:
     """Returns a batch for the objective's trial call: two pairs."""
-    margin, (first, second, third, fourth) = None if data.margin is None else 1.0, TRIAL_SEQUENCES
+    margin, (first, second, third, fourth) = 1.0 if has_margins(data) else None, TRIAL_SEQUENCES
     return pair_batch([PairRow((first, second), margin), PairRow((third, fourth), margin)])
 
 
-def with_margins(objective: Objective, data: Pairs) -> Objective:
+def with_margins(objective: Objective, data: Pairs | PairMixture) -> Objective:
     """Returns the objective that reads the margins of the data. An objective of the user reads what it likes."""
-    if data.margin is not None and isinstance(objective, Preference | BradleyTerry):
+    if has_margins(data) and isinstance(objective, Preference | BradleyTerry):
         return replace(objective, margins=True)
     return objective
 
@@ -90,8 +111,11 @@ def margin_checks(inputs: PreflightInputs) -> Iterator[Check]:
     """Check of the column of margins, if one is named."""
 
     def look() -> str:
-        margins = read_margins(inputs.config.data) or []
+        datasets = datasets_of(inputs.config.data)
+        if any(data.streaming for data in datasets):
+            return "read with the rows of the stream"
+        margins = [margin for data in datasets for margin in read_margins(data) or []]
         return f"from {min(margins):g} to {max(margins):g}"
 
-    if inputs.config.data.margin is not None:
+    if has_margins(inputs.config.data):
         yield Check("margins", look, after=("data",))

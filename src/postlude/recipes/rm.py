@@ -10,18 +10,18 @@ from postlude.engine.export import export
 from postlude.hf.model_card import ModelCard
 from postlude.hf.sequence_classification import as_classifier
 from postlude.hf.tensor_sources import hf_config
-from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.checks.dataset import dataset_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import RMConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.pairs import PairRow, PairRows, margin_checks, pair_batch, read_margins, trial_pairs, with_margins
+from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics, run_training
 
 
-class RMTrainer(SupervisedTrainer[PairRow]):
+class RMTrainer(PairTrainer):
     """A run that trains a reward model: a model with a value head, which is read at the last token."""
 
     name = "rm"
@@ -29,10 +29,6 @@ class RMTrainer(SupervisedTrainer[PairRow]):
 
     def __init__(self, config: RMConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         super().__init__(config, device, with_margins(build_objective(config.objective), config.data), runtime)
-
-    def read_rows(self) -> PairRows:
-        """Returns the pairs as tokens."""
-        return PairRows(self.encode_rows(self.config.data), read_margins(self.config.data))
 
     def make_batch(self, rows: Sequence[PairRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns both completions of each pair."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, sft_batch
+from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
-from postlude.recipes.checks.preflight import Check, PreflightInputs, dataset_checks, training_checks
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -27,10 +27,6 @@ class SFTTrainer(SupervisedTrainer[EncodedSequence]):
 
     def __init__(self, config: SFTConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         super().__init__(config, device, build_objective(config.objective), runtime)
-
-    def read_rows(self) -> EncodedRows[EncodedSequence]:
-        """Returns the dataset as tokens."""
-        return self.encode_rows(self.config.data)
 
     def make_batch(self, rows: Sequence[EncodedSequence], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
         """Returns sequences and their loss mask."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from postlude.data import Batch
+from postlude.data.chat import EncodedSequence
+from postlude.data.row_source import RowSource
+from postlude.data.streamed_rows import StreamedRows
 from postlude.objectives import Objective
-from postlude.recipes.config.data import Examples, Pairs
+from postlude.recipes.config.data import Examples, Mixture, Pairs, datasets_of
 from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
-from postlude.recipes.dataset import CACHE, EncodedRows, IndexedRows, RowBatches
+from postlude.recipes.dataset import EncodedRows, StreamEncoder, cache_folder
 from postlude.recipes.report.metrics import EVAL, LOSS
+from postlude.recipes.row_sources import IndexedRows, MixedRows, ShuffledRows, dataset_names, prompt_content
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics, Trainer
@@ -25,6 +29,7 @@ from postlude.recipes.trainer import StepMetrics, Trainer
 LOG = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
+SEEDS = 1_000_003  # between the seeds of datasets that are mixed
 
 
 class SupervisedTrainer(Trainer, Generic[Row]):
@@ -38,22 +43,55 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         super().__init__(config, device, runtime=runtime)
         self.objective = objective
         with self.close_on_error():
-            self.rows = RowBatches(
-                self.read_rows(), batch=config.batch_size, held_out=config.held_out.rows, seed=config.seed
-            )
-        self.total_steps = self.rows.steps(config.epochs) if config.steps is None else config.steps
+            self.rows = self.open_rows()
+        self.total_steps = config.steps or self._steps_of_epochs()
         optimizer = fit_schedule(config.optimizer, self.total_steps, "optimizer")
         if optimizer != config.optimizer:  # the length of the schedule is known only now
             self.engine.set_optimizer(optimizer)
         self.evaluate_every = config.held_out.every if config.held_out.rows else 0
 
-    @abstractmethod
-    def read_rows(self) -> IndexedRows[Row]:
-        """Returns the rows to train on."""
+    def open_rows(self) -> RowSource[Row]:
+        """Returns the rows to train on: those of the dataset, or of several."""
+        datasets = datasets_of(self.config.data)
+        if not isinstance(self.config.data, Mixture):
+            return self.open_dataset(self.config.data, self.config.seed)
+        sources = [self.open_dataset(data, self.config.seed + SEEDS * index) for index, data in enumerate(datasets)]
+        names = dataset_names([data.path for data in datasets])
+        return MixedRows(dict(zip(names, sources, strict=True)), [data.weight for data in datasets])
+
+    def open_dataset(self, data: Any, seed: int) -> RowSource[Row]:
+        """Returns the rows of one dataset: encoded already, or as a stream."""
+        held_out = self.config.held_out.rows
+        if not data.streaming:
+            return ShuffledRows(self.read_rows(data), held_out=held_out, seed=seed, shuffle=data.shuffle)
+        encode = StreamEncoder(data, self.tokenizer, self.config.budget, self.make_row)
+        buffer = data.shuffle_buffer if data.shuffle else None
+        return StreamedRows(encode.files, encode, self._content, seed=seed, buffer=buffer, held_out=held_out)
+
+    def read_rows(self, data: Any) -> IndexedRows[Row]:
+        """Returns the rows of a dataset, all in memory."""
+        return self.encode_rows(data)
+
+    def make_row(self, encoded: Any, row: Mapping[str, Any], location: str, data: Any) -> Row:
+        """Returns a row to train on: the tokens of a row of a stream, with what else the recipe needs of it."""
+        made: Row = encoded
+        return made
+
+    def sequences_of(self, row: Any) -> Sequence[EncodedSequence]:
+        """Returns the sequences of a row."""
+        return [row] if isinstance(row, EncodedSequence) else row
+
+    def _content(self, row: Row) -> bytes:
+        return prompt_content(self.sequences_of(row))
+
+    def _steps_of_epochs(self) -> int:
+        size = self.rows.size
+        assert size is not None, "the config of a stream has steps"
+        return max(1, round(self.config.epochs * size / self.config.batch_size))
 
     def encode_rows(self, data: Examples | Pairs) -> EncodedRows[Any]:
         """Returns the rows of a dataset as tokens. One rank of a machine encodes them, the others read its cache."""
-        cache = self.run.path / CACHE
+        cache = cache_folder(self.run.path, self.config.data, data)
         if int(os.environ.get("LOCAL_RANK", dist.get_rank())):
             dist.barrier()
             return EncodedRows(data, self.tokenizer, self.config.budget, cache)
@@ -73,8 +111,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def train_step(self) -> StepMetrics:
         """Does one optimizer step on the next rows."""
-        batch, metrics = self.make_batch(self.rows.take())
-        return metrics | self.train_batch(batch, self.objective) | {"epoch": self.rows.sampler.progress}
+        batch, metrics = self.make_batch(self.rows.take(self.config.batch_size))
+        return metrics | self.train_batch(batch, self.objective) | {"epoch": self.rows.progress} | self.rows.metrics()
 
     def evaluate(self) -> dict[str, float]:
         """Returns the objective on the held-out rows."""
@@ -85,8 +123,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the rows."""
-        return {"sampler": self.rows.sampler.state()}
+        return {"sampler": self.rows.state()}
 
     def restore(self, checkpoint: Path) -> None:
         """Loads a checkpoint."""
-        self.rows.sampler.restore(self.load_engine(checkpoint)["sampler"])
+        self.rows.restore(self.load_engine(checkpoint)["sampler"])

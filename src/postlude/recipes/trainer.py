@@ -110,7 +110,7 @@ class Trainer(ABC):
         self.comparison: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
         check_run(config.run, self.plain_config, **self.comparison)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
-        self.tokenizer: Any = load_tokenizer(config.model)
+        self.tokenizer: Any = load_tokenizer(config.model, config.chat_template)
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
         self.engine = Engine(
             model_source(config.model, config.mtp),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from postlude.data.chat import Prompt
-from postlude.data.chat_template import Message
+from postlude.data.chat_template import Message, with_system
 from postlude.data.datasets import HeldOutRows, Rows
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
@@ -149,13 +149,13 @@ class ReasoningGym:
 class DatasetTasks:
     """Every row of a dataset as a task: column `prompt` is the prompt, and the reward function gets the whole row.
 
-    Messages are used as they are. With `chat`, text becomes a user's message, after the message `system` if given.
+    With `chat`, text becomes a user's message. Messages without a system message get `system`, if it is given.
     """
 
     def __init__(self, rows: Rows, *, prompt: str = "prompt", chat: bool = False, system: str | None = None) -> None:
         self.rows = rows.require(prompt)
         self.prompt, self.chat, self.system = prompt, chat, system
-        if system is not None and not chat:
+        if system is not None and not chat and isinstance(rows[0][prompt], str):
             raise ValueError("system is given, but chat is off, so prompts of text have no messages. Turn chat on.")
 
     def __len__(self) -> int:
@@ -170,7 +170,9 @@ class DatasetTasks:
                 f"but a prompt is text or a list of messages."
             )
         if isinstance(prompt, str) and self.chat:
-            prompt = chat_prompt(prompt, self.system)
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list):
+            prompt = with_system(prompt, self.system)
         return Task(prompt, row, self.rows.location(index))
 
 

@@ -117,7 +117,8 @@ def _turns(environment: Environment, tokenizer: PreTrainedTokenizerBase, setting
     reply: Any = [{"role": "tool", "content": "?"}] if isinstance(settings, ToolSettings) else "?"
     encoder.observation(reply, [], chat=True, keep_reasoning=settings.keep_reasoning)
     prompt = environment.tasks[0].prompt
-    writes_tools = encoder.prompt(prompt) != Encoder(tokenizer=tokenizer).prompt(prompt)
+    without = Encoder(tokenizer=tokenizer, options={**options, "tools": None})
+    writes_tools = encoder.prompt(prompt) != without.prompt(prompt)
     if isinstance(settings, ToolSettings) and settings.system is None and not writes_tools:
         raise ValueError(
             f"the chat template does not write which tools there are ({', '.join(settings.tools)}). Describe them in "

@@ -32,7 +32,6 @@ from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.lora import adapters_of, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
-from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.config.schema import default_values, plain
 from postlude.recipes.config.settings import (
     MTPSettings,
@@ -41,7 +40,6 @@ from postlude.recipes.config.settings import (
     TrainingConfig,
     build_objective,
 )
-from postlude.recipes.dataset import CACHE, EncodedRows, hold_out_rows
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.config_changes import MAY_CHANGE
@@ -135,7 +133,7 @@ class PreflightInputs:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return load_tokenizer(self.config.model)
+        return load_tokenizer(self.config.model, self.config.chat_template)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,21 +191,6 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     yield Check("memory", lambda: _memory(inputs), after=("device", "layout"))
     yield Check("disk", lambda: _disk(inputs), after=("model", "run"))
     yield Check("objective", lambda: _objective(inputs, trial), after=("model",))
-
-
-def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs) -> Iterator[Check]:
-    """Yields the check of a dataset: every row can be encoded within the budget."""
-
-    def look() -> str:
-        config = inputs.config
-        rows: EncodedRows[Any] = EncodedRows(data, inputs.tokenizer, config.budget, config.run / CACHE)
-        check_vocabulary(rows.largest, inputs)
-        inputs.on_success.append(rows.store)
-        if inputs.config.held_out.rows:
-            hold_out_rows(rows, inputs.config.held_out.rows)
-        return str(rows)
-
-    yield Check("data", look, after=("tokenizer",))
 
 
 def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterator[Check]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
 
 from postlude.data.chat import Encoder, RowFormat
+from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
-from postlude.recipes.config.schema import InputPath, Settings
+from postlude.recipes.config.schema import InputPath, Positive, Settings
 
 Overlong = Literal["refuse", "drop", "cut"]
 
@@ -33,7 +36,30 @@ class DatasetPath(Settings):
         return read_rows(self.path, config=self.config, split=self.split)
 
 
-class Examples(DatasetPath):
+class ChatOptions(Settings):
+    """How messages become text."""
+
+    system: str | None = None
+    """System message to put before messages that have none."""
+    template_variables: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}. One that it does not read is refused."""
+
+
+class TrainingDataset(DatasetPath, ChatOptions):
+    """What every dataset to train on has."""
+
+    weight: Positive | None = None
+    """Weight of this dataset in a list of them: its share of the rows is its weight over the sum of weights. None takes
+    the number of its rows."""
+    shuffle: bool = True
+    """Visit the rows in another order every epoch; false takes the order of the files."""
+    streaming: bool = False
+    """Read and encode rows while training, instead of all before. Needs steps. The first rows are the held-out ones."""
+    shuffle_buffer: PositiveInt = 10_000
+    """Rows that are shuffled together with streaming: each so many successive rows of the files."""
+
+
+class Examples(TrainingDataset):
     """Completions of a dataset.
 
     A dataset with a column of messages holds conversations, whose assistant turns are trained on. One with columns of
@@ -57,7 +83,15 @@ class Examples(DatasetPath):
 
     def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
         """Returns the encoder of a row."""
-        return Encoder(tokenizer=tokenizer, max_length=budget, truncate=self.overlong == "cut", turns=self.turns)
+        check_variables(tokenizer, self.template_variables)
+        return Encoder(
+            tokenizer=tokenizer,
+            max_length=budget,
+            truncate=self.overlong == "cut",
+            turns=self.turns,
+            options=self.template_variables,
+            system=self.system,
+        )
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns."""
@@ -76,7 +110,7 @@ class LabelledExamples(Examples):
     """Column of the label: true or false, or 1 or 0."""
 
 
-class Pairs(DatasetPath):
+class Pairs(TrainingDataset):
     """Pairs of completions of a dataset, one preferred."""
 
     prompt: str = "prompt"
@@ -96,9 +130,72 @@ class Pairs(DatasetPath):
 
     def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
         """Returns the encoder of a completion, which takes half the budget."""
-        return Encoder(tokenizer=tokenizer, max_length=budget // 2, truncate=self.overlong == "cut")
+        check_variables(tokenizer, self.template_variables)
+        return Encoder(
+            tokenizer=tokenizer,
+            max_length=budget // 2,
+            truncate=self.overlong == "cut",
+            options=self.template_variables,
+            system=self.system,
+        )
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns."""
         # Whether a prompt is needed depends on the row: completions may be whole conversations.
         return "preference", (self.prompt, self.chosen, self.rejected)
+
+
+class Mixture(Settings):
+    """Several datasets, whose rows are mixed."""
+
+    list_field: ClassVar[str] = "datasets"
+    """The field that a list sets."""
+
+    datasets: tuple[TrainingDataset, ...]
+    """The datasets."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        known = [dataset.weight is not None for dataset in self.datasets]
+        if any(known) and not all(known):
+            raise ValueError(
+                f"{self.datasets[known.index(False)].path} has no weight, but others have. Give all or none."
+            )
+        if not all(known) and any(dataset.streaming for dataset in self.datasets):
+            raise ValueError("a dataset with streaming has an unknown number of rows. Give each dataset a weight.")
+        return self
+
+
+class ExampleMixture(Mixture):
+    """Several datasets of completions."""
+
+    datasets: Annotated[tuple[Examples, ...], Field(min_length=2)]
+    """The datasets."""
+
+
+class LabelledMixture(Mixture):
+    """Several datasets of completions with labels."""
+
+    datasets: Annotated[tuple[LabelledExamples, ...], Field(min_length=2)]
+    """The datasets."""
+
+
+class PairMixture(Mixture):
+    """Several datasets of pairs."""
+
+    datasets: Annotated[tuple[Pairs, ...], Field(min_length=2)]
+    """The datasets."""
+
+    @model_validator(mode="after")
+    def _check_margins(self) -> Self:
+        without = [dataset.path for dataset in self.datasets if dataset.margin is None]
+        if without and len(without) < len(self.datasets):
+            raise ValueError(f"{without[0]} has no margin, but others have. Name a column of margins for all or none.")
+        return self
+
+
+def datasets_of(data: Any) -> tuple[Any, ...]:
+    """Returns the datasets of a section: one, several of a mixture, or none if it is no dataset."""
+    if isinstance(data, Mixture):
+        return data.datasets
+    return (data,) if isinstance(data, TrainingDataset) else ()

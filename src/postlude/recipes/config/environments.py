@@ -31,6 +31,8 @@ class RewardSettings(Settings):
     """Seconds after which a reward call, or a call of the environment, counts as failed."""
     failed_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Reward of a completion whose reward call failed; none leaves it out of the baseline and the loss."""
+    template_variables: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}. One that it does not read is refused."""
 
 
 class ReasoningGymSettings(RewardSettings):
@@ -76,7 +78,7 @@ class PromptSettings(DatasetPath, RewardSettings):
     chat: bool = False
     """Send a prompt of text as a user message."""
     system: str | None = None
-    """System message before the prompt."""
+    """System message before the prompt, unless its messages have one."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """What to do with prompts that leave no room for a completion in the budget: refuse to start, or drop them."""
 

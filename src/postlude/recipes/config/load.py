@@ -23,6 +23,7 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.raw import NULL, ConfigError, Dumper, Loader, RawValue, read
 from postlude.recipes.config.schema import (
     KIND,
+    LIST,
     PLACE,
     TEXT,
     Node,
@@ -72,8 +73,9 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
     """Returns the value of a field for pydantic: what was written, merged into a default that has keys."""
     if raw.null and schema.optional(node):
         return None
-    if schema.sections(node):
-        return _section(node, raw, default)
+    if sections := schema.sections(node):
+        of_lists = [kind for kind in sections if LIST in sections[kind]] if raw.items is not None else []
+        return _section_of_list(sections, of_lists[0], raw) if of_lists else _section(node, raw, default)
     shape = next(iter(schema.alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
     if shape.get("type") == "object" or (anything and (raw.entries or raw.whole)):
@@ -98,10 +100,11 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
         if isinstance(default, dict) and KIND in default
         else next((kind for kind in kinds if not kind), None)
     )
-    if KIND in raw.entries and "" not in kinds:
-        chosen = _scalar({"enum": list(kinds)}, raw.entries[KIND])
-        if chosen not in kinds:
-            raise _wrong(raw.entries[KIND], {"enum": list(kinds)})
+    names = [kind for kind in kinds if kind]
+    if KIND in raw.entries and names:
+        chosen = _scalar({"enum": names}, raw.entries[KIND])
+        if chosen not in names:
+            raise _wrong(raw.entries[KIND], {"enum": names})
     elif text in kinds:
         chosen, text = text, None
     elif text is not None:  # the kind that can be read from text
@@ -109,7 +112,7 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
     if raw.items is not None or raw.null or (text is not None and TEXT not in kinds.get(chosen or "", {})):
         raise _wrong(raw, node)
     if chosen is None:
-        raise _missing(raw, KIND, {"enum": list(kinds)})
+        raise _missing(raw, KIND, {"enum": names})
     known: Node = kinds[chosen]["properties"]
     same = isinstance(default, dict) and default.get(KIND, "") == chosen and text is None
     data = dict(default) if same else {}
@@ -126,6 +129,12 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
         if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
             data[name] = _value(known[name], RawValue(join(raw.path, name), raw.where), None)
     return data
+
+
+def _section_of_list(kinds: Mapping[str, Node], kind: str, raw: RawValue) -> Any:
+    """Returns the section for one of whose keys a list stands."""
+    field = kinds[kind][LIST]
+    return {KIND: kind, field: _value(kinds[kind]["properties"][field], raw, None)}
 
 
 def _mapping(value_node: Node, raw: RawValue, default: Any) -> Any:

@@ -85,10 +85,10 @@ class RawValue:
         return "a list" if self.items is not None else "a mapping"
 
     def inside(self, key: str | int) -> RawValue | None:
-        """Returns the value at a key, or at an index of a list."""
+        """Returns the value at a key, or at an index of a list. A list may stand for a key of its section."""
         if isinstance(key, int) and self.items is not None:
             return self.items[key]
-        return self.entries.get(str(key))
+        return self if self.items is not None else self.entries.get(str(key))
 
     @property
     def null(self) -> bool:

@@ -7,13 +7,21 @@ They are read without torch, so that a mistake is reported at once.
 
 from __future__ import annotations
 
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PositiveInt, model_validator
 
 from postlude.objectives import KTO, ORPO, SFT, BradleyTerry, Distill, Preference
 from postlude.optimizer import AdamW
-from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
+from postlude.recipes.config.data import (
+    ExampleMixture,
+    Examples,
+    LabelledExamples,
+    LabelledMixture,
+    PairMixture,
+    Pairs,
+    datasets_of,
+)
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
@@ -55,11 +63,22 @@ class SupervisedConfig(TrainingConfig):
     """Number of steps; none takes as many as the epochs need."""
     held_out: HeldOutSettings = HeldOutSettings()
     """Held-out rows."""
+    data: Any
+    """Rows to train on; each recipe declares which."""
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences of an optimizer step."""
         return self.batch_size
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        datasets = datasets_of(self.data)
+        if len(datasets) == 1 and datasets[0].weight is not None:
+            raise ValueError("data.weight is set, but there is one dataset. Leave it out, or give a list of datasets.")
+        if self.steps is None and any(dataset.streaming for dataset in datasets):
+            raise ValueError("data.streaming is true, so the number of rows is unknown. Set steps.")
+        return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -71,8 +90,8 @@ class SupervisedConfig(TrainingConfig):
 class SFTConfig(SupervisedConfig):
     """Config of an SFT run."""
 
-    data: Examples
-    """Rows to train on."""
+    data: Annotated[Examples | ExampleMixture, TaggedUnion(Examples, mixture=ExampleMixture)]
+    """Rows to train on: a dataset, or a list of datasets to mix."""
     optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)
     """Optimizer."""
     objective: SFTObjective = SFT(over="loss_mask")
@@ -82,8 +101,8 @@ class SFTConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Config of a run of DPO, IPO, SimPO or ORPO."""
 
-    data: Pairs
-    """Pairs to train on."""
+    data: Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]
+    """Pairs to train on: a dataset, or a list of datasets to mix."""
     objective: PairObjective = Preference()
     """Objective to minimise. One of yours finds the columns "response_mask" and "reference_logprobs", "margins" with
     data.margin, and the two completions of a pair side by side."""
@@ -92,9 +111,10 @@ class DPOConfig(SupervisedConfig):
     def _check_margin(self) -> Self:
         objective = self.objective
         reads_margins = isinstance(objective, ObjectiveFile) or getattr(objective, "loss_type", "") == "sigmoid"
-        if self.data.margin is not None and not reads_margins:
+        margin = datasets_of(self.data)[0].margin
+        if margin is not None and not reads_margins:
             raise ValueError(
-                f"data.margin is {self.data.margin}, but only the sigmoid loss of pairs has a margin. Leave it out, or "
+                f"data.margin is {margin}, but only the sigmoid loss of pairs has a margin. Leave it out, or "
                 "set objective.kind to preference and objective.loss_type to sigmoid."
             )
         return self
@@ -118,8 +138,8 @@ class DPOConfig(SupervisedConfig):
 class KTOConfig(SupervisedConfig):
     """Config of a KTO run."""
 
-    data: LabelledExamples
-    """Completions to train on, each with a label."""
+    data: Annotated[LabelledExamples | LabelledMixture, TaggedUnion(LabelledExamples, mixture=LabelledMixture)]
+    """Completions to train on, each with a label: a dataset, or a list of datasets to mix."""
     batch_size: Annotated[int, Field(ge=2)] = 32
     """Rows a step. The KL is estimated from completions after the prompts of other rows."""
     objective: LabelObjective = KTO()
@@ -135,8 +155,8 @@ class KTOConfig(SupervisedConfig):
 class RMConfig(SupervisedConfig):
     """Config of a run that trains a reward model."""
 
-    data: Pairs
-    """Pairs to train on."""
+    data: Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]
+    """Pairs to train on: a dataset, or a list of datasets to mix."""
     optimizer: OptimizerSettings = AdamW(lr=1e-5)
     """Optimizer."""
     objective: RewardObjective = BradleyTerry()
@@ -172,8 +192,11 @@ class DistillConfig(SupervisedConfig):
 
     teacher: ModelSource
     """Hugging Face directory, GGUF file, or built-in model, with the student's vocabulary."""
-    data: Annotated[Examples | OnPolicyData, TaggedUnion(examples=Examples, on_policy=OnPolicyData)] = OnPolicyData()
-    """Completions to train on: those of a dataset, or the student's own."""
+    data: Annotated[
+        Examples | OnPolicyData | ExampleMixture,
+        TaggedUnion(examples=Examples, on_policy=OnPolicyData, mixture=ExampleMixture),
+    ] = OnPolicyData()
+    """Completions to train on: those of a dataset or of a list of datasets to mix, or the student's own."""
     top_k: PositiveInt = 64
     """Number of the teacher's most likely tokens to compare at every position."""
     optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)

@@ -36,6 +36,9 @@ EXTENDS = "extends"
 TEXT = "="
 """The key of text that is parsed to a section, next to keys that override it: layout=pp=2 and layout.vpp=2."""
 
+LIST = "x-list"
+"""In a schema, the field of a section that a list stands for."""
+
 NAME = "x-kind"
 """In a schema, the name of a section in a `TaggedUnion`. Editors ignore it."""
 
@@ -73,12 +76,12 @@ class InputPath:
 class TaggedUnion:
     """The alternatives of a field by name: `Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]`.
 
-    One alone needs no name: `Annotated[Layout, TaggedUnion(Layout)]` says that it can be given as text. Text is
-    read by a class's `parse`, or stands for the field that its `text_field` names.
+    One needs no name: `Annotated[Layout, TaggedUnion(Layout)]` says that it can be given as text. Text is read by a
+    class's `parse`, or stands for the field that its `text_field` names. A list stands for that of its `list_field`.
     """
 
-    def __init__(self, only: type | None = None, /, **classes: type) -> None:
-        self.classes: dict[str, type] = classes if only is None else {"": only}
+    def __init__(self, unnamed: type | None = None, /, **classes: type) -> None:
+        self.classes: dict[str, type] = classes if unnamed is None else {"": unnamed, **classes}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Returns a tagged union that drops the key before validation and writes it again."""
@@ -100,15 +103,17 @@ class TaggedUnion:
             cls = self.classes[name]
             field = getattr(cls, "text_field", None)
             reads_text = {TEXT: field or True} if field or hasattr(cls, "parse") else {}
-            sections.append(handler(choice) | {NAME: name} | reads_text)
+            reads_list = {LIST: cls.list_field} if hasattr(cls, "list_field") else {}
+            sections.append(handler(choice) | {NAME: name} | reads_text | reads_list)
         names = [{"enum": list(self.classes)}] if "" not in self.classes else []
         texts = [{"type": "string"}] if any(TEXT in section for section in sections) else []
-        return {"anyOf": [*sections, *names, *texts]}
+        lists = [{"type": "array", "items": {}}] if any(LIST in section for section in sections) else []
+        return {"anyOf": [*sections, *names, *texts, *lists]}
 
     def name_of(self, value: Any) -> str | None:
         """Returns the name of a section, given as a value or as keys."""
         if isinstance(value, Mapping):
-            return "" if "" in self.classes else cast("str | None", value.get(KIND))
+            return cast("str | None", value.get(KIND, "" if "" in self.classes else None))
         return next((name for name, cls in self.classes.items() if isinstance(value, cls)), None)
 
     def _named(self, value: Any, write: Any) -> Any:
@@ -321,7 +326,7 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
                 sections(nested_node if isinstance(nested_node, dict) else {}),
             )
             fallback = MISSING
-        if len(alternatives_by_kind) > 1:
+        if len(alternatives_by_kind) > 1 and "" not in alternatives_by_kind:
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
             yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)
         for nested_kind, nested in alternatives_by_kind.items():
@@ -366,8 +371,10 @@ def undocumented(config: type) -> list[str]:
 def words(node: Node) -> str:
     """Returns what a field takes, in words."""
     if nested := sections(node):
-        text = "keys and values" + (f" of kind {_listed(list(nested))}" if len(nested) > 1 else "")
+        kinds = [kind for kind in nested if kind and LIST not in nested[kind]]
+        text = "keys and values" + (f" of kind {_listed(kinds)}" if len(kinds) > 1 else "")
         text += ", or text" if any(TEXT in alternative for alternative in nested.values()) else ""
+        text += ", or a list of them" if any(LIST in alternative for alternative in nested.values()) else ""
     else:
         text = " or ".join(_takes(alternative) for alternative in alternatives(node))
     return f"{text} or none" if optional(node) else text

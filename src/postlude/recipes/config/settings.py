@@ -214,6 +214,8 @@ class RunConfig(Settings):
 
     model: ModelSource = "tiny-dense"
     """Hugging Face directory, GGUF file, built-in model, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub."""
+    chat_template: Annotated[Path, InputPath("path")] | None = None
+    """File of a chat template (Jinja) in place of the tokenizer's. It is exported with the model."""
     run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""

@@ -21,6 +21,7 @@ EVAL = "eval/"  # on held-out data
 PASS = f"{EVAL}pass@"
 TIME = "time/"  # seconds of a step by phase
 PARTS = "reward/"  # parts of rewards
+ROWS = "rows/"  # rows of each dataset so far
 FAILED = f"{PARTS}failed"
 SCORES = (f"{EVAL}{REWARD}", f"{EVAL}accuracy", f"{EVAL}{LOSS}")
 """The score of a run is the first of these that it has."""
@@ -86,6 +87,8 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
         return replace(info, title=f"{info.title}, worst layer", meaning=f"{info.meaning}; of the worst layer")
     if name.startswith(PARTS):
         return metrics[f"{PARTS}NAME"].replaced("NAME", name.removeprefix(PARTS))
+    if name.startswith(ROWS):
+        return metrics[f"{ROWS}NAME"].replaced("NAME", name.removeprefix(ROWS))
     if name.startswith(TIME):
         return metrics[f"{TIME}PHASE"]
     info = explain(name.removeprefix(EVAL)) if name.startswith(EVAL) else None

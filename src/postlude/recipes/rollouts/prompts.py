@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from postlude.data.chat import Encoder, TooLongError
+from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.pool.worker_pool import NullPool, PoolFactory
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings
@@ -49,7 +50,9 @@ def build_environment(
     pool_factory: PoolFactory | None = None,
 ) -> Environment:
     """Returns the environment, without the prompts that `overlong: drop` drops. Only rank 0 starts reward workers."""
+    check_variables(tokenizer, settings.template_variables)
     environment = settings.build(seed, pool_factory if is_rank0() else NullPool)
+    environment.template_options = {**settings.template_variables, **environment.template_options}
     if isinstance(settings, PromptSettings) and settings.overlong == "drop":
         try:
             encoder = prompt_encoder(environment, tokenizer, sampling, budget)

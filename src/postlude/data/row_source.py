@@ -1,0 +1,53 @@
+"""RowSource: the rows of each step. A new kind of source is one class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+Row = TypeVar("Row")
+
+
+class RowSource(ABC, Generic[Row]):
+    """Rows without end, epoch after epoch, and rows that are held out. Every rank gets the same ones."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """Rows of an epoch, without those held out; None if that is unknown."""
+
+    @property
+    @abstractmethod
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never trained on."""
+
+    @property
+    @abstractmethod
+    def held_out_contents(self) -> set[bytes]:
+        """What rows are compared by with those held out."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+
+    @abstractmethod
+    def take(self, count: int) -> list[Row]:
+        """Returns the next rows."""
+
+    @abstractmethod
+    def exclude(self, contents: set[bytes]) -> None:
+        """Leaves out rows with these contents, which another dataset holds out."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Returns its position as JSON."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what a step reports about the rows so far."""
+        return {}

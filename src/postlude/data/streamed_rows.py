@@ -1,0 +1,160 @@
+"""StreamedRows: rows that are read and encoded while a run trains, shuffled within a buffer, resumed to the row."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from postlude.data.datasets import permutation
+from postlude.data.row_source import RowSource
+from postlude.data.row_stream import RowStream, StreamPosition
+
+Row = TypeVar("Row")
+RowEncoder: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[list[Row]]]
+"""Encodes rows, given where each is. Each gives a list: of several where a turn is a row, empty if it is dropped."""
+READ_TOGETHER = 256  # rows in their order; and the fewest that are encoded together
+
+
+class StreamedRows(RowSource[Row]):
+    """The rows of a stream, epoch after epoch.
+
+    With `buffer`, each `buffer` successive rows of the files (the last of an epoch may be fewer) are visited in an
+    order that follows from the seed, the epoch and their number: a row is visited within `buffer` rows of its place.
+    Without it the order is that of the files. Any position is thus found again by reading `buffer` rows.
+
+    The first `held_out` rows with different contents are held out, and no row with one of their contents is returned.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        encode: RowEncoder[Row],
+        content: Callable[[Row], bytes],
+        *,
+        seed: int = 0,
+        buffer: int | None = None,
+        held_out: int = 0,
+    ) -> None:
+        self.files, self.encode, self.content = files, encode, content
+        self.seed, self.buffer = seed, buffer
+        self.stream = RowStream(files)
+        self.start = self.stream.position  # of the current buffer
+        self.number = 0  # of the current buffer in its epoch
+        self.done = 0  # rows of the buffer that were returned as a whole, or left out
+        self.part = 0  # what was returned of the next one, which may be several
+        self._rows: list[tuple[str, Mapping[str, Any]]] | None = None  # the buffer, in the order of visits
+        self._encoded: deque[list[Row]] = deque()  # from row `done` on
+        self._in_epoch = 0  # rows returned in this epoch
+        self._held_out: list[Row] = []
+        self._excluded: set[bytes] = set()
+        if held_out:
+            self._hold_out(held_out)
+
+    def take(self, count: int) -> list[Row]:
+        """Returns the next `count` rows. They may run from one epoch into the next."""
+        taken: list[Row] = []
+        while len(taken) < count:
+            if not self._encoded:
+                self._encode_more(count - len(taken))
+            rows = self._encoded[0]
+            more = rows[self.part : self.part + count - len(taken)]
+            taken += more
+            self.part += len(more)
+            self._in_epoch += len(more)
+            if self.part == len(rows):
+                self._encoded.popleft()
+                self.done, self.part = self.done + 1, 0
+        return taken
+
+    @property
+    def size(self) -> None:
+        """Unknown before the end of an epoch."""
+        return None
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never returned."""
+        return self._held_out
+
+    @property
+    def progress(self) -> float:
+        """Epochs done, with the fraction of files read in the current one."""
+        return self.stream.progress
+
+    @property
+    def held_out_contents(self) -> set[bytes]:
+        """The contents of the held-out rows."""
+        return {self.content(row) for row in self.held_out}
+
+    def exclude(self, contents: set[bytes]) -> None:
+        """Leaves out every row with one of these contents."""
+        self._excluded |= contents
+
+    def state(self) -> dict[str, Any]:
+        """Returns its position as JSON."""
+        settings = {"files": len(self.files), "seed": self.seed, "buffer": self.buffer}
+        place = {"start": self.start.state(), "number": self.number, "done": self.done, "part": self.part}
+        return {**settings, **place}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of the same files, seed and buffer."""
+        for name, value in (("files", len(self.files)), ("seed", self.seed), ("buffer", self.buffer)):
+            if name not in state or state[name] != value:
+                raise ValueError(
+                    f"the saved position of the stream has {name} {state.get(name)}, but this one has {value}, so the "
+                    f"rows already visited are unknown. Start again, or restore the dataset and its settings."
+                )
+        self.start = StreamPosition(**state["start"])
+        self.number, self.done, self.part = state["number"], state["done"], state["part"]
+        self.stream.seek(self.start)
+        self._rows = None
+        self._encoded.clear()
+        self._in_epoch = 1  # unknown
+
+    def _encode_more(self, wanted: int) -> None:
+        """Encodes rows of the buffer, or of the next one if it is done."""
+        if self._rows is None:
+            self._read_buffer()
+        while self._rows is None or self.done == len(self._rows):
+            self.start, self.number, self.done = self.stream.position, self.number + 1, 0
+            self._read_buffer()
+        chunk = self._rows[self.done : self.done + max(wanted, READ_TOGETHER)]
+        for rows in self.encode([row for _, row in chunk], [location for location, _ in chunk]):
+            kept = rows if rows and self.content(rows[0]) not in self._excluded else []
+            self._encoded.append(kept)
+
+    def _read_buffer(self) -> None:
+        rows = self.stream.read(self.buffer or READ_TOGETHER)
+        if not rows:
+            self._next_epoch()
+            rows = self.stream.read(self.buffer or READ_TOGETHER)
+            if not rows:
+                raise ValueError(f"the dataset at {self.files[0]} has no rows. Give a file with at least one.")
+        if self.buffer is not None:
+            rows = [rows[index] for index in permutation(len(rows), self.seed, self.start.epoch, self.number)]
+        self._rows = rows
+
+    def _next_epoch(self) -> None:
+        if self.stream.position.epoch == self.start.epoch and not self._in_epoch and self.stream.position.file:
+            raise ValueError(
+                f"an epoch of the dataset at {self.files[0]} has no row to train on: there is none, or all are held "
+                "out or too long. Give more rows, raise budget, or lower held_out.rows."
+            )
+        self.start, self.number, self.done = StreamPosition(self.stream.position.epoch + 1), 0, 0
+        self.stream.seek(self.start)
+        self._in_epoch = 0
+
+    def _hold_out(self, count: int) -> None:
+        stream = RowStream(self.files)
+        while len(self._held_out) < count and (chunk := stream.read(READ_TOGETHER)):
+            for rows in self.encode([row for _, row in chunk], [location for location, _ in chunk]):
+                if rows and len(self._held_out) < count and self.content(rows[0]) not in self._excluded:
+                    self._held_out.append(rows[0])
+                    self._excluded.add(self.content(rows[0]))
+        if len(self._held_out) < count:
+            raise ValueError(
+                f"{count} rows are to be held out, but the dataset at {self.files[0]} has {len(self._held_out)} "
+                "different prompts, and at least one must be left to train on. Lower held_out.rows."
+            )

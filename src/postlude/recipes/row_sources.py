@@ -1,0 +1,207 @@
+"""The rows of each step: from one dataset, or from several in proportion to their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from postlude.data.chat import EncodedSequence
+from postlude.data.datasets import HeldOutRows, Sampler
+from postlude.data.row_source import RowSource
+from postlude.recipes.report.metrics import ROWS
+from postlude.rollout.tasks import task_digest
+
+Row = TypeVar("Row")
+Row_co = TypeVar("Row_co", covariant=True)
+
+
+class IndexedRows(Protocol[Row_co]):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Returns their number."""
+        ...
+
+    def __getitem__(self, index: int) -> Row_co:
+        """Returns one row."""
+        ...
+
+
+def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
+    """Returns the last `count` rows with different prompts, and every row with one of their prompts.
+
+    If every turn of a conversation is a row, their prompt is that of the conversation.
+    """
+    fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
+    content = getattr(rows, "content", None) or (lambda index: task_digest(rows[index]))  # encoded rows, or tasks
+    return HeldOutRows(len(rows), content, count, what="rows", fix=fix)
+
+
+class ShuffledRows(RowSource[Row]):
+    """Rows of known number: each once an epoch, in shuffled order or, without `shuffle`, in their own."""
+
+    def __init__(self, rows: IndexedRows[Row], *, held_out: int, seed: int, shuffle: bool = True) -> None:
+        self.rows = rows
+        self.skip = hold_out_rows(rows, held_out) if held_out else None
+        self.sampler = Sampler(len(rows), seed, skip=self.skip or (), shuffle=shuffle)
+
+    def take(self, count: int) -> list[Row]:
+        """Returns the next rows."""
+        return [self.rows[index] for index in self.sampler.take(count)]
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never trained on."""
+        return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
+
+    @property
+    def held_out_contents(self) -> set[bytes]:
+        """The contents of the held-out rows."""
+        return set() if self.skip is None else self.skip.contents
+
+    def exclude(self, contents: set[bytes]) -> None:
+        """Leaves out rows with these contents."""
+        if self.skip is not None:
+            self.skip.exclude(contents)
+
+    @property
+    def size(self) -> int:
+        """Rows of an epoch."""
+        skip = self.skip
+        return len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
+
+    @property
+    def progress(self) -> float:
+        """Epochs done."""
+        return self.sampler.progress
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in the rows."""
+        return self.sampler.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state."""
+        self.sampler.restore(state)
+
+
+class MixedRows(RowSource[Row]):
+    """Rows of several datasets in proportion to their weights.
+
+    After n rows, a dataset with the share p of the weights has given less than one row more or fewer than n·p, and
+    exactly n·p where that is a whole number. Without weights, the share is that of the dataset's rows, so that an epoch
+    has each row once. Each dataset goes through its own epochs.
+    """
+
+    def __init__(self, sources: Mapping[str, RowSource[Row]], weights: Sequence[float | None]) -> None:
+        self.sources = dict(sources)
+        for name, source in self.sources.items():
+            others = [other for key, other in self.sources.items() if key != name]
+            source.exclude(set().union(*(other.held_out_contents for other in others)))
+        self.weights = whole_weights([source.size for source in self.sources.values()], weights)
+        self.counts = [0] * len(self.weights)
+
+    def take(self, count: int) -> list[Row]:
+        """Returns the next rows."""
+        sources, taken = list(self.sources.values()), []
+        for _ in range(count):
+            index = next_dataset(self.weights, self.counts)
+            taken += sources[index].take(1)
+            self.counts[index] += 1
+        return taken
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The held-out rows of every dataset."""
+        return [row for source in self.sources.values() for row in source.held_out]
+
+    @property
+    def held_out_contents(self) -> set[bytes]:
+        """Those of every dataset."""
+        return set().union(*(source.held_out_contents for source in self.sources.values()))
+
+    def exclude(self, contents: set[bytes]) -> None:
+        """Leaves them out of every dataset."""
+        for source in self.sources.values():
+            source.exclude(contents)
+
+    @property
+    def size(self) -> int | None:
+        """Rows of an epoch: as many as all datasets have together; None if one does not know."""
+        sizes = [source.size for source in self.sources.values()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    @property
+    def progress(self) -> float:
+        """Rows so far in epochs; if the size of one is unknown, the epochs of the dataset with the fewest."""
+        size = self.size
+        return min(each.progress for each in self.sources.values()) if size is None else sum(self.counts) / size
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the rows of each dataset so far."""
+        return {f"{ROWS}{name}": float(count) for name, count in zip(self.sources, self.counts, strict=True)}
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in every dataset."""
+        states = {name: source.state() for name, source in self.sources.items()}
+        return {"weights": self.weights, "counts": list(self.counts), "sources": states}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of the same datasets and weights."""
+        if list(state.get("sources", ())) != list(self.sources) or list(state.get("weights", ())) != self.weights:
+            raise ValueError(
+                f"the saved mixture is of {', '.join(state.get('sources', ())) or 'one dataset'} with weights "
+                f"{state.get('weights')}, but this one is of {', '.join(self.sources)} with weights {self.weights}, so "
+                "the rows already visited are unknown. Start again, or restore the datasets and their weights."
+            )
+        self.counts = list(state["counts"])
+        for name, source in self.sources.items():
+            source.restore(state["sources"][name])
+
+
+def whole_weights(sizes: Sequence[int | None], weights: Sequence[float | None]) -> list[int]:
+    """Returns weights as whole numbers without a common factor; without weights, the sizes."""
+    shares = [Fraction(str(weight)) for weight in weights if weight is not None]
+    if not shares:
+        shares = [Fraction(size) for size in sizes if size is not None]
+    if len(shares) < len(weights):
+        raise ValueError("some datasets have a weight or a known size and others do not. Give each a weight.")
+    scale = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * scale) for share in shares]
+    return [weight // math.gcd(*whole) for weight in whole]
+
+
+def next_dataset(weights: Sequence[int], counts: Sequence[int]) -> int:
+    """Returns which dataset gives the next row, after `counts` rows of each (Tijdeman's chairman assignment).
+
+    Of the datasets that are behind by at least a small part of a row, it is the one that must come soonest, or else
+    would fall behind by a row. Whole numbers keep it exact, and the same on every machine.
+    """
+    total, row, slack = sum(weights), sum(counts) + 1, max(2 * len(weights) - 2, 1)
+    behind = [
+        index
+        for index, (weight, count) in enumerate(zip(weights, counts, strict=True))
+        if (row * weight - count * total) * slack >= total
+    ]
+    return min(behind, key=lambda index: (Fraction((counts[index] + 1) * slack - 1, weights[index]), index))
+
+
+def dataset_names(paths: Sequence[Path]) -> list[str]:
+    """Returns a name for each dataset in metrics: its file or folder without extension; numbered if repeated."""
+    names: list[str] = []
+    for path in paths:
+        name = path.name.partition("@")[0].partition(".")[0] or path.name
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return names
+
+
+def prompt_content(sequences: Sequence[EncodedSequence]) -> bytes:
+    """Returns what a row is compared by: the tokens of its prompt, or all if it has none, as in `EncodedDataset`."""
+    first = sequences[0]
+    prompt = first.mask.index(1)
+    tokens = first.tokens[:prompt] if prompt > 1 else [token for sequence in sequences for token in sequence.tokens]
+    return np.array(tokens, np.int32).tobytes()
