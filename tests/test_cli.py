@@ -224,7 +224,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["grpo"], "postlude grpo: give a CONFIG, or fields such as --model"),
         (
             ["grpo", "--environment.kind", "dataset", "--environment.path", "rows.jsonl"],
-            'config key "environment.reward" is missing on the command line; give text there or as',
+            'config key "environment" on the command line: it has neither reward nor rewards',
         ),
         (["sft", "--data.path=a.jsonl", "--objective.kind=file"], 'config key "objective.file" is missing'),
         (["eval", "--rollout.kind=server"], 'config key "rollout.urls" is missing on the command line; give a list'),
