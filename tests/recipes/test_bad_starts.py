@@ -152,7 +152,7 @@ BAD = [
         says=("gives token 899", "ends at 263", "own tokenizer"),
         arrange=model(other_tokenizer),
     ),
-    sft("weights of another size", "--model=model", says=("384", "512", "config asks"), arrange=model(resized)),
+    sft("weights of another size", "--model=model", says=("384", "512", "config needs"), arrange=model(resized)),
     sft(
         "a broken config.json",
         "--model=model",
