@@ -55,7 +55,7 @@ def test_mistakes_are_raised_and_nothing_is_touched(tmp_path: Path, rows: Path) 
         sft({"data": {"path": rows}}, run=run, steps=object())
     with pytest.raises(ValueError, match="8 heads"):
         sft({"data": {"path": rows}, "layout": "tp=3"}, run=run, **SMALL)
-    with pytest.raises(ConfigError, match=r'config key "environment.reward" is missing in the call'):
+    with pytest.raises(ConfigError, match=r'config key "environment" in the call: it has neither reward nor rewards'):
         evaluate(environment={"kind": "dataset", "path": rows}, run=run)
     assert not run.exists()
 
