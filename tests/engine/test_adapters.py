@@ -122,7 +122,7 @@ def identical(one: Any, other: Any) -> bool:
         ("tp=2", {}),
         ("pp=2", {"critic": True}),
         ("dp_shard=2,ep=2", {}),
-        ("dp_shard=2", {"gather_once": True}),
+        pytest.param("dp_shard=2", {"gather_once": True}, marks=pytest.mark.thorough),
         pytest.param("cp=2", {"recompute": "full"}, marks=pytest.mark.thorough),
         pytest.param("dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
     ],
@@ -180,7 +180,9 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2,ep=2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp=2", "pp=2"))]
+)
 def test_checkpoints_hold_all_adapters_or_one_and_move_between_layouts(
     ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:
