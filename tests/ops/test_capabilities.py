@@ -148,6 +148,19 @@ def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
     assert backend.use_kernel("ssd", "auto", GPU, torch.bfloat16, shared_memory=101_376)
 
 
+def test_tensors_without_elements_are_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as those of an expert that no token chose."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS["H200"])
+    with caplog.at_level(logging.INFO, logger=backend.log.name):
+        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, refused=backend.EMPTY)
+        assert not caplog.records
+        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, refused="it is too wide")
+    assert len(caplog.records) == 1
+
+
 def test_a_machine_without_a_gpu_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=backend.log.name):
         assert not backend.use_kernel("ssd", "auto", torch.device("cpu"), torch.bfloat16)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import DeferredWgrads, linear, wgrad, wgrad_queue
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -72,7 +72,7 @@ def _use_kernel(gate: Tensor | None, up: Tensor, activation: GateActivation, bac
         return False
     refused = None
     if up.numel() == 0:
-        refused = "there are no vectors"
+        refused = EMPTY
     elif gate is not None and (gate.dtype != up.dtype or gate.shape != up.shape):
         refused = "gate and up differ in shape or dtype"
     elif activation not in get_args(GateActivation):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.packing import Packing
 
 WIDEST = 8  # taps of the Triton kernels at most
@@ -34,7 +34,7 @@ def convolve(
     if kernel.shape[1] > WIDEST:
         refused = f"its kernels have {WIDEST} taps at most, and this has {kernel.shape[1]}"
     elif inputs.numel() == 0:
-        refused = "there are no tokens"
+        refused = EMPTY
     if use_kernel("convolve", backend, inputs.device, inputs.dtype, refused=refused):
         convolved: Tensor = _TritonConvolution.apply(inputs, kernel, bias, packing.positions().int(), silu)
         return convolved

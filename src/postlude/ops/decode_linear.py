@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.ops.activation import Activation, gated_activation
-from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 
@@ -129,7 +129,7 @@ def _use_low_rank_kernel(product: Tensor, rows: Tensor, low_rank: LowRank, backe
         return False
     refused = low_rank.refused(rows)
     if not len(rows):
-        refused = "there are no rows"
+        refused = EMPTY
     elif rows.stride(-1) != 1 or product.stride(-1) != 1 or rows.shape[1] % STEP:
         refused = f"rows are not dense, or their features no multiple of {STEP}"
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)

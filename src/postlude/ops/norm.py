@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import main_grad
 
 WIDEST = 16_384  # features that one program of the kernel holds
@@ -60,7 +60,7 @@ def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> b
     if vectors.shape[-1] > WIDEST:
         refused = f"its kernels hold {WIDEST} features, and these are {vectors.shape[-1]}"
     elif vectors.numel() == 0:
-        refused = "there are no vectors"
+        refused = EMPTY
     elif torch.float64 in (vectors.dtype, weight.dtype):
         refused = "its kernels compute in float32"
     return use_kernel("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import main_grad
 from postlude.ops.norm import rms_norm
 
@@ -149,7 +149,7 @@ def _use_kernel(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | Non
         return False
     refused = None
     if query.numel() == 0:
-        refused = "there are no tokens"
+        refused = EMPTY
     elif query.shape[-1] > WIDEST:
         refused = f"its kernels take heads of {WIDEST} features, and these have {query.shape[-1]}"
     elif query.dtype != key.dtype or (norms is not None and norms.query.dtype != norms.key.dtype):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops import fla
-from postlude.ops.kernels.capabilities import GPU, ScanBackend, gpu_of, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, GPU, ScanBackend, gpu_of, use_kernel
 from postlude.ops.packing import Packing
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; more heads are processed in turn
@@ -121,7 +121,7 @@ def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | 
     if last_states:
         return "its kernels give no last states", needed
     if tokens == 0:
-        return "there are no tokens", needed
+        return EMPTY, needed
     if not x.dtype == B.dtype == C.dtype:
         return f"its kernels want x, B and C of one dtype, and these are {x.dtype}, {B.dtype} and {C.dtype}", needed
     if not needed:

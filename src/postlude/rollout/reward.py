@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -116,9 +117,10 @@ class WeightedSum(Reward):
             each.reward.trial_call(task, turn)
 
     def close(self) -> None:
-        """Closes every reward."""
-        for each in self.rewards.values():
-            each.reward.close()
+        """Closes every reward, also if closing one raises."""
+        with ExitStack() as stack:
+            for each in self.rewards.values():
+                stack.callback(each.reward.close)
 
     def _sum(self, scores: Mapping[str, Score]) -> Score:
         failed = next((scores[name] for name in self.rewards if scores[name].error is not None), None)

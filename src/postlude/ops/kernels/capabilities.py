@@ -32,6 +32,8 @@ GATED_DELTA_KEYS = 128  # the widest keys whose states fit a multiprocessor in t
 KERNELS_IMPORT = ("triton.language", "triton.runtime", "triton.tools.tensor_descriptor")
 OVERRIDE = "POSTLUDE_TRY_UNMEASURED"
 AMD = "this torch is built for AMD GPUs, on which Postlude was never run"
+EMPTY = "there is nothing to compute"
+"""Why a kernel is refused for tensors without elements. That costs nothing, so nothing warns of it."""
 KIB = 1024
 
 log = logging.getLogger(__name__)
@@ -189,7 +191,7 @@ def use_kernel(
         _log_once(logging.INFO, name, impossible)
         return False
     missing = refused or why_unmeasured(name, gpu_of(device)) or unwise
-    if missing:
+    if missing and missing != EMPTY:
         warn_of_fallback(name, missing)
     return missing is None
 
