@@ -99,7 +99,8 @@ def test_a_forecast_with_zero_bubble_is_faster_and_counts_what_is_put_off() -> N
     assert filled.step.seconds < plain.step.seconds
     assert filled.step.timeline.peak_in_flight == plain.step.timeline.peak_in_flight
     held = [[each.activations for each in found.memory] for found in (plain, filled)]
-    assert held[1][0] == held[0][0]
+    # The first rank runs each W right after its B, so it defers one microbatch's weight gradients at most.
+    assert held[0][0] <= held[1][0] < held[0][0] * (1 + 1 / plain.step.timeline.peak_in_flight[0])
     assert all(more > less for less, more in zip(held[0][1:], held[1][1:], strict=True))
     found = search(model_of("tiny-dense", budget=4096, length=4096), 4, 64 * 4096, overlap="zero_bubble")
     assert {(each.model.layout.pp > 1, each.model.layout.vpp) for each in found.best} == {(True, 1)}

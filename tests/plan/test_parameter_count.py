@@ -6,13 +6,12 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from postlude import pack
+from postlude import AdamW, pack
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
@@ -20,6 +19,7 @@ from postlude.lora import LoRA
 from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.adapters import is_adapter
 from postlude.model.schedule_plan import interleave
+from postlude.options import Recompute, WeightStorage
 from postlude.plan.memory import estimate_memory
 from postlude.plan.parameter_count import ParameterCount, count_parameters, total_parameters
 from tests.model.small import sequences, small_config
@@ -170,7 +170,23 @@ def test_tensor_parallel_ranks_share_b_of_a_column_layer_and_a_of_a_row_layer() 
         assert count_parameters(config, Layout(tp=2), adapters=adapters).adapters[0] == ParameterCount(dense=expected)
 
 
-LORA_RUNS = json.loads((ROOT / "benchmarks" / "results" / "train_step_lora_h200.json").read_text())["cases"]
+RESULTS = ROOT / "benchmarks" / "results"
+RECOMPUTE = {
+    "lora": "none",
+    "lora-selective": "selective",
+    "lora-recompute": "full",
+    "full": "none",
+    "full-recompute": "full",
+}
+MEASURED = [
+    (run["shape"], run["budget"], run["lora"], run["recompute"], run["peak_gib"])
+    for run in json.loads((RESULTS / "train_step_lora_h200.json").read_text())["cases"]
+    if run["lora"]
+] + [
+    (run["shape"], run["budget"], run["rank"] if run["case"].startswith("lora") else 0, recompute, run["peak_gib"])
+    for run in json.loads((RESULTS / "lora_h200.json").read_text())["cases"]
+    if (recompute := RECOMPUTE.get(run["case"]))
+]
 SHAPES = {
     "8b": (10, Qwen3Config, {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8}),
     "8b-whole": (36, Qwen3Config, {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8}),
@@ -183,22 +199,24 @@ SHAPES = {
 LARGEST = {16384: 13953, 8192: 8038}  # microbatches of those runs, by budget
 
 
-@pytest.mark.parametrize(
-    "run", [run for run in LORA_RUNS if run["lora"]], ids=lambda run: f"{run['shape']}-{run['recompute']}"
-)
-def test_the_memory_of_lora_is_within_a_tenth_of_what_was_measured(run: dict[str, Any]) -> None:
-    layers, kind, sizes = SHAPES[run["shape"]]
+@pytest.mark.parametrize(("shape", "budget", "rank", "recompute", "peak_gib"), MEASURED)
+def test_memory_is_within_a_tenth_of_what_was_measured(
+    shape: str, budget: int, rank: int, recompute: Recompute, peak_gib: float
+) -> None:
+    layers, kind, sizes = SHAPES[shape]
     heads = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
     family, config = read_model(kind(num_hidden_layers=layers, **sizes, **heads))
-    adapters = adapter_configs(LoRA(rank=run["lora"]), config, family)
+    adapters = adapter_configs(LoRA(rank=rank), config, family) if rank else {}
+    weights: WeightStorage = "fp32" if rank else "split"
     (estimate,) = estimate_memory(
         config,
         Layout(),
-        budget=LARGEST[run["budget"]],
+        budget=LARGEST[budget],
         compute_bytes=2,
-        moments=2,
-        recompute=run["recompute"],
+        moments=AdamW(lr=1e-5, moments="fp32" if rank else "8bit").fp32_per_parameter(weights),
+        recompute=recompute,
         device="cuda",
+        weights=weights,
         sizes=count_parameters(config, adapters=adapters),
     )
-    assert estimate.total / 2**30 == pytest.approx(run["peak_gib"], rel=0.1)
+    assert estimate.total / 2**30 == pytest.approx(peak_gib, rel=0.1)

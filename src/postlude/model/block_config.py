@@ -61,6 +61,7 @@ class BlockConfig:
         return {}
 
     selective_share: ClassVar[float] = 0.6  # share of saved activations that selective recompute keeps
+    kernel_share: ClassVar[float] = 1.0  # share that the kernels of a GPU keep, which recompute activations and norms
 
     def flops(self, hidden_size: int) -> float:
         """Returns forward FLOPs per token, roughly. Pipeline stages are balanced by it."""

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from postlude.layout import Layout, Stage
 from postlude.model import ModelConfig
+from postlude.model.block_config import BlockConfig
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
@@ -22,7 +23,7 @@ from postlude.plan.simulator import peak_held
 STORED = 4  # bytes of a stored parameter, of its gradient, and of each number of the optimizer
 NARROW = 2  # bytes of a parameter that is stored in bf16
 WORKING = 0.35  # gradients that a backward holds, roughly, as a fraction of what its largest block keeps
-ADAPTED = 0.7  # what a block with adapters keeps of `saved_activations`: measured on an H200, docs/benchmarks.md
+ADAPTED = 0.7  # share of `saved_activations` that a block with adapters keeps: measured on an H200, docs/lora.md
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def estimate_memory(
     """
     sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
-    lora = bool(sizes.adapters)
+    lora, kernels = bool(sizes.adapters), device == "cuda" and compute_bytes == NARROW
     weight_bytes = compute_bytes if lora else STORED if weights == "fp32" else NARROW
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     estimates = []
@@ -94,12 +95,11 @@ def estimate_memory(
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
         adapters = sum(sizes.trained(stage).stored(layout) for stage in stages) if lora else 0
         last, trained = stages[-1].last, adapters if lora else stored - idle
-        kept = ADAPTED if lora else 1.0
-        held = {stage.index: _kept(config, stage, recompute, mtp, kept) for stage in stages}
+        held = {stage.index: _kept(config, stage, recompute, mtp, lora, kernels) for stage in stages}
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
         in_flight = peak_held(schedule, held.__getitem__, deferred.__getitem__)
-        at_work = kept * max(_backward_numbers(config, stage, recompute, mtp) for stage in stages)
+        at_work = (ADAPTED if lora else 1.0) * max(_backward_numbers(config, stage, recompute, mtp) for stage in stages)
         estimates.append(
             MemoryEstimate(
                 parameters=stored * weight_bytes + adapters * STORED,
@@ -184,19 +184,24 @@ def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     return symbols + mtp_symbols if mtp and stage.last else symbols
 
 
-def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, share: float) -> float:
-    """Returns the numbers that one token keeps for a stage's backward: a `share` of the blocks' estimates."""
+def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, lora: bool, kernels: bool) -> float:
+    """Returns the numbers that one token keeps for a stage's backward."""
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
     blocks = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    kept = sum(
-        block.saved_activations(hidden) * (block.selective_share if recompute == "selective" else 1.0)
-        for block in blocks
-    )
-    kept = layers * hidden if recompute == "full" else kept * share
+    kept = layers * hidden if recompute == "full" else 0.0
+    if recompute != "full":
+        kept = sum(block.saved_activations(hidden) * _share(block, recompute, lora, kernels) for block in blocks)
     outside = hidden * (2 * stage.last + 6 * depths)  # of the final norm; of a depth's two norms and projection
     return kept + outside
+
+
+def _share(block: BlockConfig, recompute: Recompute, lora: bool, kernels: bool) -> float:
+    """Returns the share of a block's `saved_activations` that is kept."""
+    if recompute == "selective":
+        return block.selective_share
+    return ADAPTED if lora else block.kernel_share if kernels else 1.0
 
 
 def defers_wgrads(config: ModelConfig, stage: Stage) -> bool:

@@ -45,6 +45,7 @@ class AttentionConfig(BlockConfig):
     are rotated; by default all. `output_gate` multiplies the heads' outputs by the sigmoid of one more projection.
     """
 
+    kernel_share = 0.82
     heads: int
     kv_heads: int
     head_dim: int

@@ -85,6 +85,7 @@ class GatedConfig(BlockConfig):
 class MLPConfig(GatedConfig):
     """A dense MLP."""
 
+    kernel_share = 0.55
     bias: bool = False
 
     @classmethod

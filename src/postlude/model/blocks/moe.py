@@ -55,6 +55,7 @@ class MoEConfig(GatedConfig):
 
     has_experts = True
     selective_share = 0.9  # results of exchanges are kept
+    kernel_share = 0.62
     experts: int
     top_k: int
     expert_bias: bool = False
