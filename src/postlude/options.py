@@ -8,6 +8,9 @@ Backend = Literal["auto", "torch", "triton"]
 """Backend of log-probs: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
 ScanBackend = Literal["auto", "torch", "triton", "fla"]
 """Backend of the scans of Mamba-2 and gated delta nets."""
+KVCacheDtype = Literal["auto", "fp8"]
+"""How the native generator stores keys and values: in the model's dtype, or in FP8 with a scale for each token and key
+head."""
 Recompute = Literal["none", "selective", "full"]
 """What a backward recomputes instead of keeping it."""
 MomentStorage = Literal["fp32", "8bit"]

@@ -23,6 +23,7 @@ from triton.runtime import driver, jit
 from postlude.ops import kernels
 from postlude.ops.adamw_storage import AdamWHyperparameters, QuantizedMoment, TensorSlice, scales_shape
 from postlude.ops.attention import ScoreConfig
+from postlude.ops.fp8_kv import FP8
 from postlude.ops.kernels import (
     activation,
     adamw,
@@ -128,11 +129,15 @@ def call_attention(widths: tuple[int, int] = (128, 128), **config: float) -> Non
     attention.backward(query, key, value, None, output, lse, output, call)
 
 
-def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = BF16) -> None:
+def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = BF16, fp8: bool = False) -> None:
     query, key = (torch.empty(rows, heads, width, dtype=dtype) for heads in (32, 8))
-    store = new_page_store(4, 8, width, dtype, torch.device("cpu"))
+    store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
     table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
-    paged_attention.attend(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1))
+    exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
+    paged_attention.attend(
+        *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
+        exponents=(exponents, exponents) if fp8 else None,
+    )
 
 
 def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
@@ -238,6 +243,8 @@ CALLS = (
     Call("attention_softcap", "128", partial(call_attention, softcap=50.0)),
     Call("attend_pages", "128", call_paged_attention),
     Call("attend_pages", "256, fp32", partial(call_paged_attention, 256, dtype=FP32)),
+    Call("attend_pages_fp8", "128", partial(call_paged_attention, fp8=True)),
+    Call("attend_pages_fp8", "256, fp32", partial(call_paged_attention, 256, dtype=FP32, fp8=True)),
     Call("decode_linear", "4096", call_decode_linear),
     Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),
     Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from postlude.ops import paged_attention
 from postlude.ops.attention import ScoreConfig, reference_attention
+from postlude.ops.fp8_kv import FP8, dequantize_heads, quantize_heads, round_heads
 from postlude.ops.packing import Packing
 from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
@@ -97,3 +98,77 @@ def test_heads_that_no_tile_has_room_for_are_refused() -> None:
     )
     with pytest.raises(RuntimeError, match="its tiles have room for heads of 256, and these have 257"):
         attend_pages(*[normal(1, 1, wide)] * 3, store, store, table, lengths, SCORES["plain"], backend="triton")
+
+
+def fp8_stores(wholes: list[Tensor], heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`paged` in FP8: the store, the exponents and the table."""
+    store, table = paged(wholes, heads, width)
+    quantized, exponents = quantize_heads(store)
+    paged_store = new_page_store(16, heads, width, FP8, torch.device(DEVICE))
+    paged_exponents = new_page_store(16, heads, 1, torch.int8, torch.device(DEVICE))
+    return paged_store.copy_(quantized), paged_exponents.copy_(exponents), table
+
+
+def outliers(length: int, heads: int, width: int, seed: int) -> Tensor:
+    """Heads of which every fifth token is 1,000 times as large, every seventh 1,000 times as small."""
+    whole = normal(length, heads, width, seed=seed)
+    tokens = torch.arange(length, device=DEVICE)
+    return whole * torch.where(tokens % 5 == 3, 1e3, torch.where(tokens % 7 == 4, 1e-3, 1.0))[:, None, None]
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("heads", "widths"), [((6, 2), (16, 10)), ((3, 1), (24, 24))])
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, name, heads, widths, sinks) -> None:
+    """Values have outlier tokens, and keys too where the softmax does not then see one key alone."""
+    wholes = [
+        [normal(length, heads[1], widths[0], seed=length) for length in LENGTHS],
+        [outliers(length, heads[1], widths[1], seed=length) for length in LENGTHS],
+    ]
+    (keys, key_exponents, table), (values, value_exponents, _) = (
+        fp8_stores(each, heads[1], width) for each, width in zip(wholes, widths, strict=True)
+    )
+    query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
+    scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
+    running = [row for row, length in enumerate(LENGTHS) if length]
+    new = [
+        torch.stack([whole[-1] if len(whole) else whole.new_zeros(whole.shape[1:]) for whole in each])
+        for each in wholes
+    ]
+    stores = (keys, values, key_exponents, value_exponents)
+    expected_stores = [store.clone() for store in stores]
+    for row in running:  # they are yet to be written
+        for store in stores:
+            store[table[row, (LENGTHS[row] - 1) // PAGE_SIZE], (LENGTHS[row] - 1) % PAGE_SIZE] = 9
+    exponents = (key_exponents, value_exponents)
+    actual = attend_pages(query, *new, keys, values, table, lengths, scores, exponents=exponents, backend=backend)
+    for store, expected_store in zip(stores, expected_stores, strict=True):
+        assert torch.equal(store.view(torch.int8), expected_store.view(torch.int8))
+    packed = [round_heads(torch.cat(each)).double() for each in wholes]
+    queries, asked = Packing.from_lengths([1] * 4, DEVICE), Packing.from_lengths([n for n in LENGTHS if n], DEVICE)
+    wide = replace(scores, sinks=None if scores.sinks is None else scores.sinks.double())
+    expected = reference_attention(query[running].double(), *packed, queries, asked, wide)
+    assert_equal(actual[running], expected.float(), name)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 3e4])
+def test_fp8_heads_are_within_a_sixteenth(factor: float) -> None:
+    """e4m3 has three bits: a value is off by 2**-4 of itself at most, and by 2**-10 of 448 where it is tiny."""
+    heads = outliers(70, 3, 64, seed=5) * factor
+    quantized, exponents = quantize_heads(heads)
+    rounded = dequantize_heads(quantized, exponents, torch.float32)
+    largest = heads.abs().amax(-1, keepdim=True)
+    assert ((rounded - heads).abs() <= torch.maximum(heads.abs() / 16, largest * 2**-17)).all()
+    assert (quantized.float().abs().amax(-1) > 200).all()  # the scale is the smallest power of two
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    assert torch.equal(round_heads(rounded), rounded)
+
+
+def test_fp8_of_zero_and_of_numbers_that_are_not_finite() -> None:
+    heads = torch.zeros(3, 1, 16, device=DEVICE)
+    heads[1, 0, 3], heads[2, 0, 5] = float("nan"), float("inf")
+    rounded = round_heads(heads)
+    assert torch.equal(rounded[0], heads[0])
+    assert not rounded[1, 0, 3].isfinite()
+    assert not rounded[2, 0, 5].isfinite()

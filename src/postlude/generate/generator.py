@@ -7,12 +7,14 @@ token of every running completion. `scheduler.py` decides which ones run.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from postlude.checks import check_choice
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.generate.adapters import NamedAdapters, Pairs
 from postlude.generate.completion_state import CompletionState, PromptState
@@ -28,8 +30,11 @@ from postlude.generate.text_stream import StopStrings, completion_text
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.ops.kernels.capabilities import gpu_of, why_not
+from postlude.options import KVCacheDtype
 
 Draft = Literal["mtp"]
+log = logging.getLogger(__name__)
 CapacityOf = Callable[[Sequence[CompletionState], int, int], DecodeCapacity]
 
 
@@ -44,6 +49,9 @@ class Generator:
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
     routing: completions also have the experts that their tokens were routed to.
+    kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds as many tokens more: see
+        `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
+        saved.
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, if all blocks are `cuda_graphable` and the rank has
     the whole model. The cache and the graphs are kept for the next call; see `release`.
@@ -66,6 +74,7 @@ class Generator:
         eos_tokens: Sequence[int] | None = None,
         draft: Draft | None = None,
         routing: bool = False,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -90,8 +99,10 @@ class Generator:
             check_draft(draft, model.config)
         if routing:
             check_routing_record(model.config)
+        check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
         self.model = model
         self.tokenizer = tokenizer
+        self.fp8_kv = kv_cache_dtype == "fp8"
         self.draft = draft
         self.routing = routing
         self.max_batch_tokens = max_batch_tokens
@@ -101,6 +112,8 @@ class Generator:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
         self.adapters = NamedAdapters(model)
+        if self.fp8_kv and model.embedding.weight.is_cuda and (why := self.why_no_cuda_graph()) is not None:
+            log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', why)
         self._buffers: GraphBuffers | None = None
 
     def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs) -> None:
@@ -171,6 +184,11 @@ class Generator:
             return "routing=True records the experts of every token"
         return why_no_cuda_graph(self.model)
 
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens of a paged cache: those that take the memory of `max_batch_tokens` in the model's dtype."""
+        return self.max_batch_tokens * (self.model.embedding.weight.element_size() if self.fp8_kv else 1)
+
     def release(self, *, only_if_large: bool = False) -> None:
         """Frees what is kept for the next call: on a GPU the KV cache and the CUDA graphs.
 
@@ -189,12 +207,15 @@ class Generator:
                 max_prefill_tokens=self.max_prefill_tokens,
                 draft=self.draft is not None,
                 routing=self.routing,
+                fp8_kv=self.fp8_kv,
                 group=_lockstep_group(self.model),
             )
-        capacity = capacity_of(completions, self.max_batch_tokens, self.max_sequences)
+        capacity = capacity_of(completions, self.cache_tokens, self.max_sequences)
         if self._buffers is None or not self._buffers.fit(capacity):
             self.release()
-            self._buffers = GraphBuffers.of(self.model, self.adapters, capacity, next(self.model.parameters()).device)
+            self._buffers = GraphBuffers.of(
+                self.model, self.adapters, capacity, self.model.embedding.weight.device, fp8_kv=self.fp8_kv
+            )
         return GraphScheduler(
             self._buffers,
             completions,
@@ -268,6 +289,24 @@ def check_draft(draft: str, config: ModelConfig) -> None:
             f'draft="mtp" needs a multi-token-prediction depth, but pattern {config.pattern} has none. '
             f"Leave draft out, or give it one: {config.pattern}/[*-], or mtp in a recipe."
         )
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, config: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError for an unknown dtype, a model that caches latents, or a GPU that cannot convert to FP8.
+
+    A CPU computes the same numbers as a GPU.
+    """
+    check_choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
+    if kv_cache_dtype == "auto":
+        return
+    latent = next((name for name, block in config.named_blocks.items() if block.caches_latents), None)
+    if latent is not None:
+        raise ValueError(
+            f'kv_cache_dtype="fp8" scales the keys and values of each head, but {latent} caches latents, which all '
+            'heads share. Use "auto".'
+        )
+    if device.type == "cuda" and (why := why_not("attend_pages_fp8", gpu_of(device))) is not None:
+        raise ValueError(f'kv_cache_dtype="fp8" cannot run: {why}. Use "auto".')
 
 
 def _lockstep_group(model: LanguageModel) -> dist.ProcessGroup | None:

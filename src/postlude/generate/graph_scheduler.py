@@ -72,13 +72,18 @@ class GraphBuffers:
 
     @staticmethod
     def of(
-        model: LanguageModel, adapters: NamedAdapters, capacity: DecodeCapacity, device: torch.device
+        model: LanguageModel,
+        adapters: NamedAdapters,
+        capacity: DecodeCapacity,
+        device: torch.device,
+        *,
+        fp8_kv: bool = False,
     ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
         rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device)
-        cache = PagedCache(capacity.pages, capacity.rows, device)
+        cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
         graphs = DecodeGraphs(model, adapters, rows, cache)
         return GraphBuffers(model, rows, cache, graphs, capacity, addresses(model))
 

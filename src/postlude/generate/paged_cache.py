@@ -10,16 +10,21 @@ from torch import Tensor
 from postlude.generate.decode_cache import Copy, DecodeCache
 from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
 from postlude.ops.attention import ScoreConfig, attend
+from postlude.ops.fp8_kv import FP8
 from postlude.ops.packing import Packing, to_device
-from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store
+from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store, write_pages
 
 
 class PagedCache(DecodeCache):
-    """`pages` pages of `PAGE_SIZE` tokens. The stores of a block are [pages, PAGE_SIZE, kv_heads, width] each."""
+    """`pages` pages of `PAGE_SIZE` tokens. The stores of a block are [pages, PAGE_SIZE, kv_heads, width] each.
 
-    def __init__(self, pages: int, rows: int, device: torch.device) -> None:
+    With `fp8`, keys and values are stored in FP8, and two more stores of width 1 have the exponents of their scales.
+    """
+
+    def __init__(self, pages: int, rows: int, device: torch.device, *, fp8: bool = False) -> None:
         super().__init__(rows, device)
         self.pages = pages
+        self.fp8 = fp8
         self._table = self._lengths = torch.empty(0, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._slots = (
@@ -46,13 +51,22 @@ class PagedCache(DecodeCache):
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
-        keys, values = self._stores_for(name, (key, value))
+        stores = self._stores_for(name, (key, value))
         if self._prefill is None:
+            keys, values, *exponents = stores
             return attend_pages(
-                query, key, value, keys, values, self._table, self._lengths, score_config, self._counters
+                query,
+                key,
+                value,
+                keys,
+                values,
+                self._table,
+                self._lengths,
+                score_config,
+                self._counters,
+                exponents=(exponents[0], exponents[1]) if exponents else None,
             )
-        for store, new in ((keys, key), (values, value)):
-            store[self._slots] = new
+        key, value = write_pages(stores, self._slots, (key, value))
         return attend(query, key, value, self._prefill, self._prefill, score_config)
 
     def attend_latents(
@@ -63,9 +77,13 @@ class PagedCache(DecodeCache):
 
     def _stores_for(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:
-            self._stores[name] = tuple(
-                new_page_store(self.pages, part.shape[1], part.shape[2], part.dtype, part.device) for part in new
-            )
+            stores = [
+                new_page_store(self.pages, *part.shape[1:], FP8 if self.fp8 else part.dtype, part.device)
+                for part in new
+            ]
+            if self.fp8:
+                stores += [new_page_store(self.pages, part.shape[1], 1, torch.int8, part.device) for part in new]
+            self._stores[name] = tuple(stores)
         return self._stores[name]
 
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
@@ -86,4 +104,5 @@ class PagedCache(DecodeCache):
         sources, targets = to_device(pages, self.device).unbind(1)
         for stores in self._stores.values():
             for store in stores:
-                store.index_copy_(0, targets, store.index_select(0, sources))
+                numbers = store.view(torch.uint8) if store.dtype == FP8 else store  # torch cannot copy FP8 by an index
+                numbers.index_copy_(0, targets, numbers.index_select(0, sources))

@@ -11,18 +11,21 @@ from postlude.generate.decode_cache import Copy, DecodeCache
 from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
+from postlude.ops.fp8_kv import round_heads
 from postlude.ops.packing import Packing
 
 
 class RowCache(DecodeCache):
     """Page i belongs to row i and has room for `capacity` tokens: stores are [rows, capacity, kv_heads, width] each.
 
-    The running sequences are in rows 0 to n - 1, so that one view covers them.
+    The running sequences are in rows 0 to n - 1, so that one view covers them. With `fp8`, keys and values are rounded
+    to FP8 but stored in their own dtype, which attention reads without a copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, fp8: bool = False) -> None:
         super().__init__(0, device)
         self.capacity = 0
+        self.fp8 = fp8
         self._attention: DecodeAttention | None = None
         self._decoded, self._tokens_per_row, self._sequences = 0, 1, 0
         self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
@@ -72,6 +75,8 @@ class RowCache(DecodeCache):
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
+        if self.fp8:
+            key, value = round_heads(key), round_heads(value)
 
         def decode(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
             (query, _, _), (keys, values) = inputs, stores

@@ -37,6 +37,7 @@ class BlockConfig:
     norm: Literal["pre", "post", "both"] = "pre"
     residual_scale: float = 1.0
     has_experts: ClassVar[bool] = False  # which expert parallelism divides
+    caches_latents: ClassVar[bool] = False  # whether decoding caches latents in place of keys and values
 
     @property
     def router_shape(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_attention import DecodeAttention
+from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 
 PAGE_SIZE = 64  # tokens
@@ -35,6 +36,7 @@ def attend_pages(
     score_config: ScoreConfig,
     counters: Tensor | None = None,
     *,
+    exponents: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Writes the key and value of each row's newest token to its page, and attends to all keys of the row.
@@ -43,23 +45,47 @@ def attend_pages(
     width] and [..., v], `table` [n, pages] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in
     equal groups. An idle row writes nothing, and its output is undefined. `counters` [COUNTERS] int32 are zero before
     and after the call: see `decode_linear.linear_add`.
+
+    With `exponents`, stores of int8 [pages, PAGE_SIZE, kv_heads, 1], the keys and values are stored in FP8: see
+    `fp8_kv`. The newest token too attends to its rounded key.
     """
     widest = max(query.shape[-1], value.shape[-1])
     refused = (
         f"its tiles have room for heads of {MAX_HEAD_DIM}, and these have {widest}" if widest > MAX_HEAD_DIM else None
     )
-    if use_kernel("attend_pages", backend, query.device, query.dtype, refused=refused):
+    name = "attend_pages" if exponents is None else "attend_pages_fp8"
+    if use_kernel(name, backend, query.device, query.dtype, refused=refused):
         from postlude.ops.kernels.paged_attention import attend  # needs triton
 
-        return attend(query, key, value, keys, values, table, lengths, score_config, counters)
+        return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents)
     running = lengths.nonzero()[:, 0]
     last = lengths[running] - 1
     pages = table[running, last // PAGE_SIZE].long()
-    keys[pages, last % PAGE_SIZE], values[pages, last % PAGE_SIZE] = key[running], value[running]
+    stores = (keys, values) if exponents is None else (keys, values, *exponents)
+    write_pages(stores, (pages, last % PAGE_SIZE), (key[running], value[running]))
     unused = torch.arange(table.shape[1] * PAGE_SIZE, device=lengths.device) >= lengths[:, None]  # of earlier sequences
-    gathered = [
-        store[table.long()].flatten(1, 2).masked_fill_(unused[..., None, None], 0.0) for store in (keys, values)
-    ]
+    read = [store[table.long()].flatten(1, 2) for store in stores]
+    if exponents is not None:
+        read = [dequantize_heads(*pair, query.dtype) for pair in zip(read[:2], read[2:], strict=True)]
+    gathered = [part.masked_fill_(unused[..., None, None], 0.0) for part in read]
     return DecodeAttention(lengths.clamp_min(1), table.shape[1] * PAGE_SIZE)(
         query, gathered[0], gathered[1], score_config
     )
+
+
+def write_pages(
+    stores: tuple[Tensor, ...], slots: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Writes `new` keys and values [T, kv_heads, width] to the page and the offset of each token. Returns what is read.
+
+    `stores` are those of keys and values, then in FP8 those of their exponents.
+    """
+    if len(stores) == 2:
+        for store, part in zip(stores, new, strict=True):
+            store[slots] = part
+        return new
+    quantized = [quantize_heads(part) for part in new]
+    for store, part in zip(stores, (*(pair[0] for pair in quantized), *(pair[1] for pair in quantized)), strict=True):
+        store[slots] = part
+    key, value = (dequantize_heads(*pair, part.dtype) for pair, part in zip(quantized, new, strict=True))
+    return key, value

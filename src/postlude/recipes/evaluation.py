@@ -125,4 +125,11 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
     draft = config.sampling.draft
     model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
     eos_tokens = end_tokens(read_generation_config(config.model), tokenizer.eos_token_id)
-    return ReplicatedGenerator(model, tokenizer, draft=draft, eos_tokens=eos_tokens, **generator_limits(config.budget))
+    return ReplicatedGenerator(
+        model,
+        tokenizer,
+        draft=draft,
+        eos_tokens=eos_tokens,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
+        **generator_limits(config.budget),
+    )

@@ -34,6 +34,7 @@ class LatentAttentionConfig(BlockConfig):
     projections. `scale` multiplies the scores and defaults to (nope_dim + rope_dim)^-½.
     """
 
+    caches_latents = True
     heads: int
     nope_dim: int
     rope_dim: int

@@ -26,6 +26,7 @@ Capability = tuple[int, int]
 
 OLDEST_TRITON = (3, 6)  # comes with torch 2.11; older ones lack what kernels and their launches use
 BF16_SINCE: Capability = (8, 0)  # bf16 tensor cores
+FP8_SINCE: Capability = (8, 9)  # conversions to and from e4m3
 TMA_SINCE: Capability = (9, 0)  # a tensor memory accelerator, which loads whole tiles
 HOPPER = 9  # major compute capability
 GATED_DELTA_KEYS = 128  # the widest keys whose states fit a multiprocessor in the gated delta rule's kernels
@@ -101,6 +102,11 @@ KERNELS: Mapping[str, KernelSpec] = {
     "attend_pages": KernelSpec(
         "attention of the generator, on its paged cache",
         "the cache of each row is copied at every step, and steps are no CUDA graphs",
+    ),
+    "attend_pages_fp8": KernelSpec(
+        "attention of the generator, on a paged cache in FP8",
+        "the cache of each row is copied at every step, and steps are no CUDA graphs",
+        oldest=FP8_SINCE,
     ),
     "rotate_heads": KernelSpec("rotary embedding and norms of queries and keys"),
     "rms_norm": KernelSpec("RMSNorm with the residual"),

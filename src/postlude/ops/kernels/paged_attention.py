@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
+from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Kernel
 
 PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
@@ -35,6 +36,7 @@ def attend(
     lengths: Tensor,
     score_config: ScoreConfig,
     counters: Tensor | None = None,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
     count, heads, width = query.shape
@@ -52,6 +54,7 @@ def attend(
     _attend_kernel[(count, kv_heads, splits)](
         *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2]),
         *(keys, *keys.stride()[:3], values, *values.stride()[:3]),
+        *((None, None, 0, 0, 0) if exponents is None else (*exponents, *exponents[0].stride()[:3])),
         *(table, table.stride(0), lengths, score_config.sinks, output, parts, weights),
         *(counters if splits > 1 else None, score_config.scale, score_config.softcap or 0.0, score_config.window or 0),
         WIDTH=width, FEATURES=max(LEAST, triton.next_power_of_2(width)), PAGE=page, BLOCK=block,
@@ -63,7 +66,7 @@ def attend(
 
 @Kernel
 @triton.jit
-def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
+def _attend_kernel(  # noqa: PLR0912, PLR0915 - one pass over the keys
     query,
     query_token,
     query_head,
@@ -81,6 +84,11 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     values_page,
     values_slot,
     values_head,
+    key_exponents,
+    value_exponents,
+    exponents_page,
+    exponents_slot,
+    exponents_head,
     table,
     table_row,
     lengths,
@@ -120,6 +128,11 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     own = member < GROUP
     at = query + row * query_token + head[:, None] * query_head + feature[None, :]
     asked = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
+    exact = asked.to(tl.float32)
+    if key_exponents is not None:
+        # FP8 becomes fp16 in one instruction, bf16 in three. A power of two brings a query into the range of fp16.
+        query_scale = power_of_two(scale_exponent(tl.max(tl.abs(exact), 1)))
+        asked = (exact / query_scale[:, None]).to(tl.float32 if query.dtype.element_ty == tl.float32 else tl.float16)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS, VALUES), tl.float32)
@@ -129,15 +142,25 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
             value + row * value_token + key_head * value_head_stride + made, mask=made < VALUE, other=0.0
         )
         page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
+        if key_exponents is not None:
+            newest, key_exponent = _quantized(newest)
+            own_value, value_exponent = _quantized(own_value)
+            put_at = page * exponents_page + key_head * exponents_head + (last % PAGE) * exponents_slot
+            tl.store(key_exponents + put_at, key_exponent)
+            tl.store(value_exponents + put_at, value_exponent)
         put_at = keys + page * keys_page + key_head * keys_head + (last % PAGE) * keys_slot + feature
         tl.store(put_at, newest, mask=feature < WIDTH)
         put_at = values + page * values_page + key_head * values_head + (last % PAGE) * values_slot + made
         tl.store(put_at, own_value, mask=made < VALUE)
-        highest = tl.sum(asked.to(tl.float32) * newest.to(tl.float32)[None, :], 1) * scale
+        newest, own_value = newest.to(tl.float32), own_value.to(tl.float32)
+        if key_exponents is not None:
+            newest *= power_of_two(key_exponent)
+            own_value *= power_of_two(value_exponent)
+        highest = tl.sum(exact * newest[None, :], 1) * scale
         if SOFTCAP:
             highest = softcap * (2.0 * tl.sigmoid(2.0 * highest / softcap) - 1.0)
         total += 1.0
-        seen += own_value.to(tl.float32)[None, :]
+        seen += own_value[None, :]
     for block in range(begin, end):  # each holds at least one visible key
         place = block * BLOCK + tl.arange(0, BLOCK)
         its_page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
@@ -145,7 +168,11 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         keys_at = keys + its_page * keys_page + key_head * keys_head
         keys_at += (place % PAGE)[None, :] * keys_slot + feature[:, None]
         stored = tl.load(keys_at, mask=visible[None, :] & (feature < WIDTH)[:, None], other=0.0)
-        scores = tl.dot(asked, stored, input_precision="ieee") * scale
+        scores = tl.dot(asked, stored.to(asked.dtype), input_precision="ieee") * scale
+        if key_exponents is not None:
+            exponents_at = its_page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
+            key_exponent = tl.load(key_exponents + exponents_at, mask=visible, other=0)
+            scores *= query_scale[:, None] * power_of_two(key_exponent)[None, :]
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = tl.where(visible[None, :], scores, float("-inf"))
@@ -155,8 +182,15 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         values_at = values + its_page * values_page + key_head * values_head
         values_at += (place % PAGE)[:, None] * values_slot + made[None, :]
         held = tl.load(values_at, mask=visible[:, None] & (made < VALUE)[None, :], other=0.0)
-        seen = seen * before[:, None] + tl.dot(shares.to(held.dtype), held, input_precision="ieee")
         total = total * before + tl.sum(shares, 1)
+        if key_exponents is None:
+            seen = seen * before[:, None] + tl.dot(shares.to(held.dtype), held, input_precision="ieee")
+        else:
+            value_exponent = tl.load(value_exponents + exponents_at, mask=visible, other=0)
+            shares *= power_of_two(value_exponent)[None, :]
+            largest = tl.maximum(tl.max(shares, 1), 1e-30)[:, None]
+            parted = tl.dot((shares / largest).to(asked.dtype), held.to(asked.dtype), input_precision="ieee")
+            seen = seen * before[:, None] + parted * largest
         highest = higher
 
     heads = tl.num_programs(1) * GROUP
@@ -190,6 +224,14 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
                 highest = higher
             _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
             tl.store(counter, 0)
+
+
+@triton.jit
+def _quantized(head):
+    """Returns a head [width] in FP8, and the exponent of its scale: see `ops.fp8_kv`."""
+    wide = head.to(tl.float32)
+    exponent = scale_exponent(tl.max(tl.abs(wide), 0))
+    return to_fp8(wide * power_of_two(-exponent)), exponent.to(tl.int8)
 
 
 @triton.jit

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+import torch
+
+from postlude.generate.generator import check_kv_cache_dtype
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.export import has_hf_config
@@ -57,11 +60,15 @@ def server_checks(
     gets_weights: bool,
     compares_logprobs: bool = False,
 ) -> Iterator[Check]:
-    """Yields the check that servers reply and can do what the recipe needs, or can be launched; none without servers.
+    """Yields the check that servers reply and can do what the recipe needs, or can be launched.
+
+    Of the native generator it yields the check of keys and values in FP8, if it has them.
 
     `gets_weights`: they get the trainer's weights. `compares_logprobs`: theirs are compared with the trainer's.
     """
     if isinstance(rollout, NativeRollout):
+        if rollout.kv_cache_dtype != "auto":
+            yield Check("rollout", lambda: _check_native(inputs, rollout), after=("device", "model"))
         return
 
     def check() -> str:
@@ -79,6 +86,12 @@ def server_checks(
         )
 
     yield Check("servers", check, after=("tokenizer",))
+
+
+def _check_native(inputs: PreflightInputs, rollout: NativeRollout) -> str:
+    device = torch.device(inputs.launch.device if inputs.launch.on_this_machine else "cpu")
+    check_kv_cache_dtype(rollout.kv_cache_dtype, inputs.model[1], device)
+    return f"native, keys and values in {rollout.kv_cache_dtype}"
 
 
 def _check_running(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
+from postlude.options import KVCacheDtype
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 
 
@@ -40,6 +41,9 @@ class ProbeSettings(Settings):
 
 class NativeRollout(SharingSettings, ProbeSettings):
     """The native generator in the trainer's own ranks, with a whole copy of the model on each."""
+
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """How keys and values are stored: in the model's dtype, or in fp8, which halves their memory and rounds them."""
 
 
 class ConnectionSettings(SharingSettings, ProbeSettings):

@@ -67,7 +67,13 @@ def make_rollout_engine(
     probe = None if rollout.probe_limit == 0 else WeightProbe(engine, tokenizer, rollout.probe_limit)
     if isinstance(rollout, NativeRollout):
         return SyncedGenerator(
-            engine, tokenizer, probe=probe, draft=sampling.draft, routing=routing, **generator_limits(budget)
+            engine,
+            tokenizer,
+            probe=probe,
+            draft=sampling.draft,
+            routing=routing,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            **generator_limits(budget),
         )
     untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
     sync = SyncOptions(run, untied=untied, probe=probe, wait=not background)

@@ -1,0 +1,40 @@
+"""Keys and values in FP8 (e4m3) with a scale for each token and key head.
+
+A scale is a power of two, stored as its exponent in one byte. e4m3 is a floating-point format, so a power of two rounds
+as well as any other scale, and a rounded value is exact in bf16 and fp32. A generator that stores FP8 and one that
+rounds keys and values but stores them in the model's dtype therefore compute the same function.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LEAST_EXPONENT, MOST_EXPONENT = -64, 120  # of a scale
+CARRY, BIAS = 0x1FFFFF, 135
+"""The exponent of the least power of two s with amax ≤ 448 · s, from its bits in fp32: (bits + CARRY) // 2**23 -
+BIAS. 448 is 1.75 · 2**8, and CARRY overflows the mantissas above 1.75."""
+
+
+def quantize_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `heads` [..., width] divided by their scales, in FP8, and the exponents of the scales, [..., 1] int8."""
+    wide = heads.float()
+    bits = wide.abs().amax(-1, keepdim=True).view(torch.int32)
+    exponents = (((bits + CARRY) >> 23) - BIAS).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    return (wide * _power_of_two(-exponents)).to(FP8), exponents.to(torch.int8)
+
+
+def dequantize_heads(quantized: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what `quantize_heads` rounded to, [..., width]."""
+    return (quantized.float() * _power_of_two(exponents.int())).to(dtype)
+
+
+def round_heads(heads: Tensor) -> Tensor:
+    """Returns `heads` [..., width] rounded to FP8, in their own dtype."""
+    return dequantize_heads(*quantize_heads(heads), heads.dtype)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Returns 2**exponents in fp32, exactly; int32 of any shape."""
+    return ((exponents + 127) << 23).view(torch.float32)
