@@ -179,6 +179,7 @@ async def through_server(url: str, options: argparse.Namespace) -> tuple[float, 
 
     await train(options.warmup)
     training = await train(options.steps)
+    print(f"through the server: a step {training:.3f} s", flush=True)
     rounds = [await sample(index * options.sequences) for index in range(options.warmup + options.steps)]
     return training, min(rounds[options.warmup :])
 
@@ -203,6 +204,7 @@ def main() -> None:
         process: Any = context.Process(target=alone, args=(options, sender))
         process.start()
         training_alone, sampling_alone = receiver.recv()
+        print(f"alone: a step {training_alone:.3f} s, a round of samples {sampling_alone:.3f} s", flush=True)
         process.join()
         process = context.Process(target=run_server, args=(options, f"{directory}/state", sender))
         process.start()

@@ -151,11 +151,16 @@ def transformers_logprobs(work: Work) -> Callable[[], Any]:
     return lambda: peers.logprobs_alone(model, rows)
 
 
-def packed_flex(work: Work) -> Callable[[], Any]:
-    dtype = torch.float32 if work.device == "cpu" else torch.bfloat16
-    model = peers.made(work.config, work.device, dtype, "flex_attention")
-    rows = peers.packed(work.sample, max(8192, *work.sample.lengths), work.device)
-    return peers.Update(model, rows, peers.packed_sft(work.sample), autocast=False)
+def packed_flex(*, liger: bool) -> Callable[[Work], Callable[[], Any]]:
+    def make(work: Work) -> Callable[[], Any]:
+        if liger:
+            peers.liger(work.config)
+        dtype = torch.float32 if work.device == "cpu" else torch.bfloat16
+        model = peers.made(work.config, work.device, dtype, "flex_attention")
+        rows = peers.packed(work.sample, max(8192, *work.sample.lengths), work.device)
+        return peers.Update(model, rows, peers.packed_sft(work.sample), autocast=False)
+
+    return make
 
 
 CASES = {
@@ -189,7 +194,12 @@ CASES = {
     "liger-sft": Case(
         "transformers + Liger, SFT, bf16 weights", transformers_update(peers.sft, liger=True), padded=True, alone=True
     ),
-    "flex-sft": Case("transformers, packed with flex attention: SFT, bf16 weights", packed_flex, alone=True),
+    "flex-sft": Case(
+        "transformers, packed with flex attention: SFT, bf16 weights", packed_flex(liger=False), alone=True
+    ),
+    "flex-liger-sft": Case(
+        "transformers + Liger, packed with flex attention: SFT, bf16 weights", packed_flex(liger=True), alone=True
+    ),
 }
 
 
