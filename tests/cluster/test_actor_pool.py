@@ -57,13 +57,13 @@ def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
     import ray
 
     with closing(RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPool)) as pool:
-        tickets = [pool.submit(("", "x" * size, {})) for size in range(12)]
+        call_ids = [pool.submit(("", "x" * size, {})) for size in range(12)]
         (victim,) = busy(pool.pool, 1)
         ray.kill(victim.actor)
         scores: dict[int, Any] = {}
-        while len(scores) < len(tickets):
+        while len(scores) < len(call_ids):
             scores |= pool.poll(None)
-        assert [scores[ticket].reward for ticket in tickets] == [float(size) for size in range(12)]
+        assert [scores[call_id].reward for call_id in call_ids] == [float(size) for size in range(12)]
         assert pool.lost == 1
         assert not pool.failures.total()
 
@@ -86,13 +86,13 @@ def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ra
         assert workers.lost == TRIES
 
 
-def answered(engine: SupervisedClient, tickets: set[int]) -> None:
+def answered(engine: SupervisedClient, request_ids: set[int]) -> None:
     """Every answer comes, by the weights that were given out."""
-    while tickets:
+    while request_ids:
         for done in engine.poll(None):
             assert done.completion is not None, done.error
             assert done.completion.versions == (VersionSpan("start.1", 0, 3),)
-            tickets.remove(done.ticket)
+            request_ids.remove(done.request_id)
 
 
 @pytest.mark.thorough
@@ -108,10 +108,10 @@ def test_a_server_whose_actor_is_killed_is_started_again(
         assert {server.url.rpartition(":")[0] for server in engine.pool.servers} == {"http://127.0.0.1"}
         engine.connect()
         engine.reload(Weights("/weights/1", "start.1"))
-        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         running: Any = engine.supervisor._slots[0].process
         ray.kill(running.actor)
-        answered(engine, tickets)
+        answered(engine, request_ids)
         check(engine)
         until(lambda: engine.pool.count_up() == 2)
         until(lambda: not reached(running.url))

@@ -64,13 +64,13 @@ def nodes(*cpus: int) -> Iterator[Any]:
 
 def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
     with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPool)) as workers:
-        tickets = [workers.submit(("", "x" * size, {})) for size in range(60)]
+        call_ids = [workers.submit(("", "x" * size, {})) for size in range(60)]
         busy(workers, 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)
         found: dict[int, CallResult] = {}
-        while len(found) < len(tickets):
+        while len(found) < len(call_ids):
             found |= workers.poll(None)
-        assert [found[ticket].value for ticket in tickets] == list(range(60))
+        assert [found[call_id].value for call_id in call_ids] == list(range(60))
         assert workers.lost == 2, "half of them were there"
 
 
@@ -92,9 +92,9 @@ def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
     ):
         engine.connect()
         engine.reload(Weights("/weights/1", "start.1"))
-        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         cluster.remove_node(one_with(cluster, b"ServerActor"), allow_graceful=False)
-        answered(engine, tickets)
+        answered(engine, request_ids)
         until(lambda: engine.supervisor.restarted and engine.pool.count_up() == 2, 120.0)
         check(engine)
 

@@ -223,16 +223,16 @@ def test_requests_of_one_session_name_their_adapters(way: type[Generator]) -> No
         generator.load_adapter(name, *named(models[name], lora))
     models_of = {None: base, **models}
     session = Session(generator)
-    tickets, finished = {}, []
+    request_ids, finished = {}, []
     names = ("one", None, "two", "one", None, "two")
     for name, prompt in zip(names, prompts(VOCABULARY, (3, 5, 2, 7, 1, 4)), strict=True):
-        tickets[session.add(Request(tuple(prompt), GREEDY, adapter=name))] = (name, prompt)
+        request_ids[session.add(Request(tuple(prompt), GREEDY, adapter=name))] = (name, prompt)
         finished += session.step()
     while session.busy:
         finished += session.step()
     assert len(finished) == len(names)
     for result in finished:
-        name, prompt = tickets[result.ticket]
+        name, prompt = request_ids[result.request_id]
         assert result.completion is not None
         assert scored_apart(models_of[name], [prompt], [[result.completion]]) < 1e-5
     with pytest.raises(ValueError, match="adapter 'three' is not loaded"):
@@ -264,7 +264,7 @@ def test_completions_continue_with_a_replaced_adapter_and_fail_with_a_removed_on
     generator.remove_adapter("one")
     results = {}
     while session.busy:
-        results |= {result.ticket: result for result in session.step()}
+        results |= {result.request_id: result for result in session.step()}
     assert "adapter 'one' is not loaded; there are none" in str(results[removed].error)
     assert results[waiting].completion is not None
 

@@ -231,14 +231,16 @@ def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way:
     spoil(model, 7)
     session = Session(way(model, max_sequences=3, max_batch_tokens=260))
     bad = {session.add(Request((5, 7, *asked[2]), samplings[2], n=2)) for _ in range(3)}
-    tickets = [session.add(Request(tuple(prompt), own, n=2)) for prompt, own in zip(asked, samplings, strict=True)]
+    request_ids = [session.add(Request(tuple(prompt), own, n=2)) for prompt, own in zip(asked, samplings, strict=True)]
     found = {}
     while session.busy:
-        found |= {(done.ticket, done.number): done for done in session.step()}
-    assert_alike([[found[ticket, number].completion for number in range(2)] for ticket in tickets], expected)
-    for ticket in bad:
+        found |= {(done.request_id, done.number): done for done in session.step()}
+    assert_alike(
+        [[found[request_id, number].completion for number in range(2)] for request_id in request_ids], expected
+    )
+    for request_id in bad:
         for number in range(2):
-            assert "after 5 tokens are NaN" in str(found[ticket, number].error)
+            assert "after 5 tokens are NaN" in str(found[request_id, number].error)
     generator = way(model, max_sequences=3, max_batch_tokens=260)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="after 2 tokens are NaN"):
@@ -263,7 +265,7 @@ def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator
     good = session.add(Request((3, 4), SamplingParams(max_new_tokens=6)))
     found = {}
     while session.busy:
-        found |= {done.ticket: done for done in session.step()}
+        found |= {done.request_id: done for done in session.step()}
     assert str(found[bad].error) == "no text for two tokens"
     assert len(found[good].completion.tokens) == 6
 

@@ -53,20 +53,20 @@ def generated(generator: Generator, requests: list[Request]) -> list[list[Comple
 
 def finished(session: Session, requests: list[Request], seed: int = 2) -> list[list[Completion]]:
     """All answers, the requests joining at random times."""
-    source, waiting, tickets, found = random.Random(seed), list(requests), [], {}
+    source, waiting, request_ids, found = random.Random(seed), list(requests), [], {}
     while waiting or session.busy:
         while waiting and source.random() < 0.4:
-            tickets.append(session.add(waiting.pop(0)))
+            request_ids.append(session.add(waiting.pop(0)))
         found |= done(session)
     return [
-        [found[ticket, number] for number in range(request.n)]
-        for ticket, request in zip(tickets, requests, strict=True)
+        [found[request_id, number] for number in range(request.n)]
+        for request_id, request in zip(request_ids, requests, strict=True)
     ]
 
 
 def done(session: Session) -> dict[tuple[int, int], Completion]:
-    """The answers that a step finishes, by their tickets and numbers."""
-    return {(each.ticket, each.number): each.completion for each in session.step() if each.completion is not None}
+    """The answers that a step finishes, by their request ids and numbers."""
+    return {(each.request_id, each.number): each.completion for each in session.step() if each.completion is not None}
 
 
 @WAYS
@@ -108,15 +108,15 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], devi
     old, new, model = (sharp(seed, device) for seed in (0, 1, 0))
     session = Session(way(model, max_batch_tokens=128), "a.1")
     requests = [Request((place, 7), SamplingParams(max_new_tokens=12, seed=place)) for place in range(3)]
-    tickets = [session.add(each) for each in requests[:2]]
+    request_ids = [session.add(each) for each in requests[:2]]
     for _ in range(6):
         session.step()
     session.update_weights(lambda: model.load_state_dict(new.state_dict()) and None, "a.2")
-    tickets.append(session.add(requests[2]))
+    request_ids.append(session.add(requests[2]))
     found = {}
     while session.busy:
         found |= done(session)
-    first, second, third = (found[ticket, 0] for ticket in tickets)
+    first, second, third = (found[request_id, 0] for request_id in request_ids)
     assert third.versions == (VersionSpan("a.2", 0, 12),)
     for prompt, one in (((0, 7), first), ((1, 7), second)):
         before, after = one.versions
@@ -134,15 +134,15 @@ def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Gene
     model, requests = sharp(device=device), asked(6)
     expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))
-    tickets = [session.add(each) for each in requests]
+    request_ids = [session.add(each) for each in requests]
     found = done(session)
-    gone = tickets[1::2]
-    for ticket in gone:
-        session.abort(ticket)
+    gone = request_ids[1::2]
+    for request_id in gone:
+        session.abort(request_id)
     while session.busy:
         found |= done(session)
-    kept = range(0, len(tickets), 2)
-    answered = [[found[tickets[place], number] for number in range(requests[place].n)] for place in kept]
+    kept = range(0, len(request_ids), 2)
+    answered = [[found[request_ids[place], number] for number in range(requests[place].n)] for place in kept]
     assert_alike(answered, [expected[place] for place in kept])
 
 

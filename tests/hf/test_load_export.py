@@ -191,7 +191,7 @@ def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
     generation = GenerationConfig.from_pretrained(directory)
     assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     (directory / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [257, 259]}')
-    again = export_hf(load_model(directory), tmp_path / "again", generation=read_generation_config(directory))
+    again = export_hf(load_model(directory), tmp_path / "again", generation_config=read_generation_config(directory))
     assert json.loads((again / "generation_config.json").read_text()) == {
         "temperature": 0.6,
         "eos_token_id": [257, 259],

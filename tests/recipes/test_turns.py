@@ -52,14 +52,14 @@ class Recorded:
         return getattr(self.engine, name)
 
     def submit(self, request: Request) -> int:
-        ticket: int = self.engine.submit(request)
-        self.asked[ticket] = request
-        return ticket
+        request_id: int = self.engine.submit(request)
+        self.asked[request_id] = request
+        return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         found: list[FinishedCompletion] = self.engine.poll(timeout)
         told = [
-            (list(self.asked[each.ticket].prompt), each.completion) for each in found if each.completion is not None
+            (list(self.asked[each.request_id].prompt), each.completion) for each in found if each.completion is not None
         ]
         if told:
             self.calls.append(told)

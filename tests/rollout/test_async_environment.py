@@ -139,19 +139,21 @@ def test_one_that_blocks_the_thread_is_left_behind() -> None:
 def test_hundreds_wait_at_once() -> None:
     coroutines, waiting, everyone = CoroutinePool("wait", 300.0), [0], asyncio.Event()
 
-    async def wait_for_all(ticket: int) -> int:
+    async def wait_for_all(call_id: int) -> int:
         waiting[0] += 1
         if waiting[0] == 300:
             everyone.set()
         await everyone.wait()
-        return ticket
+        return call_id
 
-    for ticket in range(300):
-        coroutines.submit(ticket, wait_for_all(ticket))
+    for call_id in range(300):
+        coroutines.submit(call_id, wait_for_all(call_id))
     found: dict[int, Any] = {}
     while len(found) < 300:
         found |= coroutines.poll(None)
-    assert {ticket: outcome.value for ticket, outcome in found.items()} == {ticket: ticket for ticket in range(300)}
+    assert {call_id: outcome.value for call_id, outcome in found.items()} == {
+        call_id: call_id for call_id in range(300)
+    }
     coroutines.close()
 
 

@@ -75,11 +75,11 @@ def calls(*completions: str) -> list[Call]:
 
 
 def score_all(pool: RewardPool, asked: Sequence[Call]) -> list[Any]:
-    tickets = [pool.submit(call) for call in asked]
+    call_ids = [pool.submit(call) for call in asked]
     found: dict[int, Any] = {}
-    while len(found) < len(tickets):
+    while len(found) < len(call_ids):
         found |= pool.poll(None)
-    return [found[ticket] for ticket in tickets]
+    return [found[call_id] for call_id in call_ids]
 
 
 def gone(pid: int, patience: float = 300.0) -> bool:

@@ -365,25 +365,25 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
     assert isinstance(native, AsyncRolloutEngine)
     for engine, generate in ((remote, remote.generate), (native, server.generator.generate)):
         expected = generate(PROMPTS[:2], sampling, n=2)
-        tickets = [
+        request_ids = [
             engine.submit(Request(tuple(prompt), own, 2)) for prompt, own in zip(PROMPTS, sampling, strict=False)
         ]
         found: dict[tuple[int, int], Any] = {}
         while len(found) < 4:
-            found |= {(done.ticket, done.number): done.completion for done in engine.poll(timeout=None)}
-        assert [[found[ticket, number] for number in range(2)] for ticket in tickets] == expected
+            found |= {(done.request_id, done.number): done.completion for done in engine.poll(timeout=None)}
+        assert [[found[request_id, number] for number in range(2)] for request_id in request_ids] == expected
         assert engine.poll() == []
         second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
         alone: dict[int, Any] = {}
         while len(alone) < 2:
-            alone |= {done.ticket: done.completion for done in engine.poll(timeout=None)}
+            alone |= {done.request_id: done.completion for done in engine.poll(timeout=None)}
         assert alone[second].tokens == expected[0][1].tokens
         assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
         assert alone[third].tokens not in [one.tokens for one in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
-    ticket = remote.submit(Request((1,), sampling[0]))
+    request_id = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
-    assert (done.ticket, done.number, done.completion) == (ticket, 0, None)
+    assert (done.request_id, done.number, done.completion) == (request_id, 0, None)
     assert "refused the request with status 400: no room" in str(done.error)
 
 

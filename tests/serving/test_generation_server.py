@@ -237,16 +237,16 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
         serving(kind(poisoned(sharp(), bad), max_batch_tokens=512, max_sequences=8)) as (served, url),
         closing(GenerationClient(url)) as engine,
     ):
-        tickets = [engine.submit(each) for each in requests]
+        request_ids = [engine.submit(each) for each in requests]
         replies = [said(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)]
-        while len(found) < 2 * len(tickets):
-            found |= {(each.ticket, each.number): each.completion for each in engine.poll(timeout=60)}
+        while len(found) < 2 * len(request_ids):
+            found |= {(each.request_id, each.number): each.completion for each in engine.poll(timeout=60)}
         assert served._failure is None
     for status, words in replies:
         assert (status, "logits after 2 tokens are NaN" in words["error"]) == (500, True)
-    for ticket, group in zip(tickets, here, strict=True):
+    for request_id, group in zip(request_ids, here, strict=True):
         for number, answer in enumerate(group):
-            assert found[ticket, number].tokens == answer.tokens
+            assert found[request_id, number].tokens == answer.tokens
 
 
 def test_a_step_that_fails_is_told_to_all_under_way_and_later_requests_are_answered(monkeypatch) -> None:

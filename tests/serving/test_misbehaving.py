@@ -192,19 +192,19 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answered(engine: GenerationClient) -> list[Completion | Exception]:
     """What becomes of each request: the answer that it alone decides, or an error. None is lost, doubled or wrong."""
-    tickets = [engine.submit(request) for request in REQUESTS]
+    request_ids = [engine.submit(request) for request in REQUESTS]
     found: dict[int, Completion | Exception] = {}
-    while len(found) < len(tickets):
+    while len(found) < len(request_ids):
         for done in engine.poll(30.0):
-            assert done.ticket not in found
+            assert done.request_id not in found
             outcome = done.completion or done.error
             assert outcome is not None
-            found[done.ticket] = outcome
-    for ticket, request in zip(tickets, REQUESTS, strict=True):
-        if isinstance(outcome := found[ticket], Completion):
+            found[done.request_id] = outcome
+    for request_id, request in zip(request_ids, REQUESTS, strict=True):
+        if isinstance(outcome := found[request_id], Completion):
             body = {"token_ids": request.prompt, "sampling_params": {"seed": request.seed, "max_tokens": 3}}
             assert (outcome.tokens, outcome.logprobs) == foretold(body)
-    return [found[ticket] for ticket in tickets]
+    return [found[request_id] for request_id in request_ids]
 
 
 def connect(held: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings: Any) -> GenerationClient:
@@ -291,13 +291,13 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(c
             await meet(weights)
 
         engine.pool.servers[0].connect = counted
-        ticket = engine.submit(REQUESTS[0])
+        request_id = engine.submit(REQUESTS[0])
         while len(attempts) < 8:  # of which 3 are allowed in a row
             time.sleep(0.01)
         with closing(FakeVLLM(port=port)):
             (done,) = engine.poll(30.0)
             logged = caplog.text  # before the server is gone once more
-    assert (done.ticket, done.error) == (ticket, None)
+    assert (done.request_id, done.error) == (request_id, None)
     assert logged.count("Waiting for one of them, up to 60 s more (rollout.outage_timeout)") == 1
     assert logged.count("It is unavailable now") == 1
 

@@ -188,7 +188,7 @@ def test_what_one_answers_after_it_was_left_out_is_asked_of_another(two, engines
     own.state, own.problem = "excluded", "has other weights than most"
     release.set()
     (found,) = engine.poll(10.0)
-    assert (found.ticket, found.completion is not None) == (asked, True)
+    assert (found.request_id, found.completion is not None) == (asked, True)
     assert [spoiled.answered, other.answered] == [1, 1], "by the other, as whoever is left out may have other weights"
     assert engine.take_counts().retried == 1
 
@@ -343,7 +343,7 @@ def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to
     engine.connect()
     came, release = threading.Event(), threading.Event()
     two[0].before = two[1].before = lambda: came.set() or (release.wait(10) and None)
-    ticket = engine.submit(Request((1, 2), THREE))
+    request_id = engine.submit(Request((1, 2), THREE))
     assert came.wait(10)
     asked, other = sorted(two, key=lambda each: each.calls.count("/inference/v1/generate"), reverse=True)
     other.before = lambda: None
@@ -351,7 +351,7 @@ def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to
     engine.reload(Weights("/weights/1", "start.1"))
     (found,) = engine.poll(5.0)
     release.set()
-    assert (found.ticket, found.completion is not None, other.answered) == (ticket, True, 1)
+    assert (found.request_id, found.completion is not None, other.answered) == (request_id, True, 1)
     assert [server.state for server in engine.pool.servers if server.url == asked.url] == ["excluded"]
     assert "/resume" not in asked.calls
 

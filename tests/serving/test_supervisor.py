@@ -60,13 +60,13 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         engine.connect()
         engine.reload(Weights("/weights/1", "start.1"))
         first = {server.url for server in engine.pool.servers}
-        tickets = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
+        request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        while tickets:
+        while request_ids:
             for done in engine.poll(None):
                 assert done.completion is not None, done.error
                 assert done.completion.versions == (VersionSpan("start.1", 0, 3),)
-                tickets.remove(done.ticket)
+                request_ids.remove(done.request_id)
         check(engine)
         until(lambda: engine.pool.count_up() == 2)
         (new,) = {server for server in engine.pool.servers if server.url not in first}

@@ -63,7 +63,7 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
             finished: list[Any] = []
             while len(finished) < len(PROMPTS):
                 finished += rollouts.poll(60)
-            completions = [one.completion for one in sorted(finished, key=lambda one: one.ticket)]
+            completions = [one.completion for one in sorted(finished, key=lambda one: one.request_id)]
             batch = Batch([prompt + one.tokens for prompt, one in zip(PROMPTS, completions, strict=True)])
             for values, adapter in ((gaps, "default"), (moved, None)):
                 engine.use(adapter)

@@ -150,17 +150,17 @@ class ActorPool(WorkerPool):
         """Returns the next calls of each idle worker."""
         assigned = []
         with self.changed:
-            for ticket in [ticket for ticket in self.waiting if ticket in self.cancelled]:
-                self.waiting.remove(ticket)
-                self.cancelled.discard(ticket)
-                del self.calls[ticket]
+            for call_id in [call_id for call_id in self.waiting if call_id in self.cancelled]:
+                self.waiting.remove(call_id)
+                self.cancelled.discard(call_id)
+                del self.calls[call_id]
             for worker in self.workers:
                 if self.waiting and worker.ready and not worker.running:
                     worker.running = self._next_calls(len(self.workers))
                     worker.started_at = time.monotonic()
                     seconds = self.timeout * len(worker.running) + START_LIMIT  # its process may have to start again
                     worker.deadline = worker.started_at + seconds
-                    assigned.append((worker, [self.calls[ticket] for ticket in worker.running]))
+                    assigned.append((worker, [self.calls[call_id] for call_id in worker.running]))
         return assigned
 
     def _receive_replies(self) -> list[_Worker]:
@@ -207,14 +207,14 @@ class ActorPool(WorkerPool):
                 f"{self.failed_starts} workers of {self.name} in a row were lost as they started. Ray's logs say why."
             )
         self.tries.update(worker.running)
-        given_up = [ticket for ticket in worker.running if self.tries[ticket] >= TRIES]
-        self.waiting.extendleft(ticket for ticket in reversed(worker.running) if ticket not in given_up)
+        given_up = [call_id for call_id in worker.running if self.tries[call_id] >= TRIES]
+        self.waiting.extendleft(call_id for call_id in reversed(worker.running) if call_id not in given_up)
         sentence = f"{self.name} was lost with its worker {TRIES} times."
-        self._record({ticket: CallResult(failure="died", error=sentence) for ticket in given_up})
+        self._record({call_id: CallResult(failure="died", error=sentence) for call_id in given_up})
 
     def _record(self, results: Mapping[int, CallResult]) -> None:
-        for ticket in results:
-            self.tries.pop(ticket, None)
+        for call_id in results:
+            self.tries.pop(call_id, None)
         super()._record(results)
 
 

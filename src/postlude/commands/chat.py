@@ -66,8 +66,8 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": message}]
         tokens = encode(self.tokenizer, messages)
         sampling = replace(self.sampling, seed=self.sampling.seed + len(messages))  # another seed for each turn
-        ticket = self._session.add(Request(tuple(tokens), sampling))
-        (state,) = self._session.progress(ticket).values()
+        request_id = self._session.add(Request(tuple(tokens), sampling))
+        (state,) = self._session.progress(request_id).values()
         text, printed = TextStream(self.tokenizer, sampling.stop), 0
         try:
             while self._session.busy:

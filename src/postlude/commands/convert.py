@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         model,
         options.target,
         tokenizer=tokenizer,
-        generation=read_generation_config(options.source),
+        generation_config=read_generation_config(options.source),
         card=ModelCard(base=str(options.source), how=how),
         overwrite=options.overwrite,
     )

@@ -122,14 +122,14 @@ def _encode_in_processes(
     function: ChunkEncoder, chunks: Sequence[tuple[Any, ...]], processes: int
 ) -> Iterator[EncodedChunk]:
     pool = open_pool(function, count=processes, timeout=CHUNK_TIMEOUT)
-    tickets: deque[int] = deque()
+    call_ids: deque[int] = deque()
     try:
         for number, (_, names, _) in enumerate(chunks):
             # Only a few chunks are submitted ahead, so that few results wait in memory.
-            for chunk in chunks[number + len(tickets) : number + 4 * processes]:
-                tickets.append(pool.submit(chunk))
-            ticket = tickets.popleft()
-            result = pool.poll(None, [ticket])[ticket]
+            for chunk in chunks[number + len(call_ids) : number + 4 * processes]:
+                call_ids.append(pool.submit(chunk))
+            call_id = call_ids.popleft()
+            result = pool.poll(None, [call_id])[call_id]
             if result.failure is not None:
                 raise RuntimeError(f"encoding the rows from {names[0]} on failed: {result.error} Is memory short?")
             if "error" in result.value:  # the first in the dataset, whichever process was faster

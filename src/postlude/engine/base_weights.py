@@ -26,7 +26,8 @@ class WithoutAdapters:
 
     def __init__(self, model: Exported) -> None:
         self.config, self.families, self.block_types = model.config, model.families, model.block_types
-        self.generation, self.mesh, self.base_fingerprint = model.generation, model.mesh, model.base_fingerprint
+        self.generation_config, self.mesh = model.generation_config, model.mesh
+        self.base_fingerprint = model.base_fingerprint
         self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
 
     def weight_deltas(self) -> Mapping[str, WeightDelta]:

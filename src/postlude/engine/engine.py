@@ -112,7 +112,7 @@ class Engine(TrainingProperties):
         if selection_bias_rate is not None:
             self.config = self.config.with_selection_bias_rate(selection_bias_rate)
         self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
-        self.generation = read_generation_config(source, blocks)
+        self.generation_config = read_generation_config(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.adapters = Adapters(lora, self.config, self.family, blocks, weights)
         self.builder = StageBuilder(

@@ -42,7 +42,7 @@ class Exported(DistributedModel, Protocol):
     config: ModelConfig
     families: Mapping[str, Family]
     block_types: Mapping[str, type[Block]]
-    generation: dict[str, Any]
+    generation_config: dict[str, Any]
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of a frozen model, of which adapters are trained; None if all weights are."""
@@ -55,7 +55,7 @@ class Untied:
     def __init__(self, model: Exported) -> None:
         self.config = untied(model.config)
         self.families, self.block_types = model.families, model.block_types
-        self.generation, self.mesh = model.generation, model.mesh
+        self.generation_config, self.mesh = model.generation_config, model.mesh
         self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
         self.weight_deltas, self.base_fingerprint = model.weight_deltas, model.base_fingerprint
         if model.config.tied_head:
@@ -81,7 +81,7 @@ def model_files(model: Exported, dtype: torch.dtype, tokenizer: PreTrainedTokeni
     if model.base_fingerprint() is None:
         with suppress(ValueError):
             _, config = export_config(model.config, dtype, model.families, model.block_types)
-    return ModelFiles(config, tokenizer, model.generation)
+    return ModelFiles(config, tokenizer, model.generation_config)
 
 
 def export(
@@ -114,7 +114,7 @@ def export(
 
     def write() -> None:
         infos = {tensor.name: TensorInfo(tensor.dtype(dtype), tensor.shape) for tensor in tensors}
-        files = ModelFiles(config, tokenizer, model.generation)
+        files = ModelFiles(config, tokenizer, model.generation_config)
         write_model_directory(directory, files, infos, iter(stream), card=card or ModelCard(), overwrite=overwrite)
 
     def stream_and_write() -> None:

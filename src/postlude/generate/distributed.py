@@ -134,7 +134,7 @@ class SyncedGenerator(ReplicatedGenerator):
         with torch.device("meta"):
             model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
         eos_token = tokenizer.eos_token_id if tokenizer is not None else None
-        limits.setdefault("eos_tokens", end_tokens(engine.generation, eos_token))
+        limits.setdefault("eos_tokens", end_tokens(engine.generation_config, eos_token))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.copied_step = -1
         self._copied_adapter: str | None = None

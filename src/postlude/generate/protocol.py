@@ -47,9 +47,9 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedCompletion:
-    """Completion `number` (from 0) of the request that `submit` returned `ticket` for, or its error."""
+    """Completion `number` (from 0) of the request that `submit` returned `request_id` for, or its error."""
 
-    ticket: int
+    request_id: int
     number: int
     completion: Completion | None
     error: Exception | None = None
@@ -128,7 +128,7 @@ class AsyncRolloutEngine(Protocol):
     """Whether `poll` blocks until all submitted requests finish, so that many should be submitted before it."""
 
     def submit(self, request: Request) -> int:
-        """Submits a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
+        """Submits a request without waiting. Returns its id, which the `FinishedCompletion`s repeat."""
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
@@ -146,28 +146,28 @@ class PollAdapter:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: dict[int, Request] = {}
-        self._tickets = itertools.count()
+        self._request_ids = itertools.count()
 
     def submit(self, request: Request) -> int:
-        """Queues a request for the next `poll`. Returns its ticket."""
+        """Queues a request for the next `poll`. Returns its id."""
         if request.adapter is not None:
             raise ValueError(f"the request names the adapter {request.adapter!r}, but this engine chooses its own.")
-        ticket = next(self._tickets)
-        self._waiting[ticket] = request
-        return ticket
+        request_id = next(self._request_ids)
+        self._waiting[request_id] = request
+        return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         """Generates all submitted requests. Ignores `timeout`."""
         waiting, self._waiting = self._waiting, {}
         finished: list[FinishedCompletion] = []
         for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):
-            batch = {ticket: request for ticket, request in waiting.items() if (request.n, request.first) == (n, first)}
+            batch = {key: request for key, request in waiting.items() if (request.n, request.first) == (n, first)}
             prompts = [request.prompt for request in batch.values()]
             samplings = [request.sampling for request in batch.values()]
             results = self._generate(prompts, samplings, n, first)
-            for ticket, completions in zip(batch, results, strict=True):
+            for request_id, completions in zip(batch, results, strict=True):
                 finished += [
-                    FinishedCompletion(ticket, number, completion) for number, completion in enumerate(completions)
+                    FinishedCompletion(request_id, number, completion) for number, completion in enumerate(completions)
                 ]
         return finished
 

@@ -30,8 +30,8 @@ class Session:
         self._postponed: deque[list[CompletionState]] = (
             deque()
         )  # completions that do not fit in this scheduler or have another adapter, and wait for the next
-        self._active: dict[tuple[int, int], CompletionState] = {}  # by ticket and number
-        self._tickets = itertools.count()
+        self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and number
+        self._request_ids = itertools.count()
 
     @property
     def busy(self) -> bool:
@@ -39,7 +39,7 @@ class Session:
         return bool(self._active)
 
     def add(self, request: Request) -> int:
-        """Adds a request. Returns its ticket, or raises ValueError."""
+        """Adds a request. Returns its id, or raises ValueError."""
         group = self.generator.new_completions(
             "the prompt",
             request.prompt,
@@ -48,13 +48,13 @@ class Session:
             first=request.first,
             adapter=request.adapter,
         )
-        ticket = next(self._tickets)
-        self._active |= {(ticket, number): completion for number, completion in enumerate(group)}
+        request_id = next(self._request_ids)
+        self._active |= {(request_id, number): completion for number, completion in enumerate(group)}
         if self._scheduler is None or self._postponed or not self._fits(self._scheduler, group):
             self._postponed.append(group)
         else:
             self._schedule(self._scheduler, group)
-        return ticket
+        return request_id
 
     def step(self) -> list[FinishedCompletion]:
         """Samples a token of every running completion. Returns those that finished or failed."""
@@ -67,13 +67,13 @@ class Session:
             self._end()
         return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
 
-    def progress(self, ticket: int) -> dict[int, CompletionState]:
+    def progress(self, request_id: int) -> dict[int, CompletionState]:
         """Returns the unfinished completions of a request by number, with their tokens so far."""
-        return {number: completion for (owner, number), completion in self._active.items() if owner == ticket}
+        return {number: completion for (owner, number), completion in self._active.items() if owner == request_id}
 
-    def abort(self, ticket: int) -> None:
+    def abort(self, request_id: int) -> None:
         """Ends the completions of a request without a result."""
-        group = [self._active.pop(key) for key in list(self._active) if key[0] == ticket]
+        group = [self._active.pop(key) for key in list(self._active) if key[0] == request_id]
         postponed = next((other for other in self._postponed if group and group[0] in other), None)
         if postponed is not None:
             self._postponed.remove(postponed)
@@ -141,12 +141,12 @@ class Session:
                 completion.prompt = shared.prompt
         scheduler.add(group)
 
-    def _finished(self, ticket: int, number: int) -> FinishedCompletion:
-        completion = self._active.pop((ticket, number))
+    def _finished(self, request_id: int, number: int) -> FinishedCompletion:
+        completion = self._active.pop((request_id, number))
         if completion.error is not None:
-            return FinishedCompletion(ticket, number, None, completion.error)
+            return FinishedCompletion(request_id, number, None, completion.error)
         self._record_version(completion)
-        return FinishedCompletion(ticket, number, self.generator.to_completion(completion))
+        return FinishedCompletion(request_id, number, self.generator.to_completion(completion))
 
     def _record_version(self, completion: CompletionState) -> None:
         if self.version is not None:

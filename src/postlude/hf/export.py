@@ -47,15 +47,15 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     families: Mapping[str, Family] = FAMILIES,
-    generation: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
     card: ModelCard | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes config.json, safetensors (sharded past `max_shard_bytes`), a model card and, if given, the tokenizer.
 
-    `generation` is the content of generation_config.json, by default the config's special tokens. Everything is written
-    aside and moved in when complete, so a failed export leaves an older one as it was. A directory that holds a model
-    is only replaced with `overwrite`; files that do not belong to a model stay. Returns the directory.
+    `generation_config` is the content of generation_config.json, by default the config's special tokens. Everything
+    is written aside and moved in when complete, so a failed export leaves an older one as it was. A directory that
+    holds a model is only replaced with `overwrite`; files that do not belong to a model stay. Returns the directory.
     """
     hf_export_config(model.config, next(model.parameters()).dtype, families)  # raises if it cannot
     return export_model(
@@ -64,7 +64,7 @@ def export_hf(
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
         families=families,
-        generation=generation,
+        generation_config=generation_config,
         card=card,
         overwrite=overwrite,
     )
@@ -77,7 +77,7 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     families: Mapping[str, Family] = FAMILIES,
-    generation: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
     card: ModelCard | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -92,7 +92,7 @@ def export_model(
             "writes whole ones. Use Engine.export_hf."
         )
     family, written = export_config(model.config, next(model.parameters()).dtype, families, model.block_types)
-    settings = read_generation_config(model.config) if generation is None else generation
+    settings = read_generation_config(model.config) if generation_config is None else generation_config
     return write_model_directory(
         directory,
         ModelFiles(written, tokenizer, settings),
@@ -111,19 +111,19 @@ class ModelFiles:
     hf: PretrainedConfig | PostludeConfig | None
     """Our own config if transformers has none for the model; None if that cannot be written either."""
     tokenizer: PreTrainedTokenizerBase | None
-    generation: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
 
     def write(self, directory: Path) -> None:
         """Writes the files."""
         if self.hf is not None:
             self.hf.save_pretrained(directory)
-        generation = dict(self.generation)
+        generation_config = dict(self.generation_config)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
             for name in SPECIAL_TOKENS:
-                if generation.get(name) is None and getattr(self.tokenizer, name, None) is not None:
-                    generation[name] = getattr(self.tokenizer, name)
-        (directory / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+                if generation_config.get(name) is None and getattr(self.tokenizer, name, None) is not None:
+                    generation_config[name] = getattr(self.tokenizer, name)
+        (directory / GENERATION).write_text(json.dumps(generation_config, indent=2, sort_keys=True) + "\n")
 
 
 def check_export_target(directory: str | os.PathLike[str], overwrite: bool) -> Path:

@@ -143,9 +143,9 @@ def read_generation_config(source: Source, blocks: Mapping[str, type[Block]] = B
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
 
 
-def end_tokens(generation: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
+def end_tokens(generation_config: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
     """Returns the tokens that end a completion: those of `read_generation_config`, and the tokenizer's."""
-    stated = generation.get("eos_token_id")
+    stated = generation_config.get("eos_token_id")
     tokens = list(stated) if isinstance(stated, list | tuple) else [stated]
     return tuple(sorted({int(token) for token in (*tokens, eos_token_id) if token is not None}))
 

@@ -110,9 +110,9 @@ class ProcessPool(WorkerPool):
         for index, process in enumerate(self.processes):
             if self.cancelled.intersection(process.sent):
                 self._replace(index)
-        self.waiting = deque(ticket for ticket in self.waiting if ticket not in self.cancelled)
-        for ticket in self.cancelled:
-            del self.calls[ticket]
+        self.waiting = deque(call_id for call_id in self.waiting if call_id not in self.cancelled)
+        for call_id in self.cancelled:
+            del self.calls[call_id]
         self.cancelled.clear()
 
     def _replace(self, index: int) -> None:
@@ -124,7 +124,7 @@ class ProcessPool(WorkerPool):
 
 
 class _WorkerProcess:
-    """One process, and the tickets of calls sent to it that have no reply yet, in order."""
+    """One process, and the ids of calls sent to it that have no reply yet, in order."""
 
     def __init__(self, function: bytes, timeout: float) -> None:
         self.timeout = timeout
@@ -193,14 +193,14 @@ class _WorkerProcess:
             del self.received[:end]
         return replies
 
-    def send(self, tickets: list[int], calls: Mapping[int, bytes]) -> bool:
+    def send(self, call_ids: list[int], calls: Mapping[int, bytes]) -> bool:
         """Sends calls. Returns False if the process is lost."""
-        self.sent.extend(tickets)
+        self.sent.extend(call_ids)
         self.since = time.monotonic()
         if self.receive() or self.received or self.ended:  # an earlier call wrote to the pipe
             return False
         try:
-            self.calls.send_bytes(pickle.dumps([(ticket, calls[ticket]) for ticket in tickets]))
+            self.calls.send_bytes(pickle.dumps([(call_id, calls[call_id]) for call_id in call_ids]))
         except BrokenPipeError:
             return False
         self.deadline = time.monotonic() + self.timeout

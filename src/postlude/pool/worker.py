@@ -102,13 +102,13 @@ def serve(calls: Connection, replies: Connection, timeout: float) -> None:
             batch = pickle.loads(calls.recv_bytes())
         except EOFError:
             return
-        for ticket, arguments in batch:
+        for call_id, arguments in batch:
             # If the trainer is gone when a call hangs, this alarm ends the worker, even inside C code.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
             reply = call_function(function, arguments)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            send({**reply, "id": ticket})
+            send({**reply, "id": call_id})
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ class CallResult:
 class WorkerPool:
     """Calls that wait for a worker, and results that wait to be polled.
 
-    A subclass runs the workers, usually in `_step`, from `thread`: it takes tickets from `waiting` and records results
+    A subclass runs the workers, usually in `_step`, from `thread`: it takes ids from `waiting` and records results
     with `_record`. `changed` guards everything that the thread and callers share.
     """
 
@@ -57,7 +57,7 @@ class WorkerPool:
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: dict[int, bytes] = {}  # pickled arguments of calls without a result
-        self.waiting: deque[int] = deque()  # tickets that no worker has
+        self.waiting: deque[int] = deque()  # ids of calls that no worker has
         self.results: dict[int, CallResult] = {}
         self.cancelled: set[int] = set()
         self.seconds_per_call = MESSAGE_SECONDS  # a moving average; until it is known, each call is sent alone
@@ -65,28 +65,29 @@ class WorkerPool:
         self.closed = False
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=f"workers of {name}", daemon=True)
-        self._tickets = itertools.count()
+        self._call_ids = itertools.count()
         atexit.register(self.close)
 
     def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
-        """Queues a call and returns its ticket. `arguments` may be pickled already."""
+        """Queues a call and returns its id. `arguments` may be pickled already."""
         call = arguments if isinstance(arguments, bytes) else _pickle_arguments(arguments)
         with self.changed:
             self._check_open()
-            ticket = next(self._tickets)
-            self.calls[ticket] = call
-            self.waiting.append(ticket)
+            call_id = next(self._call_ids)
+            self.calls[call_id] = call
+            self.waiting.append(call_id)
             self._wake()
-        return ticket
+        return call_id
 
-    def poll(self, timeout: float | None = 0.0, tickets: Collection[int] | None = None) -> dict[int, CallResult]:
-        """Returns finished calls by ticket, each once, or only those of `tickets`.
+    def poll(self, timeout: float | None = 0.0, call_ids: Collection[int] | None = None) -> dict[int, CallResult]:
+        """Returns finished calls by id, each once, or only those of `call_ids`.
 
         Waits up to `timeout` seconds for the first one, or without limit if None.
         """
 
         def ready() -> list[int]:
-            return [ticket for ticket in (list(self.results) if tickets is None else tickets) if ticket in self.results]
+            asked = list(self.results) if call_ids is None else call_ids
+            return [call_id for call_id in asked if call_id in self.results]
 
         with self.changed:
             self.changed.wait_for(lambda: self.error or self.closed or ready(), timeout)
@@ -94,29 +95,29 @@ class WorkerPool:
                 raise self.error
             if not ready():
                 self._check_open()
-            return {ticket: self.results.pop(ticket) for ticket in ready()}
+            return {call_id: self.results.pop(call_id) for call_id in ready()}
 
     def call_all(self, calls: Sequence[tuple[Any, ...] | bytes]) -> list[CallResult]:
         """Makes every call and returns the results in their order."""
-        tickets: list[int] = []
+        call_ids: list[int] = []
         results: dict[int, CallResult] = {}
         try:
             for call in calls:
-                tickets.append(self.submit(call))
-            while len(results) < len(tickets):
-                results |= self.poll(None, set(tickets) - results.keys())
+                call_ids.append(self.submit(call))
+            while len(results) < len(call_ids):
+                results |= self.poll(None, set(call_ids) - results.keys())
         except BaseException:
-            self.cancel(tickets)
+            self.cancel(call_ids)
             raise
-        return [results[ticket] for ticket in tickets]
+        return [results[call_id] for call_id in call_ids]
 
-    def cancel(self, tickets: Iterable[int]) -> None:
+    def cancel(self, call_ids: Iterable[int]) -> None:
         """Drops calls and their results."""
         with self.changed:
-            for ticket in tickets:
-                self.results.pop(ticket, None)
-                if ticket in self.calls:
-                    self.cancelled.add(ticket)
+            for call_id in call_ids:
+                self.results.pop(call_id, None)
+                if call_id in self.calls:
+                    self.cancelled.add(call_id)
             self._wake()
 
     def close(self) -> None:
@@ -155,19 +156,19 @@ class WorkerPool:
             raise WorkerError(f"the workers of {self.name} were closed. Make new ones.")
 
     def _next_calls(self, workers: int) -> list[int]:
-        """Takes the tickets of the next message to one of `workers` workers; with `changed` held."""
+        """Takes the ids of the next message to one of `workers` workers; with `changed` held."""
         share = len(self.waiting) // (2 * workers)  # the last messages are small, so that workers end together
         size = max(1, min(MAX_CALLS_PER_MESSAGE, share, int(MESSAGE_SECONDS / self.seconds_per_call)))
         return [self.waiting.popleft() for _ in range(min(size, len(self.waiting)))]
 
     def _record(self, results: Mapping[int, CallResult]) -> None:
         """Stores the results of calls; with `changed` held."""
-        for ticket, result in results.items():
-            del self.calls[ticket]
-            if ticket in self.cancelled:
-                self.cancelled.discard(ticket)
+        for call_id, result in results.items():
+            del self.calls[call_id]
+            if call_id in self.cancelled:
+                self.cancelled.discard(call_id)
             else:
-                self.results[ticket] = result
+                self.results[call_id] = result
 
 
 class PoolFactory(Protocol):
@@ -185,15 +186,15 @@ class InlinePool(WorkerPool):
         self.function = function
 
     def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
-        """Makes the call. Returns its ticket."""
+        """Makes the call. Returns its id."""
         self._check_open()
-        ticket = next(self._tickets)
-        self.results[ticket] = CallResult.of(call_function(self.function, arguments))
-        return ticket
+        call_id = next(self._call_ids)
+        self.results[call_id] = CallResult.of(call_function(self.function, arguments))
+        return call_id
 
-    def poll(self, timeout: float | None = 0.0, tickets: Collection[int] | None = None) -> dict[int, CallResult]:
-        """Returns finished calls by ticket. Never waits."""
-        return super().poll(0.0, tickets)
+    def poll(self, timeout: float | None = 0.0, call_ids: Collection[int] | None = None) -> dict[int, CallResult]:
+        """Returns finished calls by call id. Never waits."""
+        return super().poll(0.0, call_ids)
 
 
 class NullPool(WorkerPool):

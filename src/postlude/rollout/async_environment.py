@@ -50,7 +50,7 @@ class AsyncEnvironment(Environment):
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
         self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
         self._coroutines = CoroutinePool(name, timeout)
-        self._tickets = itertools.count()
+        self._call_ids = itertools.count()
         self._waiting: dict[int, Episode] = {}
 
     def release(self, episode: Episode) -> None:
@@ -58,16 +58,16 @@ class AsyncEnvironment(Environment):
         super().release(episode)
         state, episode.state = episode.state, None
         if hasattr(state, "close"):
-            self._coroutines.submit(next(self._tickets), _close(state))  # its result is not polled
+            self._coroutines.submit(next(self._call_ids), _close(state))  # its result is not polled
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Takes one step before a run starts."""
         episode = Episode(task, [turn])
-        self._coroutines.submit(ticket := next(self._tickets), self._step(episode))
+        self._coroutines.submit(call_id := next(self._call_ids), self._step(episode))
         results: dict[int, CallResult] = {}
-        while ticket not in results:
+        while call_id not in results:
             results = self._coroutines.poll(None)
-        result = results[ticket]
+        result = results[call_id]
         self.release(episode)
         try:
             if result.failure is not None:
@@ -86,9 +86,9 @@ class AsyncEnvironment(Environment):
         self._coroutines.close()
 
     def _submit(self, episode: Episode) -> None:
-        ticket = next(self._tickets)
-        self._waiting[ticket] = episode
-        self._coroutines.submit(ticket, self._step(episode))
+        call_id = next(self._call_ids)
+        self._waiting[call_id] = episode
+        self._coroutines.submit(call_id, self._step(episode))
 
     async def _step(self, episode: Episode) -> Any:
         if episode.state is None:
@@ -101,9 +101,9 @@ class AsyncEnvironment(Environment):
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
         results = []
-        for ticket, result in self._coroutines.poll(timeout).items():
-            if ticket in self._waiting:
-                episode = self._waiting.pop(ticket)
+        for call_id, result in self._coroutines.poll(timeout).items():
+            if call_id in self._waiting:
+                episode = self._waiting.pop(call_id)
                 results.append((episode, self._turn_result(episode, result)))
         return results
 

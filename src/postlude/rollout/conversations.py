@@ -141,7 +141,7 @@ class Conversations:
         self.engine, self.budget, self.timer = engine, budget, timer
         self._started: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
-        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by ticket and number
+        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
         self._error: BaseException | None = None
         self._closed = False
@@ -241,15 +241,15 @@ class Conversations:
     def _request(self, conversations: list[_Conversation], sampling: SamplingParams) -> None:
         """Requests the next completion of conversations that have the same tokens so far, as one request."""
         prompt = tuple(conversations[0].trajectory.transcript.tokens)
-        ticket = self.engine.submit(Request(prompt, sampling, len(conversations)))
-        self._waiting_for_engine[ticket] = dict(enumerate(conversations))
+        request_id = self.engine.submit(Request(prompt, sampling, len(conversations)))
+        self._waiting_for_engine[request_id] = dict(enumerate(conversations))
 
     def _add_completion(self, finished: FinishedCompletion) -> None:
         """Adds a completion to its trajectory and submits it to the environment."""
-        conversations = self._waiting_for_engine[finished.ticket]
+        conversations = self._waiting_for_engine[finished.request_id]
         conversation = conversations.pop(finished.number)
         if not conversations:
-            del self._waiting_for_engine[finished.ticket]
+            del self._waiting_for_engine[finished.request_id]
         completion = finished.completion
         if completion is None:
             assert finished.error is not None

@@ -43,27 +43,27 @@ class CoroutinePool:
         self._running: dict[int, _Running] = {}
         self._changed = threading.Condition()
 
-    def submit(self, ticket: int, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def submit(self, call_id: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Starts a coroutine, as soon as fewer than `limit` run."""
-        self._waiting.append((ticket, coroutine))
+        self._waiting.append((call_id, coroutine))
         self._start_waiting()
 
     def _start_waiting(self) -> None:
         while self._waiting and (self.limit is None or len(self._running) < self.limit):
             self._start(*self._waiting.popleft())
 
-    def _start(self, ticket: int, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _start(self, call_id: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         import asyncio  # noqa: PLC0415 - so that an error in a config is found without it
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), name=f"loop of {self.name}", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._running[ticket] = _Running(future, time.monotonic() + self.timeout)
+        self._running[call_id] = _Running(future, time.monotonic() + self.timeout)
         future.add_done_callback(self._notify)
 
     def poll(self, timeout: float | None = 0.0) -> dict[int, CallResult]:
-        """Returns finished coroutines by ticket, each once.
+        """Returns finished coroutines by id, each once.
 
         Waits up to `timeout` seconds for the first one, or without limit if None.
         """
@@ -102,16 +102,16 @@ class CoroutinePool:
 
     def _finished(self) -> dict[int, CallResult]:
         now, finished, late = time.monotonic(), {}, False
-        for ticket, (future, deadline) in list(self._running.items()):
+        for call_id, (future, deadline) in list(self._running.items()):
             if future.done():
-                finished[ticket] = _result(future)
+                finished[call_id] = _result(future)
             elif now >= deadline:
                 future.cancel()
                 late = True
                 message = f"{self.name} took more than {self.timeout:g} s and was given up."
-                finished[ticket] = CallResult(failure="timed_out", error=message)
-            if ticket in finished:
-                del self._running[ticket]
+                finished[call_id] = CallResult(failure="timed_out", error=message)
+            if call_id in finished:
+                del self._running[call_id]
         if late and not self._alive():
             self._loop = None
         return finished

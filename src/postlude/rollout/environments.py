@@ -205,8 +205,8 @@ class MultiTurn(Environment):
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
         results = []
-        for ticket, reply in self.pool.poll(timeout, replies=True).items():
-            episode = self._waiting.pop(ticket)
+        for call_id, reply in self.pool.poll(timeout, replies=True).items():
+            episode = self._waiting.pop(call_id)
             results.append((episode, self._result(episode, reply)))
         return results
 

@@ -56,9 +56,9 @@ class FunctionReward(FailureCounter, Reward):
             self._call, count=workers, timeout=timeout, pool_factory=pool_factory, name=self.name
         )
         self._coroutines = CoroutinePool(self.name, timeout, concurrency)
-        self._tickets = itertools.count()
+        self._call_ids = itertools.count()
         self._waiting: list[Episode] = []  # submitted, and not in a call
-        self._calls: dict[int, list[Episode]] = {}  # by ticket
+        self._calls: dict[int, list[Episode]] = {}  # by call id
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property
@@ -79,19 +79,19 @@ class FunctionReward(FailureCounter, Reward):
             time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
             return []
         scored: Scored = []
-        for ticket, result in self._results(timeout).items():
-            episodes = self._calls.pop(ticket)
+        for call_id, result in self._results(timeout).items():
+            episodes = self._calls.pop(call_id)
             scored += zip(episodes, self._scores([episode.task for episode in episodes], result), strict=True)
         return scored
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Makes one call that is not counted: of a function of several completions, with two."""
         count = 2 if self._signature["takes_list"] else 1
-        ticket = self._start([_sample(task, turn)] * count)
+        call_id = self._start([_sample(task, turn)] * count)
         results: dict[int, CallResult] = {}
-        while ticket not in results:
+        while call_id not in results:
             results |= self._results(None)
-        result = results[ticket]
+        result = results[call_id]
         try:
             if result.failure is not None:
                 raise ValueError(failure_message(self.name, result))
@@ -135,9 +135,9 @@ class FunctionReward(FailureCounter, Reward):
     def _start(self, samples: list[dict[str, Any]]) -> int:
         if not self._signature["is_async"]:
             return self._pool.submit((samples,))
-        ticket = next(self._tickets)
-        self._coroutines.submit(ticket, self._await(samples))
-        return ticket
+        call_id = next(self._call_ids)
+        self._coroutines.submit(call_id, self._await(samples))
+        return call_id
 
     async def _await(self, samples: list[dict[str, Any]]) -> Any:
         return to_json(await self._call.call_async(samples))

@@ -65,28 +65,28 @@ class JudgeReward(FailureCounter, Reward):
         ServerConnection(url)  # raises if the address is none
         self._coroutines = CoroutinePool(self.name, (retries + 1) * (timeout + MAX_BACKOFF), concurrency)
         self._connections: dict[asyncio.AbstractEventLoop, ServerConnection] = {}
-        self._tickets = itertools.count()
+        self._call_ids = itertools.count()
         self._waiting: dict[int, Episode] = {}
 
     def submit(self, episode: Episode) -> None:
         """Starts a request about the last completion of an episode."""
-        ticket = next(self._tickets)
-        self._waiting[ticket] = episode
-        self._coroutines.submit(ticket, self._ask(episode.task, episode.turns[-1].text))
+        call_id = next(self._call_ids)
+        self._waiting[call_id] = episode
+        self._coroutines.submit(call_id, self._ask(episode.task, episode.turns[-1].text))
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
         """Returns the scores of the answers that are there."""
         if not self._waiting:
             time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
-        results = {ticket: _answer(result) for ticket, result in self._coroutines.poll(timeout).items()}
-        episodes = {ticket: self._waiting.pop(ticket) for ticket in results}
-        return [(episodes[ticket], self._score(result, episodes[ticket].task)) for ticket, result in results.items()]
+        results = {call_id: _answer(result) for call_id, result in self._coroutines.poll(timeout).items()}
+        episodes = {call_id: self._waiting.pop(call_id) for call_id in results}
+        return [(episodes[call_id], self._score(result, episodes[call_id].task)) for call_id, result in results.items()]
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Asks once. An answer without a score is an error here only if it would count as a failed call."""
-        ticket = next(self._tickets)
-        self._coroutines.submit(ticket, self._ask(task, turn.text))
-        result = _answer(self._coroutines.poll(None)[ticket])
+        call_id = next(self._call_ids)
+        self._coroutines.submit(call_id, self._ask(task, turn.text))
+        result = _answer(self._coroutines.poll(None)[call_id])
         if result.failure is not None:
             raise ValueError(f"{self.name} failed on trial on {task.name}: {result.error}")
         if self.unparsable_reward is None:

@@ -100,17 +100,17 @@ class RewardPool(FailureCounter):
         self._finalizer = weakref.finalize(self, self.pool.close)
 
     def submit(self, arguments: tuple[Any, ...]) -> int:
-        """Queues a call and returns its ticket."""
+        """Queues a call and returns its id."""
         return self.pool.submit(arguments)
 
     def poll(self, timeout: float | None = 0.0, *, replies: bool = False) -> dict[int, Reply]:
-        """Returns the scores of finished calls by ticket; with `replies`, text and messages are returned as they are.
+        """Returns the scores of finished calls by call id; with `replies`, text and messages are returned as they are.
 
         Waits up to `timeout` seconds for the first one, or without limit if None.
         """
         return {
-            ticket: result.value if replies and is_reply(result.value) else self._score(result)
-            for ticket, result in self.pool.poll(timeout).items()
+            call_id: result.value if replies and is_reply(result.value) else self._score(result)
+            for call_id, result in self.pool.poll(timeout).items()
         }
 
     def trial_call(self, arguments: tuple[Any, ...]) -> Reply:

@@ -77,11 +77,11 @@ class RankSampler:
             tokenizer,
             max_batch_tokens=settings.max_batch_tokens,
             max_sequences=settings.max_sequences,
-            eos_tokens=end_tokens(engine.generation, tokenizer.eos_token_id),
+            eos_tokens=end_tokens(engine.generation_config, tokenizer.eos_token_id),
         )
         self.budget = settings.budget
         self._session = Session(self.generator)
-        self._running: dict[int, _Running] = {}  # by ticket of the session
+        self._running: dict[int, _Running] = {}  # by request id of the session
 
     @property
     def busy(self) -> bool:
@@ -108,25 +108,25 @@ class RankSampler:
                 request = call.request
                 prompt = tuple(request.prompt.tolist())
                 try:
-                    ticket = self._session.add(Request(prompt, call.sampling, request.num_samples, adapter=adapter))
+                    request_id = self._session.add(Request(prompt, call.sampling, request.num_samples, adapter=adapter))
                 except (ValueError, TypeError) as error:
                     errors[call.call_id] = error
                 else:
-                    self._running[ticket] = _Running(call, own)
+                    self._running[request_id] = _Running(call, own)
         return errors
 
     def cancel(self, call_ids: Sequence[int]) -> None:
         """Ends requests without a result."""
-        for ticket, running in list(self._running.items()):
+        for request_id, running in list(self._running.items()):
             if running.call.call_id in call_ids:
-                self._session.abort(ticket)
-                del self._running[ticket]
+                self._session.abort(request_id)
+                del self._running[request_id]
 
     def step(self) -> SampleEvents:
         """Samples a token of every running completion."""
         finished: dict[int, SampleResult | Exception] = {}
         for result in self._session.step() if self._running else ():
-            running = self._running.get(result.ticket)
+            running = self._running.get(result.request_id)
             if running is None:
                 continue  # another completion of the request has failed
             if result.completion is None:
@@ -136,7 +136,7 @@ class RankSampler:
                 continue
             running.completions[result.number] = result.completion
             if len(running.completions) == running.call.request.num_samples:
-                del self._running[result.ticket]
+                del self._running[result.request_id]
                 finished[running.call.call_id] = self._result(running)
         return SampleEvents(finished, self._progress(), self.busy)
 
@@ -150,9 +150,9 @@ class RankSampler:
 
     def _progress(self) -> list[tuple[int, SampleProgress]]:
         events = []
-        for ticket, running in self._running.items():
+        for request_id, running in self._running.items():
             if running.call.streamed:
-                for number, state in self._session.progress(ticket).items():
+                for number, state in self._session.progress(request_id).items():
                     done = running.reported.get(number, 0)
                     if len(state.tokens) > done:
                         running.reported[number] = len(state.tokens)

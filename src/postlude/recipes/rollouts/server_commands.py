@@ -150,7 +150,7 @@ def write_model_files(engine: Engine, tokenizer: Any, directory: Path, *, untied
     directory.mkdir(parents=True, exist_ok=True)
     config = untied(engine.config) if untied_head else engine.config
     hf_config = hf_export_config(config, engine.compute_dtype, engine.families)[1]
-    ModelFiles(hf_config, tokenizer, engine.generation).write(directory)
+    ModelFiles(hf_config, tokenizer, engine.generation_config).write(directory)
     return str(directory.absolute())
 
 

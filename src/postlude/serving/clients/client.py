@@ -108,7 +108,7 @@ class GenerationClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
         self._thread.start()
-        self._tickets = itertools.count()
+        self._request_ids = itertools.count()
         self._finished: queue.SimpleQueue[FinishedCompletion] = queue.SimpleQueue()
 
     def generate(
@@ -136,19 +136,19 @@ class GenerationClient:
         return self.run(_gather(self._generate_all(request) for request in requests))
 
     def submit(self, request: Request) -> int:
-        """Sends a request without waiting. Returns its ticket, which the `FinishedCompletion`s repeat."""
-        ticket = next(self._tickets)
+        """Sends a request without waiting. Returns its id, which the `FinishedCompletion`s repeat."""
+        request_id = next(self._request_ids)
 
         async def generate(number: int, single_request: Request) -> None:
             try:
                 completion = self._with_text(await self.pool.generate(single_request))
-                self._finished.put(FinishedCompletion(ticket, number, completion))
+                self._finished.put(FinishedCompletion(request_id, number, completion))
             except Exception as error:
-                self._finished.put(FinishedCompletion(ticket, number, None, error))
+                self._finished.put(FinishedCompletion(request_id, number, None, error))
 
         for number, single_request in enumerate(_split(request)):
             self.start(generate(number, single_request))
-        return ticket
+        return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""

@@ -281,14 +281,14 @@ class GenerationServer:
             self._restart_session(f"generating failed: {error}")
             return
         for result in finished:
-            pending = self._pending.get(result.ticket)
+            pending = self._pending.get(result.request_id)
             if pending is None:
                 continue  # another completion of the request has failed
             if result.completion is None:
                 self._drop([pending])
                 _resolve(pending.future, error=HTTPError(500, f"this completion failed: {result.error}"))
             elif pending.finish(result.number, result.completion):
-                del self._pending[result.ticket]
+                del self._pending[result.request_id]
                 _resolve(pending.future, [pending.completions[number] for number in range(pending.request.n)])
         for pending in self._pending.values():
             if pending.on_progress is not None:
@@ -298,22 +298,22 @@ class GenerationServer:
 
     def _add(self, pending: _Pending) -> None:
         try:
-            ticket = self._session.add(pending.request)
+            request_id = self._session.add(pending.request)
         except USER_ERRORS as error:
             _resolve(pending.future, error=HTTPError(400, str(error)))
         except Exception as error:
             LOG.exception("a request could not be added")
             _resolve(pending.future, error=HTTPError(500, f"the request failed: {error!r}."))
         else:
-            self._pending[ticket] = pending
+            self._pending[request_id] = pending
             if pending.on_progress is not None:
-                pending.states = self._session.progress(ticket)
+                pending.states = self._session.progress(request_id)
 
     def _drop(self, cancelled: Sequence[_Pending]) -> None:
-        for ticket, pending in list(self._pending.items()):
+        for request_id, pending in list(self._pending.items()):
             if pending in cancelled:
-                del self._pending[ticket]
-                self._session.abort(ticket)
+                del self._pending[request_id]
+                self._session.abort(request_id)
 
     def _fail_all(self, sentence: str) -> None:
         for pending in self._pending.values():
