@@ -32,6 +32,7 @@ from postlude.ops.kernels import (
     convolution,
     decode_linear,
     experts,
+    fp8,
     gated_delta,
     linear_logprobs_fused,
     linear_logprobs_quantized,
@@ -91,6 +92,15 @@ def call_experts() -> None:
     experts.collect(rows, inverse, 8, weights)
     experts.spread_and_rate(tokens, inverse, 8, weights, rows)
     experts.add_to(fp32(2048, 768), bf16(2048, 768))
+
+
+def call_fp8() -> None:
+    rows, weights = bf16(TOKENS, 12288), bf16(1, 4096, 12288)
+    values, scales = torch.empty(TOKENS, 12288, dtype=torch.float8_e4m3fn), fp32(TOKENS)
+    fp8.quantize_rows(rows, None, values, scales)
+    fp8.quantize_rows(rows, fp8.row_amax(rows), values, scales)
+    columns = torch.empty(1, 12288, 4096, dtype=torch.float8_e4m3fn)
+    fp8.quantize_columns(weights, fp8.column_amax(weights), columns, fp32(1, 12288))
 
 
 def call_convolution() -> None:
@@ -231,6 +241,7 @@ CALLS = (
     Call("gated_activation", "12288", call_activation),
     Call("rotate_heads", "128", call_rotary),
     Call("merge_rows", "2048", call_experts),
+    Call("fp8_quantize", "12288", call_fp8),
     Call("convolve", "10240", call_convolution),
     ssd_call(64, 128),
     ssd_call(128, 128),

@@ -62,7 +62,7 @@ def test_outputs_and_gradients_equal_the_formula(how: tuple[bool, bool] | None, 
             outputs = layers.adapted(layers.rows)
         else:
             given = (*layers.weights, *layers.biases, *layers.a, *layers.b)
-            outputs = _AdaptedLinears.apply(layers.rows, queue, how, SCALES, *given)
+            outputs = _AdaptedLinears.apply(layers.rows, queue, how, SCALES, None, *given)
     for actual, wanted in zip(outputs, expected.by_formula(), strict=True):
         assert_equal(actual, wanted, "output", 1e-14)
     pairs = zip(layers.gradients(outputs, queue), expected.gradients(expected.by_formula()), strict=True)

@@ -47,7 +47,7 @@ def test_products_of_the_same_rows(put: bool) -> None:
         return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def together(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
-        return _Linears.apply(rows, later, False, False, len(weights), *weights, *biases)
+        return _Linears.apply(rows, later, False, False, None, len(weights), *weights, *biases)
 
     expected = gradients(one_by_one)
     for index, (actual, wanted) in enumerate(zip(gradients(together, later), expected, strict=True)):
@@ -93,7 +93,7 @@ def test_what_lies_together_is_one_product(put: bool, one: bool, laid: str, arri
         weight.requires_grad_().main_grad = total
     later: DeferredWgrads = []
     with Products() as forward:
-        made = _Linears.apply(rows, later if put else None, True, one, 3, *weights, *[None] * 3)
+        made = _Linears.apply(rows, later if put else None, True, one, None, 3, *weights, *[None] * 3)
     for product, weight in zip(made, weights, strict=True):
         assert_equal(product, rows @ weight.T, "product", 1e-14)
     parts = torch.cat(made, 1) if arrives == "columns" else torch.cat([each * 1.0 for each in made], 1)

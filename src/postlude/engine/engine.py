@@ -69,6 +69,7 @@ class Engine(TrainingProperties):
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
     weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
         rank shares them.
+    fp8: products of tokens and weights inside blocks are in FP8 e4m3, weight gradients excepted (`ops.fp8`).
     lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
         adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `use` selects one of them.
         Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
@@ -94,6 +95,7 @@ class Engine(TrainingProperties):
         overlap: Overlap = False,
         gather_once: bool = False,
         weights: WeightStorage = "fp32",
+        fp8: bool = False,
         lora: LoRA | Mapping[str, LoRA] | None = None,
         selection_bias_rate: float | None = None,
         seed: int = 0,
@@ -128,6 +130,7 @@ class Engine(TrainingProperties):
             overlap=overlap,
             gather_once=gather_once,
             weights=weights,
+            fp8=fp8,
             blocks=blocks,
             frozen=self.adapters.enabled,
             adapters=NO_ADAPTERS,

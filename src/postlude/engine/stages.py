@@ -18,6 +18,8 @@ from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
 from postlude.model.adapters import freeze_base
 from postlude.model.blocks import Block
+from postlude.model.fp8 import use_fp8
+from postlude.ops.fp8 import check_fp8
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
 from postlude.pipeline import Executor
 from postlude.trace.recorder import Recorder
@@ -105,10 +107,15 @@ class StageBuilder:
     overlap: Overlap
     gather_once: bool
     weights: WeightStorage
+    fp8: bool
     blocks: Mapping[str, type[Block]]
     frozen: bool
     """With LoRA: the model is stored in the compute dtype and not trained."""
     adapters: Mapping[str, AdapterConfig]
+
+    def __post_init__(self) -> None:
+        if self.fp8:
+            check_fp8(self.device, self.compute_dtype)
 
     def with_adapters(self, adapters: Mapping[str, AdapterConfig]) -> StageBuilder:
         """Returns the builder of stages with these adapters."""
@@ -167,6 +174,8 @@ class StageBuilder:
                 blocks=self.blocks,
                 adapters=self.adapters,
             )
+        if self.fp8:
+            use_fp8(stage.blocks, self.mesh.layout.tp)
         if self.frozen:
             freeze_base(stage, value_head=bool(self.adapters))
         elif stage.has_mtp:

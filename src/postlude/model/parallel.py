@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig
+from postlude.model.fp8_layer import FP8Layer
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.activation import Activation, gated_activation, gated_linear
 from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
@@ -199,12 +200,10 @@ def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return linear(rows, weight) if weight.dim() == 2 else grouped_linear(rows, weight, counts)
 
 
-class Linear(nn.Module):
+class Linear(FP8Layer):
     """A linear layer with a replicated weight, applied token by token."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
-    weight_dim: ClassVar[int | None] = None
-    """The dimension of the weight that tensor parallelism shards."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
@@ -226,13 +225,13 @@ class Linear(nn.Module):
         if self.adapter is not None:
             output: Tensor = self(gated_activation(gate, up, activation))
             return output
-        return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias))
+        return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias), fp8=self.fp8)
 
     def _product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = local(self.weight)
         if self.adapter is None:
-            return linear(rows, weight, bias)
-        return adapted_linears(rows, [weight], [bias], [self.adapter.operand()])[0]
+            return linear(rows, weight, bias, fp8=self.fp8)
+        return adapted_linears(rows, [weight], [bias], [self.adapter.operand()], fp8=self.fp8)[0]
 
 
 class FP32Linear(FSDPUnit):
@@ -322,13 +321,18 @@ class ColumnLinear(Linear):
 def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) -> tuple[Tensor, ...]:
     """Returns each layer's output for the same tokens, [T, in] -> [T, out] each.
 
-    `single_gemm` is `one` of `linear_group`.
+    `single_gemm` is `one` of `linear_group`. Layers in FP8 are one group, and those that are not another.
     """
+    fp8, others = layers[0].fp8, [layer for layer in layers if layer.fp8 is None]
+    if 0 < len(others) < len(layers):
+        in_fp8 = [layer for layer in layers if layer.fp8 is not None]
+        outputs = [iter(apply_linears(hidden, *group, single_gemm=single_gemm)) for group in (in_fp8, others)]
+        return tuple(next(outputs[layer.fp8 is None]) for layer in layers)
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
     adapters = [None if layer.adapter is None else layer.adapter.operand() for layer in layers]
     if any(adapters):
-        return adapted_linears(hidden, weights, biases, adapters, one=single_gemm)
-    return linear_group(hidden, weights, biases, one=single_gemm)
+        return adapted_linears(hidden, weights, biases, adapters, one=single_gemm, fp8=fp8)
+    return linear_group(hidden, weights, biases, one=single_gemm, fp8=fp8)
 
 
 def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor, LowRank | None] | None:
@@ -379,7 +383,7 @@ class RowLinear(Linear):
         """Returns `forward` of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
         if self.tp.group is None or self.adapter is not None:
             return super().of_gated(gate, up, activation)
-        return self._scatter(gated_linear(gate, up, activation, local(self.weight)))
+        return self._scatter(gated_linear(gate, up, activation, local(self.weight), fp8=self.fp8))
 
     def _scatter(self, product: Tensor) -> Tensor:
         """Sums over ranks and scatters the tokens: [T, out] -> [T / tp, out]."""

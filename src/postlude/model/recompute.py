@@ -34,6 +34,8 @@ KEPT = (
     "torch_attn._varlen_attn",
     "postlude.adapted_linears",
     "postlude.attention",
+    "postlude.fp8_grouped_product",
+    "postlude.fp8_products",
     "postlude.ssd",
     "postlude.ssd_triton",
     "postlude.gated_delta",

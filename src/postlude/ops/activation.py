@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.fp8 import FP8Scaling
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
-from postlude.ops.linear import DeferredWgrads, linear, wgrad, wgrad_queue
+from postlude.ops.linear import DeferredWgrads, input_gradient, linear, linear_products, wgrad, wgrad_queue
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 GateActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "sigmoid"]
@@ -54,6 +55,7 @@ def gated_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    fp8: FP8Scaling | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Returns `linear` of `gated_activation`, [T, in] -> [T, out], with `weight` [out, in].
@@ -62,8 +64,8 @@ def gated_linear(
     """
     trains = torch.is_grad_enabled() and up.requires_grad
     if not trains or not _use_kernel(gate, up, activation, backend):
-        return linear(gated_activation(gate, up, activation, backend=backend), weight, bias)
-    product: Tensor = _GatedLinear.apply(gate, up, activation, weight, bias, wgrad_queue(weight))
+        return linear(gated_activation(gate, up, activation, backend=backend), weight, bias, fp8=fp8)
+    product: Tensor = _GatedLinear.apply(gate, up, activation, weight, bias, wgrad_queue(weight), fp8)
     return product
 
 
@@ -111,10 +113,11 @@ class _GatedLinear(Function):
         weight: Tensor,
         bias: Tensor | None,
         deferred: DeferredWgrads | None,
+        fp8: FP8Scaling | None,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.activation, ctx.weight, ctx.deferred = activation, weight, deferred
-        return F.linear(_forward(gate, up, activation), weight, bias)
+        ctx.activation, ctx.weight, ctx.deferred, ctx.fp8 = activation, weight, deferred, fp8
+        return linear_products(_forward(gate, up, activation), (weight,), (bias,), one=False, fp8=fp8)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,9 +125,9 @@ class _GatedLinear(Function):
 
         gate, up, weight = ctx.saved_tensors
         gradient, needs = gradients[0], ctx.needs_input_grad
-        of_features = gradient.mm(weight)
+        of_features = input_gradient(gradient, weight, ctx.fp8)
         # The kernel overwrites each gradient of the features, once it is read, with the feature itself.
         features = of_features if needs[3] else None
         of_gate, of_up = kernels.backward(gate, up, ctx.activation, of_features, features)
         of_weight = None if features is None else wgrad(ctx.weight, gradient, features, ctx.deferred)
-        return of_gate, of_up, None, of_weight, gradient.sum(0) if needs[4] else None, None
+        return of_gate, of_up, None, of_weight, gradient.sum(0) if needs[4] else None, None, None

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.linear import DeferredWgrads, current_wgrad_queue, linear_products, product_gradients, wgrad
+from postlude.ops.fp8 import FP8Scaling, fp8_products, share_amax
+from postlude.ops.linear import (
+    DeferredWgrads,
+    add_biases,
+    adjacent_view,
+    current_wgrad_queue,
+    linear_products,
+    product_gradients,
+    wgrad,
+)
 
 
 class AdapterOperand(NamedTuple):
@@ -32,10 +41,11 @@ def adapted_linears(
     adapters: Sequence[AdapterOperand | None],
     *,
     one: bool = False,
+    fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `rows` [T, in] times each of `weights` [out, in], with what its adapter adds: [T, out] each.
 
-    `one` is as in `linear_group`. The products with A are one.
+    `one` and `fp8` are as in `linear_group`. The products with A are one, and like those with B never in FP8.
     """
     joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
     products: tuple[Tensor, ...] = _AdaptedLinears.apply(
@@ -43,6 +53,7 @@ def adapted_linears(
         current_wgrad_queue(),
         (joins, one and joins),
         tuple(0.0 if adapter is None else adapter.scale for adapter in adapters),
+        fp8,
         *weights,
         *biases,
         *(None if adapter is None else adapter.a for adapter in adapters),
@@ -58,11 +69,14 @@ def _forward(
     lows: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
     one: bool,
+    fp8: bool,
+    shared: list[Tensor] | None,
 ) -> list[Tensor]:
-    if all(bias is None for bias in biases):
-        products = linear_products(rows, weights, one=one)
+    if fp8:
+        joined = adjacent_view(weights) if one else None
+        products = add_biases(fp8_products(rows, weights, shared, joined=joined), biases)
     else:
-        products = tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        products = linear_products(rows, weights, biases, one=one)
     for product, low, matrix in zip(products, lows, b, strict=True):
         if low is not None and matrix is not None:
             product.addmm_(low, matrix.t())
@@ -72,8 +86,8 @@ def _forward(
 # One operator, so that selective recompute keeps its results and not the products inside, which it changes in place.
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define(
-    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool one) "
-    "-> Tensor[]"
+    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool one, "
+    "bool fp8, Tensor[]? shared) -> Tensor[]"
 )
 _LIBRARY.impl("adapted_linears", _forward, "CompositeExplicitAutograd")
 
@@ -88,20 +102,23 @@ class _AdaptedLinears(Function):
         queue: DeferredWgrads | None,
         how: tuple[bool, bool],
         scales: Sequence[float],
+        fp8: FP8Scaling | None,
         *given: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases, a, b = _quarters(given)
         lows = _low_rank_inputs(rows, a, scales)
         ctx.save_for_backward(rows, *weights, *lows, *a, *b)
-        ctx.queue, ctx.joins, ctx.scales, ctx.given = queue, how[0], scales, given
-        return tuple(torch.ops.postlude.adapted_linears(rows, weights, biases, lows, b, how[1]))
+        ctx.queue, ctx.joins, ctx.scales, ctx.fp8, ctx.given = queue, how[0], scales, fp8, given
+        shared = None if fp8 is None else share_amax(rows, weights, fp8)
+        operands = rows, weights, biases, lows, b, how[1], fp8 is not None, shared
+        return tuple(torch.ops.postlude.adapted_linears(*operands))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
         weights, lows, a, b = _quarters(saved)
         given_weights, _, given_a, given_b = _quarters(ctx.given)
-        needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[4:])
+        needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[5:])
         for_rows, for_weights = product_gradients(
             rows,
             weights,
@@ -111,6 +128,7 @@ class _AdaptedLinears(Function):
             needs_weights,
             joins=ctx.joins,
             needs=ctx.needs_input_grad[0],
+            fp8=ctx.fp8,
         )
         for_biases = [
             gradient.sum(0) if needs else None for gradient, needs in zip(gradients, needs_biases, strict=True)
@@ -123,7 +141,7 @@ class _AdaptedLinears(Function):
             for_rows.addmm_(_joined(for_lows, 1), _joined(a, 0))
         for_a = _wgrads(given_a, for_lows, [rows] * len(a), needs_a, ctx.queue)
         for_b = _wgrads(given_b, gradients, lows, needs_b, ctx.queue)
-        return for_rows, None, None, None, *for_weights, *for_biases, *for_a, *for_b
+        return for_rows, None, None, None, None, *for_weights, *for_biases, *for_a, *for_b
 
 
 def _quarters(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
+from postlude.ops.fp8 import fp8_grouped_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear import DeferredWgrads, main_grad, wgrad_queue
 from postlude.world.mesh import Axis
@@ -81,12 +82,15 @@ def start_expert_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
     return wait
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, *, fp8: bool = False) -> Tensor:
     """Multiplies each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
     Rows are sorted by expert and `counts` [E] has the rows of each. Where the grouped kernel does not fit, the host
-    waits for the counts.
+    waits for the counts. With `fp8` the product and the gradient of the rows are in FP8.
     """
+    if len(rows) and fp8:
+        in_fp8: Tensor = _FP8GroupedProduct.apply(rows, weight, counts, wgrad_queue(weight))
+        return in_fp8
     if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
         product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), wgrad_queue(weight))
         return product
@@ -104,9 +108,9 @@ def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_kernel_fits(weight: Tensor) -> bool:
-    """Whether one kernel multiplies by all matrices: it needs rows of whole 16 bytes, and bf16 on CUDA."""
+    """Whether one kernel multiplies by all matrices: it needs rows of whole 16 bytes, bf16 on CUDA, and no float64."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    return aligned and (not weight.is_cuda or weight.dtype == torch.bfloat16)
+    return aligned and weight.dtype != torch.float64 and (not weight.is_cuda or weight.dtype == torch.bfloat16)
 
 
 class _Rows(Function):
@@ -189,20 +193,53 @@ class _GroupedProduct(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
-        gradient, total = gradients[0].contiguous(), main_grad(ctx.weight)
-
-        def for_weight() -> Tensor | None:
-            product: Tensor = F.grouped_mm(gradient.T, rows, offs=offsets)
-            if total is None:
-                return product
-            add_to(total, product)
-            return None
-
+        gradient = gradients[0].contiguous()
         for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
-        if ctx.deferred is not None:
-            ctx.deferred.append((ctx.weight, for_weight))
-            return for_rows, None, None, None
-        return for_rows, for_weight() if ctx.needs_input_grad[1] else None, None, None
+        return for_rows, _grouped_wgrad(ctx, gradient, rows, offsets), None, None
+
+
+class _FP8GroupedProduct(Function):
+    """The same with the product and the gradient of the rows in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, deferred: DeferredWgrads | None) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        ctx.weight, ctx.deferred = weight, deferred
+        return fp8_grouped_product(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        for_rows = fp8_grouped_product(gradient, weight, counts, transposed=True) if ctx.needs_input_grad[0] else None
+        return for_rows, _grouped_wgrad(ctx, gradient, rows, counts.cumsum(0).to(torch.int32)), None, None
+
+
+def _grouped_wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tensor | None:
+    """Returns the gradient of a grouped product's weight for autograd; None where it is deferred or already added."""
+    total = main_grad(ctx.weight)
+
+    def for_weight() -> Tensor | None:
+        product = _products_of_groups(gradient, rows, offsets)
+        if total is None:
+            return product
+        add_to(total, product)
+        return None
+
+    if ctx.deferred is not None:
+        ctx.deferred.append((ctx.weight, for_weight))
+        return None
+    return for_weight() if ctx.needs_input_grad[1] else None
+
+
+def _products_of_groups(gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Returns `gradient`ᵀ [out, R] · `rows` [R, in] of each expert's rows, [E, out, in]."""
+    if rows.dtype != torch.float64:
+        return F.grouped_mm(gradient.T, rows, offs=offsets)
+    groups = zip(
+        gradient.tensor_split(offsets[:-1].cpu().long()), rows.tensor_split(offsets[:-1].cpu().long()), strict=True
+    )
+    return torch.stack([left.T @ right for left, right in groups])
 
 
 def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> None:

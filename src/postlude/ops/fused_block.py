@@ -11,27 +11,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops.activation import GateActivation
 from postlude.ops.attention import ScoreConfig
+from postlude.ops.fp8 import FP8Scaling
 from postlude.ops.kernels import activation as activation_kernels
 from postlude.ops.kernels import attention as attention_kernels
 from postlude.ops.kernels import norm as norm_kernels
 from postlude.ops.kernels import rotary as rotary_kernels
-from postlude.ops.linear import DeferredWgrads, linear_products, main_grad, product_gradients, wgrad, wgrad_queue
+from postlude.ops.linear import (
+    DeferredWgrads,
+    input_gradient,
+    linear_products,
+    main_grad,
+    product_gradients,
+    wgrad,
+    wgrad_queue,
+)
 from postlude.ops.norm import Norm
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import HeadNorms, Table
 
 
 def fused_mlp_block(
-    hidden: Tensor, norm: Norm, layers: Sequence[Tensor], down: Tensor, activation: GateActivation
+    hidden: Tensor,
+    norm: Norm,
+    layers: Sequence[Tensor],
+    down: Tensor,
+    activation: GateActivation,
+    fp8: FP8Scaling | None = None,
 ) -> Tensor:
     """Returns `hidden` [T, H] + the MLP of its norm. `layers` are gate and up, or up alone."""
-    output: Tensor = _MLP.apply(hidden, norm.weight, down, norm, activation, wgrad_queue(down), *layers)
+    output: Tensor = _MLP.apply(hidden, norm.weight, down, norm, activation, fp8, wgrad_queue(down), *layers)
     return output
 
 
@@ -47,6 +60,7 @@ def fused_attention_block(
     score_config: ScoreConfig,
     *,
     operator: bool,
+    fp8: FP8Scaling | None = None,
 ) -> Tensor:
     """Returns `hidden` [T, H] + attention of its norm, [T, H].
 
@@ -66,6 +80,7 @@ def fused_attention_block(
         packing,
         score_config,
         operator,
+        fp8,
         wgrad_queue(down),
     )
     output: Tensor = _Attention.apply(*given, *layers)
@@ -81,29 +96,32 @@ class _MLP(Function):
         down: Tensor,
         norm: Norm,
         activation: GateActivation,
+        fp8: FP8Scaling | None,
         queue: DeferredWgrads | None,
         *layers: Tensor,
     ) -> Tensor:
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
-        made = linear_products(normed, layers, one=True)
+        made = linear_products(normed, layers, one=True, fp8=fp8)
         gate, up = made if len(made) == 2 else (None, made[0])
         ctx.save_for_backward(hidden, norm_weight, normed, gate, up, down, *layers)
-        ctx.given = norm, layers, down, activation, queue
-        return hidden + F.linear(activation_kernels.forward(gate, up, activation), down)
+        ctx.given = norm, layers, down, activation, fp8, queue
+        return (
+            hidden + linear_products(activation_kernels.forward(gate, up, activation), (down,), one=False, fp8=fp8)[0]
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, gate, up, down, *layers = ctx.saved_tensors
-        norm, given, given_down, activation, queue = ctx.given
+        norm, given, given_down, activation, fp8, queue = ctx.given
         gradient, asked = gradients[0], ctx.needs_input_grad
-        of_features = gradient.mm(down)
+        of_features = input_gradient(gradient, down, fp8)
         features = of_features if asked[2] else None  # the kernel overwrites their gradient with them
         of_gate, of_up = activation_kernels.backward(gate, up, activation, of_features, features)
         of_down = None if features is None else wgrad(given_down, gradient, features, queue)
         arrived = (of_up,) if of_gate is None else (of_gate, of_up)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[6:])
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[7:], fp8=fp8)
         of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
-        return of_hidden, of_norm, of_down, None, None, None, *of_layers
+        return of_hidden, of_norm, of_down, None, None, None, None, *of_layers
 
 
 class _Attention(Function):
@@ -123,12 +141,13 @@ class _Attention(Function):
         packing: Packing,
         score_config: ScoreConfig,
         operator: bool,
+        fp8: FP8Scaling | None,
         queue: DeferredWgrads | None,
         *layers: Tensor,
     ) -> Tensor:
         tokens = len(hidden)
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
-        made = linear_products(normed, layers, one=norms is not None)
+        made = linear_products(normed, layers, one=norms is not None, fp8=fp8)
         query, key, value = (each.view(tokens, each.shape[1] // width, width) for each in made)
         rotated = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms))
         asked = attention_kernels.AttentionCall.of(
@@ -152,17 +171,17 @@ class _Attention(Function):
             lse,
             *layers,
         )
-        ctx.given = norm, norms, asked, layers, down, queue
-        return hidden + F.linear(heads.view(tokens, -1), down)
+        ctx.given = norm, norms, asked, layers, down, fp8, queue
+        return hidden + linear_products(heads.view(tokens, -1), (down,), one=False, fp8=fp8)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, down, query_norm, key_norm, cos, sin, *others = ctx.saved_tensors
         query, key, rotated_query, rotated_key, value, heads, lse, *layers = others
-        norm, norms, how, given, given_down, queue = ctx.given
+        norm, norms, how, given, given_down, fp8, queue = ctx.given
         gradient, asked = gradients[0], ctx.needs_input_grad
         tokens, count, size = heads.shape
-        of_heads = gradient.mm(down).view(heads.shape)
+        of_heads = input_gradient(gradient, down, fp8).view(heads.shape)
         of_down = wgrad(given_down, gradient, heads.view(tokens, -1), queue) if asked[2] else None
         # Gradients of queries, keys and values as columns of one tensor.
         room = heads.new_empty(tokens, count + 2 * value.shape[1], size)
@@ -174,9 +193,9 @@ class _Attention(Function):
             query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms), of_rotated, totals, room
         )
         arrived = room.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[14:])
+        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[15:], fp8=fp8)
         of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
-        return of_hidden, of_norm, of_down, of_query_norm, of_key_norm, *(None,) * 9, *of_layers
+        return of_hidden, of_norm, of_down, of_query_norm, of_key_norm, *(None,) * 10, *of_layers
 
 
 def _weights(query: Tensor | None, key: Tensor | None) -> tuple[Tensor, Tensor] | None:

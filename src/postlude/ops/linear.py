@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.fp8 import FP8Scaling, fp8_input_gradient, fp8_products, share_amax
+
 DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]
 """Weights, each with a closure that returns its gradient, or None if it has added it to `main_grad`."""
 Result = TypeVar("Result")
@@ -98,25 +100,32 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
         torch.addmm(total, gradient.t(), rows, out_dtype=total.dtype, out=total)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows` [T, in], `weight` [out, in] -> [T, out]."""
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: FP8Scaling | None = None) -> Tensor:
+    """`rows` [T, in], `weight` [out, in] -> [T, out]. With `fp8` the product and the rows' gradient are in FP8."""
+    if fp8 is not None:
+        return _products(rows, (weight,), (bias,), one=False, fp8=fp8)[0]
     if not torch.is_grad_enabled() or (wgrad_queue(weight) is None and main_grad(weight) is None):
         return F.linear(rows, weight, bias)
     return _products(rows, (weight,), (bias,), one=False)[0]
 
 
 def linear_group(
-    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool = False
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    one: bool = False,
+    fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `linear` of the same `rows` [T, in] with each of `weights` [out, in]: [T, out] each.
 
     On CUDA each product's gradient of the rows is added to the sum in the product itself. Weights that are adjacent in
     memory are multiplied as one: in the backward where their gradients are columns of one tensor and, with `one`, in
     the forward too. Products are then columns of one tensor, and while one of them is kept all are. Without gradients,
-    adjacent weights are one product.
+    adjacent weights are one product. With `fp8` the gradient of the rows is one product, wherever the weights are.
     """
-    if _adds_in_product(rows):
-        return _products(rows, weights, biases, one=one)
+    if fp8 is not None or _adds_in_product(rows):
+        return _products(rows, weights, biases, one=one, fp8=fp8)
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
         joined = adjacent_view(weights)
         if joined is not None:
@@ -164,11 +173,16 @@ def _runs(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[sl
 
 
 def _products(
-    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, one: bool
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    one: bool,
+    fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
     products: tuple[Tensor, ...] = _Linears.apply(
-        rows, _queue.get(), joins, one and joins, len(weights), *weights, *biases
+        rows, _queue.get(), joins, one and joins, fp8, len(weights), *weights, *biases
     )
     return products
 
@@ -190,19 +204,24 @@ class _Linears(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, queue: DeferredWgrads | None, joins: bool, one: bool, count: int, *given: Any
+        ctx: Any,
+        rows: Tensor,
+        queue: DeferredWgrads | None,
+        joins: bool,
+        one: bool,
+        fp8: FP8Scaling | None,
+        count: int,
+        *given: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = given[:count], given[count:]
         ctx.save_for_backward(rows, *weights)
-        ctx.queue, ctx.joins, ctx.weights = queue, joins, weights
-        if all(bias is None for bias in biases):
-            return linear_products(rows, weights, one=one)
-        return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        ctx.queue, ctx.joins, ctx.fp8, ctx.weights = queue, joins, fp8, weights
+        return linear_products(rows, weights, biases, one=one, fp8=fp8)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        count, asked = len(weights), ctx.needs_input_grad[5:]
+        count, asked = len(weights), ctx.needs_input_grad[6:]
         for_rows, for_weights = product_gradients(
             rows,
             weights,
@@ -212,18 +231,43 @@ class _Linears(Function):
             asked[:count],
             joins=ctx.joins,
             needs=ctx.needs_input_grad[0],
+            fp8=ctx.fp8,
         )
         for_biases = [gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, count)]
-        return for_rows, None, None, None, None, *for_weights, *for_biases
+        return for_rows, None, None, None, None, None, *for_weights, *for_biases
 
 
-def linear_products(rows: Tensor, weights: Sequence[Tensor], *, one: bool) -> tuple[Tensor, ...]:
-    """Returns `rows` [T, in] times each of `weights` [out, in], [T, out] each; with `one`, adjacent ones at once."""
-    joined = adjacent_view(weights) if one else None
+def linear_products(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
+    *,
+    one: bool,
+    fp8: FP8Scaling | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns `rows` [T, in] times each of `weights` [out, in], [T, out] each, plus its bias if there are any.
+
+    With `one`, adjacent weights without biases are one product.
+    """
+    biases = tuple(biases) or (None,) * len(weights)
+    biased = any(bias is not None for bias in biases)
+    joined = adjacent_view(weights) if one and not biased else None
+    if fp8 is not None:
+        return add_biases(fp8_products(rows, weights, share_amax(rows, weights, fp8), joined=joined), biases)
     if joined is None:
-        return tuple(F.linear(rows, weight) for weight in weights)
+        return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
     return parts
+
+
+def add_biases(products: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Returns each of `products` [T, out] plus its bias [out], if it has one."""
+    return tuple(product if bias is None else product + bias for product, bias in zip(products, biases, strict=True))
+
+
+def input_gradient(gradient: Tensor, weight: Tensor, fp8: FP8Scaling | None) -> Tensor:
+    """Returns the gradient of the rows of one product, [T, in], from that of the product, [T, out]."""
+    return gradient.mm(weight) if fp8 is None else fp8_input_gradient([gradient], [weight], fp8)
 
 
 def product_gradients(
@@ -236,13 +280,20 @@ def product_gradients(
     *,
     joins: bool = True,
     needs: bool = True,
+    fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Returns the gradient of the rows, if it `needs` one, and of each weight that is `asked`, from those of products.
 
     `given` are the weights as they were given to the product: see `wgrad`, also for the results. With `joins`, adjacent
-    weights are one product.
+    weights are one product. With `fp8` the gradient of the rows always is.
     """
     for_rows: Tensor | None = None
+    if needs and fp8 is not None:
+        columns, matrices = adjacent_view(gradients, 1), adjacent_view(weights)
+        for_rows = fp8_input_gradient(
+            gradients if columns is None else [columns], weights if matrices is None else [matrices], fp8
+        )
+        needs = False
     for_weights: list[Tensor | None] = []
     for run in _runs(gradients, weights) if joins else (slice(index, index + 1) for index in range(len(weights))):
         gradient = _joined(gradients[run], 1)

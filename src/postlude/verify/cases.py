@@ -49,6 +49,7 @@ class Case:
     seed: int = 0
     blocks: Mapping[str, type[Block]] | None = None
     lora: LoRA | None = None
+    fp8: bool = False
 
 
 def resolve_source(model: str) -> tuple[Source, float | None]:

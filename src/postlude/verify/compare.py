@@ -25,6 +25,7 @@ from postlude.hf.read_model import read_description, read_model, with_mtp
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS
+from postlude.model.fp8 import use_fp8
 from postlude.objectives import MTP, Objective
 from postlude.ops.linear_logprobs import TokenStats
 from postlude.verify.adapters import (
@@ -138,6 +139,7 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
         blocks=case.blocks or BLOCKS,
         mtp=True,
         lora=case.lora,
+        fp8=case.fp8,
     )
     randomize_b(engine.parameters.items(), case.seed)
     objective = _objective(case, engine.config)
@@ -194,8 +196,12 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
 def _plain_model(case: Case, source: Source, device: torch.device | str) -> LanguageModel:
     blocks = case.blocks or BLOCKS
     if case.lora is None:
-        return load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=blocks)
-    return adapted_model(source, case.lora, seed=case.seed, dtype=case.compute_dtype, device=device, blocks=blocks)
+        model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=blocks)
+    else:
+        model = adapted_model(source, case.lora, seed=case.seed, dtype=case.compute_dtype, device=device, blocks=blocks)
+    if case.fp8:
+        use_fp8(model.blocks, tp=1)
+    return model
 
 
 def _tensors(values: Mapping[str, float | list[float]]) -> dict[str, Tensor]:

@@ -222,6 +222,7 @@ class Attention(Block):
             packing,
             score_config,
             operator=context.recompute == "selective",
+            fp8=self.o_proj.fp8,
         )
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:

@@ -116,6 +116,7 @@ class GatedDelta(Recurrent):
     """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = GatedDeltaConfig
+    never_fp8 = ("a_proj", "b_proj")  # they set how fast states decay
     decays = (0.01, 16.0)
 
     def __init__(self, config: GatedDeltaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:

@@ -139,7 +139,9 @@ class MLP(Block):
         layers = [local(layer.weight) for layer in self.fused_projections()[0]]
         from postlude.ops.fused_block import fused_mlp_block  # needs triton
 
-        return fused_mlp_block(hidden, norm, layers, local(self.down_proj.weight), config.activation)
+        return fused_mlp_block(
+            hidden, norm, layers, local(self.down_proj.weight), config.activation, self.down_proj.fp8
+        )
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Supports a gated MLP of GEMMs and an activation only: see `Block`."""

@@ -17,6 +17,7 @@ from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
+from postlude.model.fp8_layer import FP8Layer
 from postlude.model.parallel import Adapter, FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import LayerStep, compute, exchange
@@ -199,6 +200,7 @@ class MoE(Block):
 
     Config = MoEConfig
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "router"}
+    never_fp8 = ("router",)
     supports_decoding = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
@@ -444,7 +446,7 @@ class Experts(FSDPUnit):
         return output
 
 
-class ExpertLinear(nn.Module):
+class ExpertLinear(FP8Layer):
     """One matrix [E / ep, out, in] and one bias [E / ep, out] per expert."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
@@ -469,7 +471,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Applies each expert's layer to its rows, [R, in] -> [R, out]."""
-        product = grouped_linear(rows, local(self.weight), counts)
+        product = grouped_linear(rows, local(self.weight), counts, fp8=self.fp8 is not None)
         if self.adapter is not None:
             product = product + self.adapter(rows, counts)
         return product if self.bias is None else add_bias(product, local(self.bias), counts)
@@ -479,6 +481,7 @@ class SharedExpert(nn.Module):
     """An MLP for every token, scaled by a sigmoid gate if there is one. Each rank has all of it."""
 
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"token_gate": "named"}
+    never_fp8 = ("token_gate",)
 
     def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ Capability = tuple[int, int]
 
 OLDEST_TRITON = (3, 6)  # comes with torch 2.11; older ones lack what kernels and their launches use
 BF16_SINCE: Capability = (8, 0)  # bf16 tensor cores
-FP8_SINCE: Capability = (8, 9)  # conversions to and from e4m3
+FP8_SINCE: Capability = (8, 9)  # FP8 tensor cores, and conversions to and from e4m3
 TMA_SINCE: Capability = (9, 0)  # a tensor memory accelerator, which loads whole tiles
 HOPPER = 9  # major compute capability
 GATED_DELTA_KEYS = 128  # the widest keys whose states fit a multiprocessor in the gated delta rule's kernels
@@ -114,6 +114,7 @@ KERNELS: Mapping[str, KernelSpec] = {
     "replicate_rows": KernelSpec("tokens sorted by expert"),
     "merge_rows": KernelSpec("the experts' outputs, weighted and summed"),
     "add_to": KernelSpec("gradients of experts, added up"),
+    "fp8_quantize": KernelSpec("rounding of tokens and weights to FP8", oldest=FP8_SINCE),
     "convolve": KernelSpec(
         "the short convolution of Mamba-2 and gated delta nets", "torch takes 21 times as long on an H200"
     ),
@@ -157,6 +158,17 @@ def why_not(name: str, gpu: GPU | None, dtype: torch.dtype = torch.bfloat16) -> 
     if gpu is None:
         return why_no_triton(torch.device("cpu"), dtype, False)
     return _no_triton() or _too_old(gpu) or why_unmeasured(name, gpu)
+
+
+def why_no_fp8(gpu: GPU) -> str | None:
+    """Why this GPU cannot multiply in FP8; None if it can."""
+    if torch.version.hip:
+        return AMD
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {version_of('torch')} has no torch.nn.functional.scaled_mm, which torch 2.11 has"
+    if gpu.capability < FP8_SINCE:
+        return f"it needs compute capability {dotted(FP8_SINCE)}, and {gpu.name} has {dotted(gpu.capability)}"
+    return None
 
 
 def use_kernel(

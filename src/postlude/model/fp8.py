@@ -1,0 +1,60 @@
+"""FP8 products of a model's blocks: which layers have them, and which stay in the compute dtype.
+
+Embedding, output head, routers, norms, attention, scans and adapters stay as they are, and so do layers in `never_fp8`
+of the module that holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from postlude.model.blocks.block import Block
+from postlude.model.fp8_layer import FP8Layer
+from postlude.ops.fp8 import MULTIPLE
+
+
+def use_fp8(blocks: Iterable[Block], tp: int) -> list[str]:
+    """Makes the products of tokens and weights in these blocks FP8. Returns the names of layers that stay as they are.
+
+    A layer with a size that is no multiple of 16 stays. Raises ValueError if `tp` ranks make a size so: a layout must
+    not change which layers are in FP8.
+    """
+    staying = []
+    for block in blocks:
+        in_fp8 = {name: layer for name, layer in _layers(block) if not _unfit(layer.weight.shape[-2:])}
+        for name, layer in in_fp8.items():
+            _check_parts(f"{block.name}.{name}", layer, tp)
+            layer.use_fp8()
+        staying += [f"{block.name}.{name}" for name, _ in _layers(block) if name not in in_fp8]
+        # A fused block has one setting for all its products.
+        block.can_fuse = block.can_fuse and len({layer.fp8 for _, layer in _layers(block)}) <= 1
+    return staying
+
+
+def _layers(block: Block) -> list[tuple[str, FP8Layer]]:
+    """Returns the layers that may be in FP8, by their names in the block."""
+    never = itertools.chain.from_iterable(
+        [getattr(module, name) for name in getattr(module, "never_fp8", ())] for module in block.modules()
+    )
+    excluded = {id(layer) for layer in never}
+    return [
+        (name, module)
+        for name, module in block.named_modules()
+        if isinstance(module, FP8Layer) and id(module) not in excluded
+    ]
+
+
+def _unfit(sizes: Sequence[int]) -> bool:
+    return any(size % MULTIPLE for size in sizes)
+
+
+def _check_parts(name: str, layer: FP8Layer, tp: int) -> None:
+    sizes = list(layer.weight.shape[-2:])
+    if layer.weight_dim is None or not _unfit([sizes[layer.weight_dim] // tp]):
+        return
+    size = sizes[layer.weight_dim]
+    raise ValueError(
+        f"fp8=True needs sizes that are multiples of {MULTIPLE}, but tp={tp} gives each rank {size // tp} of the "
+        f"{size} {('output', 'input')[layer.weight_dim]} features of {name}. Use a smaller tp, or fp8=False."
+    )

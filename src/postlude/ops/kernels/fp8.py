@@ -1,0 +1,171 @@
+"""Matrices rounded to e4m3, with a scale for each row, or for each column of a matrix that is also transposed.
+
+The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Launcher
+
+WIDEST = 16384  # numbers of a row that a program holds; longer rows are read twice
+AMAX_TILE, TRANSPOSED_TILE = (32, 128), (128, 64)  # rows and columns
+PROGRAMS = 1024  # about as many programs as find the largest numbers of columns
+
+
+def row_amax(matrix: Tensor) -> Tensor:
+    """Returns the bits of the largest magnitude of each row, int32 [R], of a matrix [R, K] with adjacent columns."""
+    bits = matrix.new_empty(len(matrix), dtype=torch.int32)
+    block = _block(matrix.shape[1])
+    constants = (matrix.stride(0), matrix.shape[1], block)
+    _row_amax((len(matrix), 1, 1), (matrix, bits), (), constants, _warps(block))
+    return bits
+
+
+def quantize_rows(matrix: Tensor, bits: Tensor | None, values: Tensor, scales: Tensor) -> None:
+    """Writes `matrix` [R, K] as e4m3 `values` [R, K] and fp32 `scales` [R]; `bits` as of `row_amax`, if known."""
+    block = _block(matrix.shape[1])
+    constants = (matrix.stride(0), values.stride(0), matrix.shape[1], block)
+    _quantize_rows((len(matrix), 1, 1), (matrix, bits, values, scales), (), constants, _warps(block))
+
+
+def column_amax(matrices: Tensor) -> Tensor:
+    """Returns the bits of the largest magnitude of each column, int32 [E, K], of matrices [E, R, K]."""
+    count, rows, width = matrices.shape
+    at_once, columns = AMAX_TILE
+    across = triton.cdiv(width, columns)
+    parts = max(1, min(triton.cdiv(rows, at_once), PROGRAMS // (across * count)))
+    rows_of_part = triton.cdiv(triton.cdiv(rows, parts), at_once) * at_once
+    parts = triton.cdiv(rows, rows_of_part)
+    partial = matrices.new_empty(count, parts, width, dtype=torch.int32)
+    constants = (*matrices.stride()[:2], rows, width, parts, rows_of_part, at_once, columns)
+    _column_amax((across, parts, count), (matrices, partial), (), constants, 4)
+    return partial.amax(1)
+
+
+def quantize_columns(matrices: Tensor, bits: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Writes `matrices` [E, R, K] as e4m3 `values` [E, K, R], transposed, and fp32 `scales` [E, K].
+
+    `bits` [E, K] are those of `column_amax`.
+    """
+    count, rows, width = matrices.shape
+    at_once, columns = TRANSPOSED_TILE
+    constants = (*matrices.stride()[:2], *values.stride()[:2], rows, width, at_once, columns)
+    grid = (triton.cdiv(rows, at_once), triton.cdiv(width, columns), count)
+    _quantize_columns(grid, (matrices, bits, values, scales), (), constants, 4)
+
+
+def _block(width: int) -> int:
+    block: int = min(WIDEST, triton.next_power_of_2(width))
+    return block
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+@triton.jit
+def _magnitude_bits(numbers):
+    """As integers magnitudes have the order of the numbers, and NaN is above infinity."""
+    return numbers.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale(bits):
+    """The power of two that brings the largest magnitude under 448, and its inverse; NaN if it is not finite."""
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 247)
+    finite = bits < 0x7F800000
+    scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit
+def _row_amax_kernel(matrix, bits, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        numbers = tl.load(matrix + row * STRIDE + column, mask=column < WIDTH, other=0.0)
+        largest = tl.maximum(largest, _magnitude_bits(numbers))
+    tl.store(bits + row, tl.max(largest, 0))
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    matrix, bits, values, scales,
+    STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if WIDTH <= BLOCK:
+        column = tl.arange(0, BLOCK)
+        numbers = tl.load(matrix + row * STRIDE + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        largest = tl.max(_magnitude_bits(numbers), 0) if bits is None else tl.load(bits + row)
+        scale, inverse = _scale(largest)
+        rounded = (numbers * inverse).to(values.dtype.element_ty)
+        tl.store(values + row * VALUES_STRIDE + column, rounded, mask=column < WIDTH)
+    else:
+        if bits is None:
+            many = tl.zeros([BLOCK], dtype=tl.int32)
+            for start in range(0, WIDTH, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                numbers = tl.load(matrix + row * STRIDE + column, mask=column < WIDTH, other=0.0)
+                many = tl.maximum(many, _magnitude_bits(numbers))
+            largest = tl.max(many, 0)
+        else:
+            largest = tl.load(bits + row)
+        scale, inverse = _scale(largest)
+        for start in range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            numbers = tl.load(matrix + row * STRIDE + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            rounded = (numbers * inverse).to(values.dtype.element_ty)
+            tl.store(values + row * VALUES_STRIDE + column, rounded, mask=column < WIDTH)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _column_amax_kernel(
+    matrices, partial,
+    MATRIX_STRIDE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    ROWS_OF_PART: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    largest = tl.zeros([AT_ONCE, COLUMNS], dtype=tl.int32)
+    for start in range(0, ROWS_OF_PART, AT_ONCE):
+        row = (part * ROWS_OF_PART + start + tl.arange(0, AT_ONCE)).to(tl.int64)
+        held = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
+        at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]
+        largest = tl.maximum(largest, _magnitude_bits(tl.load(matrices + at, mask=held, other=0.0)))
+    tl.store(partial + (matrix * PARTS + part) * WIDTH + column, tl.max(largest, 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _quantize_columns_kernel(
+    matrices, bits, values, scales,
+    MATRIX_STRIDE: tl.constexpr, STRIDE: tl.constexpr, VALUES_MATRIX_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    matrix = tl.program_id(2).to(tl.int64)
+    held = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
+    at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]
+    numbers = tl.load(matrices + at, mask=held, other=0.0).to(tl.float32)
+    scale, inverse = _scale(tl.load(bits + matrix * WIDTH + column, mask=column < WIDTH, other=0))
+    rounded = tl.trans((numbers * inverse[None, :]).to(values.dtype.element_ty))
+    at = matrix * VALUES_MATRIX_STRIDE + column[:, None] * VALUES_STRIDE + row[None, :]
+    tl.store(values + at, rounded, mask=(row[None, :] < ROWS) & (column[:, None] < WIDTH))
+    if tl.program_id(0) == 0:
+        tl.store(scales + matrix * WIDTH + column, scale, mask=column < WIDTH)
+
+
+_row_amax, _quantize_rows = Launcher(_row_amax_kernel), Launcher(_quantize_rows_kernel)
+_column_amax, _quantize_columns = Launcher(_column_amax_kernel), Launcher(_quantize_columns_kernel)

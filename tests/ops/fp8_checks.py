@@ -1,0 +1,143 @@
+"""Triton's rounding to FP8 equals torch's to the bit; on a GPU, products in FP8 equal those of the rounded values.
+
+Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from postlude.ops.experts import grouped_linear
+from postlude.ops.fp8 import FP8Scaling, Quantized, quantize_columns, quantize_rows
+from postlude.ops.linear import linear_group
+from tests.equality import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+NOT_FINITE = (float("nan"), float("inf"))
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows of different sizes with outliers; the second is zero.
+
+    Triton's interpreter does not round to e4m3 as a GPU does, so there the numbers need no rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if DEVICE == "cpu":
+        digits, powers = (torch.randint(*limits, shape, generator=generator) for limits in ((8, 16), (0, 7)))
+        numbers = digits * torch.exp2(powers + torch.arange(shape[-2])[:, None] % 3)
+        numbers[..., ::3] *= -1
+        numbers[..., 1, :] = 0
+        return numbers.to(dtype)
+    numbers = torch.randn(shape, generator=generator)
+    numbers *= torch.exp2(torch.randint(-20, 20, shape[:-1], generator=generator).float())[..., None]
+    numbers[..., ::5, 3] *= 1000
+    numbers[..., 1, :] = 0
+    return numbers.to(DEVICE, dtype)
+
+
+def assert_same(actual: Quantized, expected: Quantized) -> None:
+    assert actual.values.shape == expected.values.shape
+    assert actual.values.is_contiguous()
+    assert torch.equal(actual.scales.isnan(), expected.scales.isnan())
+    assert torch.equal(actual.scales.nan_to_num(), expected.scales.nan_to_num())
+    found, wanted = actual.values.float(), expected.values.float()
+    assert DEVICE == "cpu" or torch.equal(found.isnan(), wanted.isnan())  # the interpreter has no NaN in e4m3
+    differ = (found != wanted) & ~wanted.isnan()
+    assert not differ.any(), f"{int(differ.sum())} differ: {found[differ][:4]} for {wanted[differ][:4]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(7, 48), (3, 1024), (2, 20000)], ids=str)
+def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = random(*shape, dtype=dtype)
+    if shape[0] > 4:
+        matrix[3, 5], matrix[4, 0] = NOT_FINITE
+    assert_same(quantize_rows([matrix], backend="triton"), quantize_rows([matrix], backend="torch"))
+
+
+def test_rows_of_parts_with_strides() -> None:
+    """Columns of a wider tensor, beside others; and the largest magnitudes of other ranks."""
+    wide, other = random(7, 96), random(7, 32, seed=1)
+    parts = [wide[:, 16:64], other]
+    assert_same(quantize_rows(parts, backend="triton"), quantize_rows(parts, backend="torch"))
+    bits = torch.arange(7, device=DEVICE, dtype=torch.int32) + (142 << 23)
+    assert_same(quantize_rows(parts, bits, backend="triton"), quantize_rows(parts, bits, backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (400, 144), (3, 48, 80)], ids=str)
+def test_columns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrix = random(*shape, dtype=dtype)
+    matrix[..., 3, 5], matrix[..., 4, 0] = NOT_FINITE
+    assert_same(quantize_columns([matrix], backend="triton"), quantize_columns([matrix], backend="torch"))
+    parts = [matrix, random(*shape, seed=1, dtype=dtype)[..., :16, :]]
+    assert_same(quantize_columns(parts, backend="triton"), quantize_columns(parts, backend="torch"))
+
+
+def test_columns_of_any_numbers_and_rows_share_nothing_with_their_neighbours() -> None:
+    """Sizes that no tile divides, and values that lie between others in memory."""
+    matrix = random(130, 66)
+    room = torch.zeros(3, 66, 130, device=DEVICE, dtype=torch.float8_e4m3fn)
+    from postlude.ops.kernels import fp8 as kernels
+
+    scales = torch.zeros(1, 66, device=DEVICE)
+    kernels.quantize_columns(matrix[None], kernels.column_amax(matrix[None]), room[1:2], scales)
+    assert not room[0].float().any()
+    assert not room[2].float().any()
+    assert_same(Quantized(room[1], scales[0]), quantize_columns([matrix], backend="torch"))
+
+
+@ON_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("adjacent", [False, True])
+@pytest.mark.parametrize("tokens", [1, 100, 4096])
+def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> None:
+    """As the CPU computes them, in fp32, and rounded to bf16: outputs, gradients of rows and of weights."""
+    outs = (256, 64, 64)
+    weights = [torch.randn(out, 512).bfloat16() for out in outs]
+    rows, upstream = torch.randn(tokens, 512).bfloat16(), [torch.randn(tokens, out).bfloat16() for out in outs]
+    rows[0] *= 1000
+    results = []
+    for device in ("cpu", "cuda"):
+        mine = [weight.to(device) for weight in weights]
+        if adjacent:
+            mine = list(torch.cat(mine).split(outs))
+        for weight in mine:
+            weight.requires_grad_()
+        given = rows.to(device).requires_grad_()
+        outputs = linear_group(given, mine, [None] * 3, one=adjacent, fp8=FP8Scaling())
+        gradients = torch.autograd.grad(outputs, (given, *mine), [each.to(device) for each in upstream])
+        results.append([*outputs, *gradients])
+    for index, (expected, actual) in enumerate(zip(*results, strict=True)):
+        assert_equal(actual.cpu(), expected, f"result {index}", 2**-8)
+
+
+@ON_GPU
+@pytest.mark.gpu
+def test_experts_equal_those_of_rounded_values() -> None:
+    counts = torch.tensor([70, 0, 1, 57])
+    rows, weight = torch.randn(128, 256).bfloat16(), torch.randn(4, 192, 256).bfloat16()
+    upstream = torch.randn(128, 192).bfloat16()
+    results = []
+    for device in ("cpu", "cuda"):
+        given, matrices = rows.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        output = grouped_linear(given, matrices, counts.to(device), fp8=True)
+        results.append([output, *torch.autograd.grad(output, (given, matrices), upstream.to(device))])
+    for index, (expected, actual) in enumerate(zip(*results, strict=True)):
+        assert_equal(actual.cpu(), expected, f"result {index}", 2**-8)
+
+
+@ON_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_what_is_not_finite_shows_in_its_row_alone(bad: float) -> None:
+    rows, weight = random(64, 256), torch.randn(128, 256, device="cuda").bfloat16()
+    clean = linear_group(rows, [weight], [None], fp8=FP8Scaling())[0]
+    rows[7, 30] = bad
+    product = linear_group(rows, [weight], [None], fp8=FP8Scaling())[0]
+    assert product[7].isnan().all()
+    product[7] = clean[7]
+    assert torch.equal(product, clean)

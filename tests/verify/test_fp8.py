@@ -1,0 +1,48 @@
+"""FP8 products: every layout rounds what one rank rounds.
+
+The rest is computed in float64. In fp32 the last bits of two layouts differ, and where a number lies between two values
+of e4m3 such a bit decides which one it becomes. In float64 that happens to one number in 10¹², so no tolerance is wider
+than that of fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from postlude.layout import Layout
+from postlude.lora import LoRA
+from postlude.options import Overlap, Recompute
+from postlude.verify.cases import Case
+from postlude.verify.choices import TOLERANCES
+from tests.verify.test_layouts import check
+
+RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None], ...] = (
+    ("tiny-moe", "tp=2", "grpo", "none", False, None),
+    ("tiny-moe", "tp=2", "sft", "selective", False, LoRA(rank=4)),
+    ("tiny-moe", "pp=2", "dpo", "full", "zero_bubble", None),
+    ("tiny-moe", "dp_shard=2,ep=2", "grpo", "selective", True, None),
+    ("tiny-dense", "cp=2", "sft", "none", False, None),
+    ("tiny-hybrid", "tp=2", "grpo", "full", False, None),
+)
+
+
+@pytest.mark.parametrize(("model", "layout", "objective", "recompute", "overlap", "lora"), RUNS)
+def test_a_layout_equals_one_rank(
+    ranks: Any, model: str, layout: str, objective: str, recompute: Recompute, overlap: Overlap, lora: LoRA | None
+) -> None:
+    case = Case(
+        model,
+        Layout.parse(layout),
+        objective,
+        recompute,
+        overlap,
+        torch.float64,
+        initializer_range=0.1,
+        lora=lora,
+        fp8=True,
+    )
+    report = check(ranks, case)
+    assert report.passes(TOLERANCES["float32"]), (report.loss, report.logprob, report.entropy, report.worst)
