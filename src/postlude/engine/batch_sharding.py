@@ -28,7 +28,7 @@ from postlude.engine.normalizer import count_name
 from postlude.model.config import ModelConfig
 from postlude.model.routing import check_experts
 from postlude.world.agreement import Rank0Controller
-from postlude.world.mesh import Mesh
+from postlude.world.mesh import Axis, Mesh
 
 DTYPES = (
     torch.bool,
@@ -189,31 +189,41 @@ def shard_batch(
     `step_counts` are the denominators of the step, if the caller gave them, and `adapter` is the one in use: they must
     be equal on every rank.
     """
-    rank, ranks, depths = mesh.dp.rank, mesh.dp.size, len(config.pattern.mtp)
-    check = ConsistencyCheck(device)
+    check, depths = ConsistencyCheck(device), len(config.pattern.mtp)
+    plan = _agreed_plan(batch, mesh.dp.size, budget, check, repr((sorted((step_counts or {}).items()), adapter)))
+    bin_indices = range(mesh.dp.rank, len(plan.bins), mesh.dp.size)
+    content = _agreed_content(batch, plan, bin_indices, mesh.dp, config, check)
+    microbatches = build_microbatches(plan, bin_indices, content, depths)
+    counts = {"sequences": float(len(plan.lengths))}
+    for depth in range(depths + 1):
+        counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
+    local = [shard_context(microbatch, mesh.cp, multiple_of=mesh.tp.size).to(device) for microbatch in microbatches]
+    return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
+
+
+def _agreed_plan(batch: Batch, ranks: int, budget: int, check: ConsistencyCheck, settings: str) -> BinPlan:
+    """Returns the plan of microbatches. Raises if ranks have different plans, columns or `settings`."""
     # The verb phrase completes an error message: "rank 3 could not plan its microbatches".
     with check.exchange("plan its microbatches") as compared:
         plan = _plan(batch, ranks, budget)
-        compared.append(
-            check.digest(
-                plan.lengths,
-                [*map(len, plan.bins)],
-                plan.members(range(len(plan.bins))),
-                *batch.columns,
-                repr((sorted((step_counts or {}).items()), adapter)),
-            )
-        )
+        members = plan.members(range(len(plan.bins)))
+        compared.append(check.digest(plan.lengths, [*map(len, plan.bins)], members, *batch.columns, settings))
     if check.differ([0]):
         raise ValueError(
             "the ranks were given batches of different lengths, groups, owners or columns, or different counts, or use "
             "different adapters. Give every rank the same batch, or each its own sequences with Batch.sharded, and the "
             "same counts and adapter."
         )
+    return plan
 
-    bin_indices = range(rank, len(plan.bins), ranks)
+
+def _agreed_content(
+    batch: Batch, plan: BinPlan, bin_indices: range, dp: Axis, config: ModelConfig, check: ConsistencyCheck
+) -> BatchContent:
+    """Returns the content of this rank's bins. Raises if it is not the model's, or if ranks have different batches."""
     column_entries = len(batch.columns) * ENTRIES_PER_COLUMN
-    with check.exchange("read its part of the batch", count=column_entries + ranks) as compared:
-        content = _read_bins(batch, plan, rank, bin_indices)
+    with check.exchange("read its part of the batch", count=column_entries + dp.size) as compared:
+        content = _read_bins(batch, plan, dp.rank, bin_indices)
         _check_vocabulary(content.tokens, config.vocab_size)
         if ROUTING in content.columns and len(content.tokens):
             check_experts(content.columns[ROUTING], config.routers)
@@ -224,29 +234,23 @@ def shard_batch(
                 if has_rows
                 else [UNKNOWN] * ENTRIES_PER_COLUMN
             )
-        digests = [UNKNOWN] * ranks
-        digests[rank] = check.digest(content.tokens, *content.columns.values())
+        digests = [UNKNOWN] * dp.size
+        digests[dp.rank] = check.digest(content.tokens, *content.columns.values())
         # To detect different batches, each rank also hashes its neighbour's part.
-        if batch.sharding is None and ranks > 1:
-            neighbour = (rank + 1) % ranks
-            neighbour_content = _read_bins(batch, plan, neighbour, range(neighbour, len(plan.bins), ranks))
+        if batch.sharding is None and dp.size > 1:
+            neighbour = (dp.rank + 1) % dp.size
+            neighbour_content = _read_bins(batch, plan, neighbour, range(neighbour, len(plan.bins), dp.size))
             digests[neighbour] = check.digest(neighbour_content.tokens, *neighbour_content.columns.values())
         compared.extend(digests)
     content = BatchContent(content.tokens, dict(_columns_of_common_dtype(content, check)))
-    for dp_rank in range(ranks):
+    for dp_rank in range(dp.size):
         if check.differ([column_entries + dp_rank]):
             raise ValueError(
                 f"the ranks were given different batches: not all have the same tokens and columns for the "
                 f"sequences of data-parallel rank {dp_rank}. Give every rank the same batch, or each its own with "
                 "Batch.sharded."
             )
-
-    microbatches = build_microbatches(plan, bin_indices, content, depths)
-    counts = {"sequences": float(len(plan.lengths))}
-    for depth in range(depths + 1):
-        counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
-    local = [shard_context(microbatch, mesh.cp, multiple_of=mesh.tp.size).to(device) for microbatch in microbatches]
-    return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
+    return content
 
 
 def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: ModelConfig) -> list[Microbatch]:
