@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from postlude import load_model, load_tokenizer
+from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep
 from postlude.generate.generator import Generator
-from postlude.generate.graph_scheduler import GraphBuffers
+from postlude.generate.graph_scheduler import GraphBuffers, GraphScheduler
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
@@ -21,6 +22,7 @@ from postlude.model import LanguageModel
 from postlude.model.pattern import Pattern
 from postlude.ops import decode_linear
 from postlude.ops.linear import adjacent_view
+from postlude.ops.shared_pages import SharedPages
 from tests.generate.test_generator import teacher_forced
 
 STOPS = tuple(range(0, 256, 9))
@@ -85,6 +87,32 @@ def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, tem
     expected = Stepped(model).generate(asked, samplings, n=2)
     assert_alike(Recorded(model).generate(asked, samplings, n=2), expected)
     assert {one.finish_reason for group in expected for one in group} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatch) -> None:
+    """While some of a group leave, some begin later, and one is alone; some prompts fill no page."""
+    model = dense(device)
+    source = random.Random(1)
+    asked = [[source.randrange(256) for _ in range(length)] for length in (64, 130, 5, 70)]
+    samplings = [
+        SamplingParams(max_new_tokens=length, temperature=0.9, stop_tokens=STOPS[:4]) for length in (9, 30, 20, 6)
+    ]
+    expected = Stepped(model).generate(asked, samplings, n=3)
+    monkeypatch.setattr(GraphScheduler, "least_saved", 1)
+    steps, run = [], DecodeGraphs.__call__
+
+    def note(graphs: DecodeGraphs, step: DecodeStep) -> None:
+        shared, table = graphs.rows.shared.of_first(step.size), graphs.rows.table[: step.size].cpu()
+        if step.shared:
+            steps.append(shared.pages.tolist())
+            assert torch.equal(SharedPages(shared.tiles.cpu(), shared.pages.cpu()).read_through(table), table)
+        run(graphs, step)
+
+    monkeypatch.setattr(DecodeGraphs, "__call__", note)
+    assert_alike(Recorded(model, max_sequences=5).generate(asked, samplings, n=3), expected)
+    patterns = {tuple(sorted(pages, reverse=True)[:4]) for pages in steps}
+    assert {(1, 1, 1, 0), (2, 2, 1, 1), (2, 2, 0, 0)} <= patterns, patterns
 
 
 @pytest.mark.slow
@@ -276,7 +304,9 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     generator = Generator(model)
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert generator._buffers is not None
-    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [[(8, False)]]
+    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [
+        [DecodeStep(8, False, False)]
+    ]
     assert generator.why_no_cuda_graph() is None
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 

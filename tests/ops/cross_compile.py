@@ -48,6 +48,7 @@ from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 from postlude.ops.packing import Packing
 from postlude.ops.paged_attention import new_page_store
+from postlude.ops.shared_pages import SharedPages
 from postlude.ops.ssd import shared_memory_for
 
 TOKENS = 512
@@ -144,10 +145,12 @@ def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = 
     store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
     table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
     exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
-    paged_attention.attend(
-        *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
-        exponents=(exponents, exponents) if fp8 else None,
-    )
+    for shared in (None, SharedPages.none(rows, torch.device("cpu"))):
+        paged_attention.attend(
+            *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
+            exponents=(exponents, exponents) if fp8 else None,
+            shared=shared,
+        )
 
 
 def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:

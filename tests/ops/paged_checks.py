@@ -14,6 +14,7 @@ from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.fp8_kv import FP8, dequantize_heads, quantize_heads, round_heads
 from postlude.ops.packing import Packing
 from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
+from postlude.ops.shared_pages import TILE_ROWS, SharedPages, shared_tiles
 from tests.equality import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +88,95 @@ def test_any_number_of_splits_gives_the_same(rows: int) -> None:
         for backend in ("triton", "torch")
     )
     assert_equal(actual[lengths > 0], expected[lengths > 0], "splits")
+
+
+GROUPS = {
+    # pages that the rows of a group share, and the length of each: 0 has ended
+    "uneven": ((2, (130, 0, 150, 192)), (1, (65, 180)), (0, (100,)), (0, (0,)), (2, (129,))),
+    "first has ended": ((1, (0, 70, 65)), (2, (0, 0))),
+    "more than a tile": ((1, tuple(65 + row % 7 for row in range(TILE_ROWS + 3))),),
+}
+
+
+def grouped(groups, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor], dict[int, list[int]]]:
+    """A store, its table and lengths, the keys of each row without its newest, and each row's pages. Groups alternate.
+
+    Rows that have ended keep their pages, as they do until the host knows.
+    """
+    placed = sorted((place, group) for group, (_, lengths) in enumerate(groups) for place in range(len(lengths)))
+    rows = len(placed)
+    store = new_page_store(4 * rows, heads, width, torch.float32, torch.device(DEVICE))
+    store.copy_(normal(*store.shape, seed=9))
+    free = torch.randperm(4 * rows, generator=torch.Generator().manual_seed(3)).tolist()
+    prefixes = [[free.pop() for _ in range(shared)] for shared, _ in groups]
+    table, lengths, wholes, pages = torch.zeros(rows, 3, dtype=torch.int32), [], [], {}
+    for row, (place, group) in enumerate(placed):
+        length = groups[group][1][place]
+        pages[row] = prefixes[group] + [free.pop() for _ in range(3 - len(prefixes[group]))]
+        table[row] = torch.tensor(pages[row])
+        lengths.append(length)
+        wholes.append(store[pages[row]].flatten(0, 1)[: max(length - 1, 0)].clone())
+    return store, table.to(DEVICE), torch.tensor(lengths, device=DEVICE), wholes, pages
+
+
+def shared_of(pages: dict[int, list[int]]) -> SharedPages:
+    shared = SharedPages.of(len(pages), shared_tiles(pages))
+    return SharedPages(shared.tiles.to(DEVICE), shared.pages.to(DEVICE))
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(("heads", "widths"), [((6, 2), (16, 10)), ((32, 1), (16, 16)), ((2, 2), (16, 16))])
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_shared_pages_equal_attention_of_each_row(backend, groups, name: str, heads, widths, sinks: bool) -> None:
+    """In float64. Groups have rows of any lengths, and some have ended or are alone."""
+    if (groups == "more than a tile" and (name != "plain" or sinks or heads != (2, 2))) or (
+        groups == "first has ended" and (sinks or heads == (2, 2))
+    ):
+        pytest.skip("the others have this score and these heads")
+    keys, table, lengths, all_keys, pages = grouped(GROUPS[groups], heads[1], widths[0])
+    values, _, _, all_values, _ = grouped(GROUPS[groups], heads[1], widths[1])
+    rows = len(table)
+    query, scores = normal(rows, heads[0], widths[0], seed=1), SCORES[name]
+    scores = replace(scores, sinks=normal(heads[0], seed=2) if sinks else None)
+    key, value = normal(rows, heads[1], widths[0], seed=4), normal(rows, heads[1], widths[1], seed=5)
+    running = lengths.nonzero()[:, 0].tolist()
+    actual = attend_pages(
+        query, key, value, keys, values, table, lengths, scores, shared=shared_of(pages), backend=backend
+    )
+    packed = [
+        torch.cat([torch.cat((wholes[row], new[row : row + 1])) for row in running]).double()
+        for wholes, new in ((all_keys, key), (all_values, value))
+    ]
+    queries = Packing.from_lengths([1] * len(running), DEVICE)
+    seen = Packing.from_lengths(lengths[running].tolist(), DEVICE)
+    exact = replace(scores, sinks=None if scores.sinks is None else scores.sinks.double())
+    expected = reference_attention(query[running].double(), *packed, queries, seen, exact)
+    assert_equal(actual[running].double(), expected, name)
+    assert actual.isfinite().all()
+
+
+def test_shared_pages_are_read_from_the_first_row_of_a_tile() -> None:
+    """So they are read once: another row's table is not looked at there."""
+    groups = GROUPS["uneven"]
+    keys, table, lengths, _, pages = grouped(groups, 2, 16)
+    values, *_ = grouped(groups, 2, 16)
+    inputs = normal(len(table), 4, 16), normal(len(table), 2, 16, seed=3), normal(len(table), 2, 16, seed=4)
+    shared, wrong = shared_of(pages), table.clone()
+    for tile in shared.tiles.tolist():
+        for row in tile[1:]:
+            if row >= 0:
+                wrong[row, : int(shared.pages[row])] = 0
+    for backend in ("torch", "triton"):
+        expected, actual = (
+            attend_pages(
+                *inputs, keys.clone(), values.clone(), each, lengths, SCORES["plain"], shared=shared, backend=backend
+            )
+            for each in (table, wrong)
+        )
+        assert torch.equal(actual[lengths > 0], expected[lengths > 0])
+    assert not torch.equal(table, wrong)
 
 
 def test_heads_that_no_tile_has_room_for_are_refused() -> None:

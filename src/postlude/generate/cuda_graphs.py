@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,12 +29,23 @@ def bucket(rows: int) -> int:
     return next((size for size in BUCKETS if size >= rows), -(-rows // most) * most)
 
 
-class DecodeGraphs:
-    """Runs decode steps: forward, sampling and the check for the end of completions, for the first `size` rows.
+@dataclass(frozen=True)
+class DecodeStep:
+    """A decode step of the first `size` rows, as it is captured."""
 
-    On a GPU each size is captured at its first use, for the model and for each slot of adapters. The graph reads
+    size: int
+    filtered: bool
+    """Whether a row may have top-k, top-p or min-p: see `sample_next`."""
+    shared: bool
+    """Whether rows read the pages that they share together."""
+
+
+class DecodeGraphs:
+    """Runs decode steps: forward, sampling and the check for the end of completions.
+
+    On a GPU each step is captured at its first use, for the model and for each slot of adapters. The graph reads
     weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is logged once,
-    and the host launches the steps of that size.
+    and the host launches it every time.
     """
 
     def __init__(self, model: LanguageModel, adapters: NamedAdapters, rows: DecodeRows, cache: PagedCache) -> None:
@@ -42,64 +54,64 @@ class DecodeGraphs:
         self.rows = rows
         self.cache = cache
         self._microbatches = DecodeMicrobatches()
-        self._graphs: WeakKeyDictionary[AdapterSlot, dict[tuple[int, bool], torch.cuda.CUDAGraph | None]]
+        self._graphs: WeakKeyDictionary[AdapterSlot, dict[DecodeStep, torch.cuda.CUDAGraph | None]]
         self._graphs = WeakKeyDictionary()
         self._pool: Any = None  # memory that all graphs share, since one runs at a time
         self._stream: torch.cuda.Stream | None = None  # for all captures, since each stream keeps its own memory
 
-    def __call__(self, size: int, *, filtered: bool = True) -> None:
-        """Runs one step of the first `size` rows. See `sample_next` for `filtered`."""
+    def __call__(self, step: DecodeStep) -> None:
+        """Runs one step."""
         if not self.rows.numbers.is_cuda:
-            self._step(size, filtered)
+            self._step(step)
             return
         graphs = self._graphs.setdefault(self.adapters.slot, {})
-        if (size, filtered) not in graphs:
-            graphs[size, filtered] = self._warm_up_and_capture(size, filtered)
-        graph = graphs[size, filtered]
+        if step not in graphs:
+            graphs[step] = self._warm_up_and_capture(step)
+        graph = graphs[step]
         if graph is None:
-            self._step(size, filtered)
+            self._step(step)
         else:
             graph.replay()
 
-    def _warm_up_and_capture(self, size: int, filtered: bool) -> torch.cuda.CUDAGraph | None:
+    def _warm_up_and_capture(self, step: DecodeStep) -> torch.cuda.CUDAGraph | None:
         lengths = self.rows.numbers[LENGTH]
         saved_lengths = lengths.clone()
         lengths.zero_()  # a step of idle rows changes nothing
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._step(size, filtered)  # compiles kernels and allocates what is allocated once
-            graph = self._capture(size, filtered)
+            self._step(step)  # compiles kernels and allocates what is allocated once
+            graph = self._capture(step)
         torch.cuda.current_stream().wait_stream(self._stream)
         lengths.copy_(saved_lengths)
         return graph
 
-    def _capture(self, size: int, filtered: bool) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, step: DecodeStep) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._step(size, filtered)
+                self._step(step)
             finally:
                 graph.capture_end()
         except RuntimeError as error:
             why = str(error.__context__ or error).splitlines()[0]
             log.warning(
                 "a step of %d rows cannot be captured as a CUDA graph, so the host launches it, which is slow: %s",
-                size,
+                step.size,
                 why,
             )
             return None
         self._pool = graph.pool()
         return graph
 
-    def _step(self, size: int, filtered: bool) -> None:
-        rows = self.rows
+    def _step(self, step: DecodeStep) -> None:
+        rows, size = self.rows, step.size
         lengths = rows.numbers[LENGTH, :size]
-        self.cache.begin_decode(rows.table[:size], lengths)
+        self.cache.begin_decode(rows.table[:size], lengths, rows.shared.of_first(size) if step.shared else None)
         microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-        sample_next(logits, rows.all[:size], rows, filtered=filtered)
+        sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
 
 
 def why_no_cuda_graph(model: LanguageModel) -> str | None:

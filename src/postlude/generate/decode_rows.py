@@ -12,6 +12,7 @@ from torch import Tensor
 
 from postlude.generate.sampler import SamplerSettings, sample
 from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.shared_pages import SharedPages
 
 TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K = range(6)  # columns of `DecodeRows.numbers`
 TEMPERATURE, TOP_P, LOG_MIN_P = range(3)  # columns of `DecodeRows.settings`
@@ -25,6 +26,7 @@ class DecodeRows:
     `settings` [3, size] fp32: the temperature, 0 for greedy; top-p; the logarithm of min-p.
     `stops` [stops, size] int64: stop tokens, padded with -1.
     `table` [size, pages] int32: the pages of each row.
+    `shared`: which rows have the same first pages.
     `results` [size, 3] fp64, of the last step: the token (-1 in an idle row), its log-prob, and its log-prob in the
     distribution it was sampled from.
     """
@@ -35,6 +37,7 @@ class DecodeRows:
         self.settings = torch.zeros(3, size, dtype=torch.float32, device=device)
         self.stops = torch.full((stops, size), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(size, pages, dtype=torch.int32, device=device)
+        self.shared = SharedPages.none(size, device)
         self.results = torch.zeros(size, 3, dtype=torch.float64, device=device)
         self.all = torch.arange(size, device=device)
 

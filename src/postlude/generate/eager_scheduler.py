@@ -157,7 +157,7 @@ class EagerScheduler(Scheduler):
         )
         return SamplerSettings.of(sampling, keys, self.model.config.vocab_size, self.device)
 
-    def _on_change(self, running: RunningCompletion) -> None:
+    def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
         """See `Scheduler`."""
         self._settings = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from postlude.generate.adapters import NamedAdapters
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.cuda_graphs import DecodeGraphs, addresses, bucket
+from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep, addresses, bucket
 from postlude.generate.decode_rows import DecodeRows, sample_next
 from postlude.generate.forward import logits_at, prefill_microbatch
 from postlude.generate.paged_cache import PagedCache
@@ -23,7 +23,9 @@ from postlude.generate.pages import PagePool, RunningCompletion, pages_for
 from postlude.generate.scheduler import Scheduler, max_stops
 from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
+from postlude.ops.packing import to_device
 from postlude.ops.paged_attention import PAGE_SIZE
+from postlude.ops.shared_pages import SharedPages, shared_tiles
 
 SMALL_FRACTION = 1 / 8  # a cache of at most this fraction of the device's memory is small
 
@@ -111,6 +113,8 @@ class GraphScheduler(Scheduler):
     """Runs steps on a `PagedCache`. A prefill is a separate forward, so completions join several at a time."""
 
     max_unread_steps = 2
+    least_saved = 32
+    """Pages that sharing must save in a step: reading them takes as long as another kernel in each layer."""
 
     def __init__(
         self,
@@ -131,6 +135,8 @@ class GraphScheduler(Scheduler):
         self.paged, self.graphs = buffers.cache, buffers.graphs
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.table_changed = False
+        self.rows_changed = False  # by completions that joined, left or moved
+        self.shares_pages = False
         self.filtered = False
         self.add(completions)
 
@@ -153,13 +159,14 @@ class GraphScheduler(Scheduler):
         size = bucket(len(self.running))
         self._compact(size)
         self._send_table()
-        self.graphs(size, filtered=self.filtered)
+        self.graphs(DecodeStep(size, self.filtered, self.shares_pages))
         self._send_results(self.running)
         for running in self.running:
             running.scheduled_length = min(running.scheduled_length + 1, running.state.max_length)
 
-    def _on_change(self, running: RunningCompletion) -> None:
+    def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
         """See `Scheduler`."""
+        self.rows_changed = self.rows_changed or not grew
         if not running.removed:
             self.table[running.row, : len(running.pages)] = torch.tensor(running.pages, dtype=torch.int32)
             self.table_changed = True
@@ -169,6 +176,18 @@ class GraphScheduler(Scheduler):
             pinned = self.table.pin_memory() if self.rows.table.is_cuda else self.table
             self.rows.table.copy_(pinned, non_blocking=True)
             self.table_changed = False
+        if self.rows_changed:
+            self._send_shared_pages()
+            self.rows_changed = False
+
+    def _send_shared_pages(self) -> None:
+        """Finds out which rows share their first pages, unless too few to gain by reading them together."""
+        tiles = shared_tiles({running.row: running.pages for running in self.running})
+        self.shares_pages = sum(tile.saved for tile in tiles) >= self.least_saved
+        if self.shares_pages:
+            shared = SharedPages.of(self.rows.size, tiles)
+            self.rows.shared.tiles.copy_(to_device(shared.tiles, self.device), non_blocking=True)
+            self.rows.shared.pages.copy_(to_device(shared.pages, self.device), non_blocking=True)
 
     def _may_join(self) -> bool:
         """Whether enough rows are free for waiting completions: an eighth of all, since a prefill is a forward."""

@@ -13,6 +13,7 @@ from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store, write_pages
+from postlude.ops.shared_pages import SharedPages
 
 
 class PagedCache(DecodeCache):
@@ -26,19 +27,20 @@ class PagedCache(DecodeCache):
         self.pages = pages
         self.fp8 = fp8
         self._table = self._lengths = torch.empty(0, device=device)
+        self._shared: SharedPages | None = None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._slots = (
             torch.empty(0, device=device),
             torch.empty(0, device=device),
         )  # the page and the offset in it of each prefilled token
 
-    def begin_decode(self, table: Tensor, lengths: Tensor) -> None:
+    def begin_decode(self, table: Tensor, lengths: Tensor, shared: SharedPages | None = None) -> None:
         """Sets up a forward of the newest token of the first n rows.
 
         `table` [n, pages] int32 has the pages of each row, `lengths` [n] int64 its number of tokens including this
-        one, 0 if it is idle.
+        one, 0 if it is idle. With `shared`, rows with the same first pages read them together.
         """
-        self._table, self._lengths, self._prefill = table, lengths, None
+        self._table, self._lengths, self._shared, self._prefill = table, lengths, shared, None
 
     def begin_prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
         """Sets up a forward of whole packed sequences. `pages` lists the pages of each."""
@@ -65,6 +67,7 @@ class PagedCache(DecodeCache):
                 score_config,
                 self._counters,
                 exponents=(exponents[0], exponents[1]) if exponents else None,
+                shared=self._shared,
             )
         key, value = write_pages(stores, self._slots, (key, value))
         return attend(query, key, value, self._prefill, self._prefill, score_config)

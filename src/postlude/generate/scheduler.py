@@ -244,15 +244,15 @@ class Scheduler(ABC):
                 self._on_change(running)
 
     @abstractmethod
-    def _on_change(self, running: RunningCompletion) -> None:
-        """Handles a completion that joins, leaves, or gets another row or more pages."""
+    def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
+        """Handles a completion that joins, leaves, gets another row, or `grew`: got another page."""
 
     def _make_room(self) -> None:
         """Takes pages for the next token of every completion. If there are too few, some are preempted."""
         while (extended := self.pages.extend(self.running)) is None:
             self._free_pages()
         for running in extended:
-            self._on_change(running)
+            self._on_change(running, grew=True)
 
     def _free_pages(self) -> None:
         """Frees a prompt that is kept for later completions, or else preempts the completion with the fewest tokens."""

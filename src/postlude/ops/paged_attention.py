@@ -14,6 +14,7 @@ from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
 from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.shared_pages import SharedPages
 
 PAGE_SIZE = 64  # tokens
 MAX_HEAD_DIM = 256  # the largest head size of the kernel
@@ -37,6 +38,7 @@ def attend_pages(
     counters: Tensor | None = None,
     *,
     exponents: tuple[Tensor, Tensor] | None = None,
+    shared: SharedPages | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Writes the key and value of each row's newest token to its page, and attends to all keys of the row.
@@ -44,7 +46,8 @@ def attend_pages(
     Query [n, heads, width], key [n, kv_heads, width], value [n, kv_heads, v], stores [pages, PAGE_SIZE, kv_heads,
     width] and [..., v], `table` [n, pages] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in
     equal groups. An idle row writes nothing, and its output is undefined. `counters` [COUNTERS] int32 are zero before
-    and after the call: see `decode_linear.linear_add`.
+    and after the call: see `decode_linear.linear_add`. Rows that share their first pages read these once; without
+    `shared` every row reads its own.
 
     With `exponents`, stores of int8 [pages, PAGE_SIZE, kv_heads, 1], the keys and values are stored in FP8: see
     `fp8_kv`. The newest token too attends to its rounded key.
@@ -57,7 +60,8 @@ def attend_pages(
     if use_kernel(name, backend, query.device, query.dtype, refused=refused):
         from postlude.ops.kernels.paged_attention import attend  # needs triton
 
-        return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents)
+        return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents, shared)
+    table = table if shared is None else shared.read_through(table)
     running = lengths.nonzero()[:, 0]
     last = lengths[running] - 1
     pages = table[running, last // PAGE_SIZE].long()

@@ -6,6 +6,9 @@ generator").
 
 Where few sequences run, several programs share the keys of each, and the last of them to finish joins their parts. How
 many depends on the number of rows only, so lengths stay on the device.
+
+Rows with the same first pages (completions of one prompt) read these together: another kernel before it loads each key
+of the pages once, multiplies it with the queries of up to 64 heads of all those rows, and leaves a part for each row.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -20,10 +23,13 @@ from torch import Tensor
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Kernel
+from postlude.ops.shared_pages import SharedPages
 
 PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
+SHARED_PROGRAMS = 8192  # of shared pages, most of which have nothing to do: as many as if every two rows had a tile
 MOST_SPLITS = 16
 LEAST = 16  # rows of a product at least
+MOST_QUERIES = 64  # rows of a product with shared keys
 
 
 def attend(
@@ -37,6 +43,7 @@ def attend(
     score_config: ScoreConfig,
     counters: Tensor | None = None,
     exponents: tuple[Tensor, Tensor] | None = None,
+    shared: SharedPages | None = None,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
     count, heads, width = query.shape
@@ -44,81 +51,74 @@ def attend(
     group, device = heads // kv_heads, query.device
     splits = max(1, min(MOST_SPLITS, PROGRAMS // max(1, count * kv_heads)))
     output = torch.empty(count, heads, made, dtype=query.dtype, device=device)
-    parts = output if splits == 1 else torch.empty(count, heads, splits, made, dtype=torch.float32, device=device)
-    weights = parts if splits == 1 else torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device)
+    parts, weights = (output, output) if splits == 1 else _new_parts(count, heads, splits, made, device)
     if splits > 1 and counters is None:
         counters = torch.zeros(PROGRAMS // 2, dtype=torch.int32, device=device)
-    block = min(page, 64 if max(width, made) * query.element_size() <= 256 else 32)
-    common = {"GROUP": group, "VALUE": made, "SPLITS": splits, "SINKS": score_config.sinks is not None}
-    sizes = {"VALUES": max(LEAST, triton.next_power_of_2(made)), "ROWS": max(LEAST, triton.next_power_of_2(group))}
+    of_fp8 = (None, None, 0, 0, 0) if exponents is None else (*exponents, *exponents[0].stride()[:3])
+    stored = (keys, *keys.stride()[:3], values, *values.stride()[:3], *of_fp8, table, table.stride(0), lengths)
+    score = (score_config.scale, score_config.softcap or 0.0, score_config.window or 0)
+    constants = {
+        "GROUP": group,
+        "WIDTH": width,
+        "FEATURES": max(LEAST, triton.next_power_of_2(width)),
+        "VALUE": made,
+        "VALUES": max(LEAST, triton.next_power_of_2(made)),
+        "PAGE": page,
+        "BLOCK": min(page, 64 if max(width, made) * query.element_size() <= 256 else 32),
+        "SOFTCAP": score_config.softcap is not None,
+        "WINDOW": score_config.window is not None,
+        "num_warps": 4,
+        "num_stages": 3 if query.element_size() == 2 else 2,
+    }
+    shared_splits, shared_parts, shared_weights = 0, None, None
+    if shared is not None:
+        shared_splits = max(2, min(MOST_SPLITS, SHARED_PROGRAMS // max(1, count * kv_heads)))
+        shared_parts, shared_weights = _new_parts(count, heads, shared_splits, made, device)
+        tiles, members = shared.tiles.shape
+        queries = MOST_QUERIES if query.element_size() == 2 else LEAST
+        at_once = max(1, min(members, queries // triton.next_power_of_2(group)))
+        _shared_kernel[(tiles * (members // at_once), kv_heads, shared_splits)](
+            *(query, *query.stride()[:2], *stored, shared.tiles, shared.pages, shared_parts, shared_weights, *score),
+            AT_ONCE=at_once, HEADS=triton.next_power_of_2(group),
+            ROWS=max(LEAST, at_once * triton.next_power_of_2(group)), SPLITS=shared_splits, **constants,
+        )  # fmt: skip
     _attend_kernel[(count, kv_heads, splits)](
-        *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2]),
-        *(keys, *keys.stride()[:3], values, *values.stride()[:3]),
-        *((None, None, 0, 0, 0) if exponents is None else (*exponents, *exponents[0].stride()[:3])),
-        *(table, table.stride(0), lengths, score_config.sinks, output, parts, weights),
-        *(counters if splits > 1 else None, score_config.scale, score_config.softcap or 0.0, score_config.window or 0),
-        WIDTH=width, FEATURES=max(LEAST, triton.next_power_of_2(width)), PAGE=page, BLOCK=block,
-        SOFTCAP=score_config.softcap is not None, WINDOW=score_config.window is not None, **common, **sizes,
-        num_warps=4, num_stages=3 if query.element_size() == 2 else 2,
+        *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2], *stored),
+        *(score_config.sinks, output, parts, weights, counters if splits > 1 else None),
+        *(None if shared is None else shared.pages, shared_parts, shared_weights, *score),
+        ROWS=max(LEAST, triton.next_power_of_2(group)), SPLITS=splits, SHARED_SPLITS=shared_splits,
+        SINKS=score_config.sinks is not None, **constants,
     )  # fmt: skip
     return output
 
 
+def _new_parts(count: int, heads: int, splits: int, made: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns room for the parts: weighted sums of values, and the maximum and the total of their weights."""
+    sums = torch.empty(count, heads, splits, made, dtype=torch.float32, device=device)
+    return sums, torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device)
+
+
 @Kernel
 @triton.jit
-def _attend_kernel(  # noqa: PLR0912, PLR0915 - one pass over the keys
-    query,
-    query_token,
-    query_head,
-    key,
-    key_token,
-    key_head_stride,
-    value,
-    value_token,
-    value_head_stride,
-    keys,
-    keys_page,
-    keys_slot,
-    keys_head,
-    values,
-    values_page,
-    values_slot,
-    values_head,
-    key_exponents,
-    value_exponents,
-    exponents_page,
-    exponents_slot,
-    exponents_head,
-    table,
-    table_row,
-    lengths,
-    sinks,
-    output,
-    parts,
-    weights,
-    counters,
-    scale,
-    softcap,
-    window,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUES: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+def _attend_kernel(  # noqa: PLR0915
+    query, query_token, query_head, key, key_token, key_head_stride, value, value_token, value_head_stride,
+    keys, keys_page, keys_slot, keys_head, values, values_page, values_slot, values_head, key_exponents,
+    value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row, lengths, sinks,
+    output, parts, weights, counters, shared_pages, shared_parts, shared_weights, scale, softcap, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr,
+    VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     last = length - 1  # the newest token's key goes there; those before it are read
     first = tl.maximum(length - window, 0) if WINDOW else 0
-    begin = first // BLOCK
-    blocks = tl.where(last > first, tl.cdiv(last, BLOCK), begin)
+    own_first, shared_length = first, 0
+    if shared_pages is not None:
+        shared_length = tl.load(shared_pages + row) * PAGE
+        own_first = tl.maximum(first, shared_length)
+    begin = own_first // BLOCK
+    blocks = tl.where(last > own_first, tl.cdiv(last, BLOCK), begin)
     each = tl.cdiv(blocks - begin, SPLITS)
     begin += split * each
     end = tl.minimum(begin + each, blocks)
@@ -127,13 +127,9 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one pass over the keys
     head = key_head * GROUP + member
     own = member < GROUP
     at = query + row * query_token + head[:, None] * query_head + feature[None, :]
-    asked = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
-    exact = asked.to(tl.float32)
-    if key_exponents is not None:
-        # FP8 becomes fp16 in one instruction, bf16 in three. A power of two brings a query into the range of fp16.
-        query_scale = power_of_two(scale_exponent(tl.max(tl.abs(exact), 1)))
-        asked = (exact / query_scale[:, None]).to(tl.float32 if query.dtype.element_ty == tl.float32 else tl.float16)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    exact = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
+    asked, query_scale = _scaled_queries(exact, key_exponents)
+    highest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS, VALUES), tl.float32)
     if (split == 0) & (length > 0):  # one program handles the newest token
@@ -156,47 +152,33 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one pass over the keys
         if key_exponents is not None:
             newest *= power_of_two(key_exponent)
             own_value *= power_of_two(value_exponent)
-        highest = tl.sum(exact * newest[None, :], 1) * scale
+        highest = tl.sum(exact.to(tl.float32) * newest[None, :], 1) * scale
         if SOFTCAP:
             highest = softcap * (2.0 * tl.sigmoid(2.0 * highest / softcap) - 1.0)
         total += 1.0
         seen += own_value[None, :]
     for block in range(begin, end):  # each holds at least one visible key
         place = block * BLOCK + tl.arange(0, BLOCK)
-        its_page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
+        page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
         visible = (place >= first) & (place < last)
-        keys_at = keys + its_page * keys_page + key_head * keys_head
-        keys_at += (place % PAGE)[None, :] * keys_slot + feature[:, None]
-        stored = tl.load(keys_at, mask=visible[None, :] & (feature < WIDTH)[:, None], other=0.0)
-        scores = tl.dot(asked, stored.to(asked.dtype), input_precision="ieee") * scale
-        if key_exponents is not None:
-            exponents_at = its_page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
-            key_exponent = tl.load(key_exponents + exponents_at, mask=visible, other=0)
-            scores *= query_scale[:, None] * power_of_two(key_exponent)[None, :]
-        if SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        shares = tl.exp(scores - higher[:, None])
-        before = tl.exp(highest - higher)
-        values_at = values + its_page * values_page + key_head * values_head
-        values_at += (place % PAGE)[:, None] * values_slot + made[None, :]
-        held = tl.load(values_at, mask=visible[:, None] & (made < VALUE)[None, :], other=0.0)
-        total = total * before + tl.sum(shares, 1)
-        if key_exponents is None:
-            seen = seen * before[:, None] + tl.dot(shares.to(held.dtype), held, input_precision="ieee")
-        else:
-            value_exponent = tl.load(value_exponents + exponents_at, mask=visible, other=0)
-            shares *= power_of_two(value_exponent)[None, :]
-            largest = tl.maximum(tl.max(shares, 1), 1e-30)[:, None]
-            parted = tl.dot((shares / largest).to(asked.dtype), held.to(asked.dtype), input_precision="ieee")
-            seen = seen * before[:, None] + parted * largest
-        highest = higher
+        keys_at = keys + page * keys_page + key_head * keys_head + (place % PAGE)[None, :] * keys_slot
+        values_at = values + page * values_page + key_head * values_head + (place % PAGE)[:, None] * values_slot
+        exponents_at = page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
+        highest, total, seen = _add_block(
+            asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents, exponents_at,
+            visible, visible[None, :], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP,
+        )  # fmt: skip
 
     heads = tl.num_programs(1) * GROUP
     at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
     held = own[:, None] & (made < VALUE)[None, :]
+    shared_part = (row * heads + head) * SHARED_SPLITS
+    with_shared = member < tl.where(tl.minimum(shared_length, length) > 0, GROUP, 0)
     if SPLITS == 1:
+        if SHARED_SPLITS > 0:
+            highest, total, seen = _join(
+                highest, total, seen, shared_parts, shared_weights, shared_part, with_shared, made, VALUE, SHARED_SPLITS
+            )
         _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
     else:
         first_part = (row * heads + head) * SPLITS
@@ -211,19 +193,80 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one pass over the keys
             highest = tl.full((ROWS,), -1e30, tl.float32)  # an idle row has none
             total = tl.zeros((ROWS,), tl.float32)
             seen = tl.zeros((ROWS, VALUES), tl.float32)
-            for number in range(SPLITS):  # in order, whichever finished last
-                part = first_part + number
-                best = tl.load(weights + part * 2, mask=own, other=float("-inf"), cache_modifier=".cg")
-                theirs = tl.load(weights + part * 2 + 1, mask=own, other=0.0, cache_modifier=".cg")
-                from_part = parts + part[:, None] * VALUE + made[None, :]
-                held_there = tl.load(from_part, mask=held, other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(highest, best)
-                before, share = tl.exp(highest - higher), tl.exp(best - higher)
-                seen = seen * before[:, None] + held_there * share[:, None]
-                total = total * before + theirs * share
-                highest = higher
+            highest, total, seen = _join(highest, total, seen, parts, weights, first_part, own, made, VALUE, SPLITS)
+            if SHARED_SPLITS > 0:
+                highest, total, seen = _join(
+                    highest, total, seen, shared_parts, shared_weights, shared_part, with_shared, made, VALUE,
+                    SHARED_SPLITS,
+                )  # fmt: skip
             _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
             tl.store(counter, 0)
+
+
+@Kernel
+@triton.jit
+def _shared_kernel(
+    query, query_token, query_head, keys, keys_page, keys_slot, keys_head, values, values_page, values_slot,
+    values_head, key_exponents, value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row,
+    lengths, tiles, shared_pages, parts, weights, scale, softcap, window,
+    AT_ONCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which GROUP exist.
+    key_head, split = tl.program_id(1), tl.program_id(2)
+    members = tiles + tl.program_id(0) * AT_ONCE
+    leader = tl.load(members).to(tl.int64)
+    if leader >= 0:
+        index, feature, made = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, VALUES)
+        inside = index < AT_ONCE * HEADS
+        row = tl.load(members + index // HEADS, mask=inside, other=-1).to(tl.int64)
+        head = key_head * GROUP + index % HEADS
+        own = (row >= 0) & (index % HEADS < GROUP)
+        its_length = tl.load(lengths + row, mask=own, other=0).to(tl.int32)
+        own = own & (its_length > 0)
+        at = query + row[:, None] * query_token + head[:, None] * query_head + feature[None, :]
+        asked = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
+        asked, query_scale = _scaled_queries(asked, key_exponents)
+        length = tl.load(shared_pages + leader) * PAGE
+        first = tl.zeros((ROWS,), tl.int32)
+        begin = 0
+        if WINDOW:
+            first = tl.maximum(its_length - window, 0)
+            begin = tl.min(tl.where(own, first, length)) // BLOCK
+        blocks = tl.maximum(length // BLOCK, begin)
+        each = tl.cdiv(blocks - begin, SPLITS)
+        begin += split * each
+        highest = tl.full((ROWS,), -1e30, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        seen = tl.zeros((ROWS, VALUES), tl.float32)
+        for block in range(begin, tl.minimum(begin + each, blocks)):
+            place = block * BLOCK + tl.arange(0, BLOCK)
+            page = tl.load(table + leader * table_row + block * BLOCK // PAGE).to(tl.int64)
+            keys_at = keys + page * keys_page + key_head * keys_head + (place % PAGE)[None, :] * keys_slot
+            values_at = values + page * values_page + key_head * values_head + (place % PAGE)[:, None] * values_slot
+            exponents_at = page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
+            highest, total, seen = _add_block(
+                asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents,
+                exponents_at, place >= 0, place[None, :] >= first[:, None], scale, softcap, feature, made, WIDTH,
+                VALUE, SOFTCAP,
+            )  # fmt: skip
+        part = (row * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
+        tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=own[:, None] & (made < VALUE)[None, :])
+        tl.store(weights + part * 2, highest, mask=own)
+        tl.store(weights + part * 2 + 1, total, mask=own)
+
+
+@triton.jit
+def _scaled_queries(queries, exponents):
+    """Returns queries as products take them, and for FP8 keys the scale of each."""
+    scale = tl.zeros((queries.shape[0],), tl.float32)
+    if exponents is not None:
+        # FP8 becomes fp16 in one instruction, bf16 in three. A power of two brings a query into the range of fp16.
+        exact = queries.to(tl.float32)
+        scale = power_of_two(scale_exponent(tl.max(tl.abs(exact), 1)))
+        queries = (exact / scale[:, None]).to(tl.float32 if queries.dtype == tl.float32 else tl.float16)
+    return queries, scale
 
 
 @triton.jit
@@ -232,6 +275,53 @@ def _quantized(head):
     wide = head.to(tl.float32)
     exponent = scale_exponent(tl.max(tl.abs(wide), 0))
     return to_fp8(wide * power_of_two(-exponent)), exponent.to(tl.int8)
+
+
+@triton.jit
+def _add_block(
+    asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents, exponents_at, loaded,
+    visible, scale, softcap, feature, made, WIDTH: tl.constexpr, VALUE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    # `loaded` [BLOCK] are the keys to read, `visible` [ROWS or 1, BLOCK] those that a query sees.
+    stored = tl.load(keys_at + feature[:, None], mask=loaded[None, :] & (feature < WIDTH)[:, None], other=0.0)
+    scores = tl.dot(asked, stored.to(asked.dtype), input_precision="ieee") * scale
+    if key_exponents is not None:
+        key_exponent = tl.load(key_exponents + exponents_at, mask=loaded, other=0)
+        scores *= query_scale[:, None] * power_of_two(key_exponent)[None, :]
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shares = tl.exp(scores - higher[:, None])
+    before = tl.exp(highest - higher)
+    held = tl.load(values_at + made[None, :], mask=loaded[:, None] & (made < VALUE)[None, :], other=0.0)
+    total = total * before + tl.sum(shares, 1)
+    if key_exponents is None:
+        seen = seen * before[:, None] + tl.dot(shares.to(held.dtype), held, input_precision="ieee")
+    else:
+        value_exponent = tl.load(value_exponents + exponents_at, mask=loaded, other=0)
+        shares *= power_of_two(value_exponent)[None, :]
+        largest = tl.maximum(tl.max(shares, 1), 1e-30)[:, None]
+        parted = tl.dot((shares / largest).to(asked.dtype), held.to(asked.dtype), input_precision="ieee")
+        seen = seen * before[:, None] + parted * largest
+    return higher, total, seen
+
+
+@triton.jit
+def _join(highest, total, seen, parts, weights, first_part, own, made, VALUE: tl.constexpr, SPLITS: tl.constexpr):
+    # Adds SPLITS parts of the keys, in their order.
+    for number in range(SPLITS):
+        part = first_part + number
+        best = tl.load(weights + part * 2, mask=own, other=-1e30, cache_modifier=".cg")
+        theirs = tl.load(weights + part * 2 + 1, mask=own, other=0.0, cache_modifier=".cg")
+        from_part = parts + part[:, None] * VALUE + made[None, :]
+        held = tl.load(from_part, mask=own[:, None] & (made < VALUE)[None, :], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, best)
+        before, share = tl.exp(highest - higher), tl.exp(best - higher)
+        seen = seen * before[:, None] + held * share[:, None]
+        total = total * before + theirs * share
+        highest = higher
+    return highest, total, seen
 
 
 @triton.jit
