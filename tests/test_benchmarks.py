@@ -131,6 +131,7 @@ SMOKES = {
     "growth": ["--axes", "length", "experts"],
     "weight_sync": [],
     "asynchrony": [],
+    "batch_invariant": [],
 }
 
 

@@ -34,6 +34,8 @@ from postlude.ops.kernels import (
     experts,
     fp8,
     gated_delta,
+    invariant_attention,
+    invariant_linear,
     linear_logprobs_fused,
     linear_logprobs_quantized,
     linear_logprobs_rows,
@@ -153,6 +155,18 @@ def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = 
         )
 
 
+def call_invariant_linear(count: int, dtype: torch.dtype = BF16) -> None:
+    rows, out = torch.empty(count, 4096, dtype=dtype), fp32(count, 1024)
+    invariant_linear.product(rows, torch.empty(1024, 4096, dtype=dtype), fp32(1024), out)
+
+
+def call_invariant_attention(width: int = 128, dtype: torch.dtype = BF16) -> None:
+    query, key = (torch.empty(16, heads, width, dtype=dtype) for heads in (32, 8))
+    invariant_attention.forward(query, key, key, None, whole(4, 4, dtype=torch.int32), 0.1, None, None)
+    store, table = new_page_store(4, 8, width, dtype, torch.device("cpu")), whole(16, 4, dtype=torch.int32)
+    invariant_attention.attend_pages(query, key, key, store, store, table, whole(16), ScoreConfig(scale=0.1))
+
+
 def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
     rows, gate_and_up, down = bf16(16, width), bf16(2 * 3 * width, width), bf16(width, 3 * width)
     weights = Norm(bf16(width), 1e-6, 0.0)
@@ -259,6 +273,13 @@ CALLS = (
     Call("attend_pages", "256, fp32", partial(call_paged_attention, 256, dtype=FP32)),
     Call("attend_pages_fp8", "128", partial(call_paged_attention, fp8=True)),
     Call("attend_pages_fp8", "256, fp32", partial(call_paged_attention, 256, dtype=FP32, fp8=True)),
+    Call("invariant_linear", "16 rows", partial(call_invariant_linear, 16)),
+    Call("invariant_linear", "128 rows", partial(call_invariant_linear, 128)),
+    Call("invariant_linear", "8192 rows", partial(call_invariant_linear, 8192)),
+    Call("invariant_linear", "fp32", partial(call_invariant_linear, 128, FP32)),
+    Call("invariant_attention", "128", call_invariant_attention),
+    Call("invariant_attention", "256", partial(call_invariant_attention, 256)),
+    Call("invariant_attention", "128, fp32", partial(call_invariant_attention, dtype=FP32)),
     Call("decode_linear", "4096", call_decode_linear),
     Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),
     Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),

@@ -75,6 +75,7 @@ class Engine(TrainingProperties):
         Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
     selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
         independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
+    batch_invariant: a token's results have the same bits in every batch, and equal a generator's: docs/recipes.md.
     blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
     """
 
@@ -98,6 +99,7 @@ class Engine(TrainingProperties):
         fp8: bool = False,
         lora: LoRA | Mapping[str, LoRA] | None = None,
         selection_bias_rate: float | None = None,
+        batch_invariant: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
@@ -134,6 +136,7 @@ class Engine(TrainingProperties):
             blocks=blocks,
             frozen=self.adapters.enabled,
             adapters=NO_ADAPTERS,
+            batch_invariant=batch_invariant,
         )
         self.default_optimizer, self.failure_state = optimizer or AdamW(), FailureState()
         stages = self.builder.build(lambda stage: init_or_load_weights(stage, source, self.family, seed, families))

@@ -17,6 +17,7 @@ from postlude.layout import Stage
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
 from postlude.model.adapters import freeze_base
+from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.blocks import Block
 from postlude.model.fp8 import use_fp8
 from postlude.ops.fp8 import check_fp8
@@ -112,6 +113,12 @@ class StageBuilder:
     frozen: bool
     """With LoRA: the model is stored in the compute dtype and not trained."""
     adapters: Mapping[str, AdapterConfig]
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_invariant:
+            layout = self.mesh.layout
+            check_batch_invariant(self.config, layout, lora=self.frozen, overlap=self.overlap, blocks=self.blocks)
 
     def __post_init__(self) -> None:
         if self.fp8:
@@ -173,6 +180,7 @@ class StageBuilder:
                 dtype=self.compute_dtype if self.frozen else None if self.weights == "fp32" else torch.bfloat16,
                 blocks=self.blocks,
                 adapters=self.adapters,
+                batch_invariant=self.batch_invariant,
             )
         if self.fp8:
             use_fp8(stage.blocks, self.mesh.layout.tp)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from postlude.generate.sampler import SamplerSettings, sample
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.kernels.capabilities import Backend, use_kernel
+from postlude.ops.linear_logprobs.invariant import logprobs_of_logits
 from postlude.ops.shared_pages import SharedPages
 
 TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K = range(6)  # columns of `DecodeRows.numbers`
@@ -82,9 +84,12 @@ def sample_next(
     A row becomes idle at a stop token or its maximum length. Idle rows do not change. Without `filtered`, top-k, top-p
     and min-p are ignored. A caller with the `settings` of the rows on the host passes them, if none is idle.
     """
+    if is_batch_invariant() and logits.is_cuda:
+        settings = None  # torch's sums on a GPU depend on the number of rows
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
         kernels = importlib.import_module("postlude.ops.kernels.sample")
         kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, state.results, filtered)
+        _score_invariantly(logits, rows, state)
         return
     if settings is None:
         state.results[rows, 0] = -1
@@ -96,3 +101,13 @@ def sample_next(
     state.results[rows] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
     ended = (count + 1 >= limit) | (state.stops[:, rows] == tokens).any(0)
     state.numbers[:3, rows] = torch.stack((tokens, torch.where(ended, 0, length + 1), count + 1))
+    _score_invariantly(logits, rows, state)
+
+
+def _score_invariantly(logits: Tensor, rows: Tensor, state: DecodeRows) -> None:
+    """Replaces log-probs by those that the trainer's head computes, in the batch-invariant mode."""
+    if is_batch_invariant() and len(rows):
+        temperature = state.settings[TEMPERATURE, rows]
+        temperature = torch.where(temperature > 0, temperature, 1.0)
+        logprobs = logprobs_of_logits(logits, state.numbers[TOKEN, rows], temperature)
+        state.results[:, 1].index_copy_(0, rows, logprobs.double())

@@ -132,7 +132,12 @@ class SyncedGenerator(ReplicatedGenerator):
         self._probe_result: ProbeResult | None = None
         self._pending_probe: Probe | None = None
         with torch.device("meta"):
-            model = LanguageModel(engine.config, dtype=engine.compute_dtype, blocks=engine.block_types)
+            model = LanguageModel(
+                engine.config,
+                dtype=engine.compute_dtype,
+                blocks=engine.block_types,
+                batch_invariant=engine.builder.batch_invariant,
+            )
         eos_token = tokenizer.eos_token_id if tokenizer is not None else None
         limits.setdefault("eos_tokens", end_tokens(engine.generation_config, eos_token))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)

@@ -29,6 +29,7 @@ from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
+from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.ops.kernels.capabilities import gpu_of, why_not
 from postlude.options import KVCacheDtype
@@ -170,7 +171,8 @@ class Generator:
     def inference_mode(self, adapter: str | None) -> Iterator[None]:
         """Enters evaluation mode without gradients and selects this adapter, which stays in use afterwards."""
         self.adapters.use(adapter)
-        with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(self.model.embedding.weight.dtype):
+        dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)
+        with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(dtype), invariant:
             yield
 
     def why_no_cuda_graph(self) -> str | None:

@@ -15,6 +15,7 @@ from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRAGroup
 from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
+from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
@@ -47,6 +48,7 @@ from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
 from postlude.model.storage import check_storage
+from postlude.ops.batch_invariant import in_mode_of_model
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
@@ -64,7 +66,7 @@ class LanguageModel(FSDPUnit):
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero; an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
-    of this model's layers, by the layers' global names.
+    of this model's layers, by the layers' global names. `batch_invariant`: see `ops/batch_invariant.py`.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` they have no storage until loaded.
     """
@@ -84,15 +86,16 @@ class LanguageModel(FSDPUnit):
         dtype: torch.dtype | None = None,
         blocks: Mapping[str, type[Block]] = BLOCKS,
         adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.routers = config.routers
         self.mesh = mesh or Mesh.single_rank()
-        self.recompute = recompute
-        self.scans = scans
-        self.head_config = head
-        self.block_types = blocks
+        self.recompute, self.scans, self.head_config = recompute, scans, head
+        self.block_types, self.batch_invariant = blocks, batch_invariant
+        if batch_invariant:
+            check_batch_invariant(config, self.layout, lora=bool(adapters), blocks=blocks)
         check_recompute(recompute)
         self.stage = stage or Stage()
         with default_dtype(dtype):
@@ -138,6 +141,7 @@ class LanguageModel(FSDPUnit):
         """Whether this stage has MTP depths."""
         return self.stage.last and bool(self.config.pattern.mtp)
 
+    @in_mode_of_model
     def forward(
         self,
         microbatch: Microbatch,

@@ -20,6 +20,7 @@ from postlude.model.config import ModelConfig
 from postlude.model.parallel import Adapter, ValueHead
 from postlude.ops.collectives import gather_from_sequence, gather_replicated
 from postlude.ops.linear_logprobs import LogitConfig, TokenStats, linear_logprobs
+from postlude.ops.linear_logprobs.invariant import logit_products
 from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
 from postlude.ops.logprobs_at import linear_logprobs_at
 from postlude.world.mesh import SINGLE_RANK, Axis
@@ -51,11 +52,11 @@ class OutputHead:
         return gathered if self.adapter is None else self.adapter.extend_rows(gathered)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits, [T / tp, H] -> [T, vocab], in hidden's dtype, the same on every rank.
+        """Returns logits, [T / tp, H] -> [T, vocab], in the dtype of `logit_products`, the same on every rank.
 
         Materialises all logits: prefer `logprobs` if that is what you need.
         """
-        logits = self.logit_config.transform(F.linear(self.gather(hidden), self.weight, self.logit_config.bias))
+        logits = self.logit_config.transform(logit_products(self.gather(hidden), self.weight, self.logit_config.bias))
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)
         if self.tp.group is not None:
             width = -(-size // self.tp.size)

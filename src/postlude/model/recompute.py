@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from postlude.ops.batch_invariant import bind_batch_invariant
 from postlude.ops.linear import bind_wgrad
 from postlude.options import Recompute as Recompute  # noqa: PLC0414
 
@@ -36,6 +37,8 @@ KEPT = (
     "postlude.attention",
     "postlude.fp8_grouped_product",
     "postlude.fp8_products",
+    "postlude.invariant_attention",
+    "postlude.invariant_linear",
     "postlude.ssd",
     "postlude.ssd_triton",
     "postlude.gated_delta",
@@ -55,7 +58,7 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept())
-    result: Result = checkpoint(bind_wgrad(function), *arguments, **options)
+    result: Result = checkpoint(bind_batch_invariant(bind_wgrad(function)), *arguments, **options)
     return result
 
 

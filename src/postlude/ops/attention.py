@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from postlude.ops.attention_scores import PackedAttention, explicit_attention
+from postlude.ops.attention_scores import ScoreConfig as ScoreConfig  # noqa: PLC0414
+from postlude.ops.attention_scores import softmax as softmax  # noqa: PLC0414
+from postlude.ops.batch_invariant import is_batch_invariant
+from postlude.ops.invariant_attention import invariant_attention
 from postlude.ops.kernels.capabilities import use_kernel
 from postlude.ops.packing import Packing, to_device
 
@@ -22,45 +26,32 @@ LONG = 8192  # sequence length from which cuDNN is faster than the Triton kernel
 LONG_STEP = 512
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScoreConfig:
-    """How keys are scored: scale · query·key, bounded to softcap · tanh(score / softcap) with a softcap.
-
-    A query sees the keys up to its own, the last `window` of them; None means all. `sinks` [heads] are scores of an
-    extra key with value zero, which joins only the softmax's denominator.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-class PackedAttention(Protocol):
-    """Causal softmax attention within each packed sequence."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
-    ) -> Tensor:
-        """Query [Tq, heads, width], key [Tk, kv_heads, width], value [Tk, kv_heads, v] -> [Tq, heads, v].
-
-        Query heads share key heads in equal groups. The queries of a sequence are at the last positions of its keys:
-        for whole sequences `queries` and `keys` are one packing; for a part of each, keys are all those up to its end.
-        """
-        ...
-
-
 def attend(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
-    """Attends with the fastest implementation for the device, the dtype and the config."""
+    """Attends with the fastest implementation for the device, the dtype and the config, or the batch-invariant one."""
     implementation: PackedAttention = reference_attention
+    if is_batch_invariant():
+        return _attend_invariant(query, key, value, queries, keys, score_config)
     if query.is_cuda:
         if prefers_triton(query, (query.shape[-1], value.shape[-1]), score_config):
             implementation = triton_packed_attention
         elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_supports(query, score_config):
             implementation = varlen_attention
     return implementation(query, key, value, queries, keys, score_config)
+
+
+def _attend_invariant(
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
+) -> Tensor:
+    """Attends with results that do not depend on the other sequences."""
+    half = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH
+    if half and query.is_cuda and use_kernel("invariant_attention", "auto", query.device, query.dtype):
+        return triton_packed_attention(query, key, value, queries, keys, score_config)
+    _check_lengths(queries, keys)
+    if queries.count == 0:
+        return _empty_output(query, key, value, score_config)
+    return invariant_attention(query, key, value, queries, keys, score_config, reference_attention)
 
 
 def prefers_triton(query: Tensor, widths: tuple[int, int], score_config: ScoreConfig) -> bool:
@@ -111,7 +102,7 @@ def reference_attention(
                 enable_gqa=True,
             )
         else:
-            heads = _explicit_attention(q, k, v, _visible(tq, tk, score_config.window, query.device), score_config)
+            heads = explicit_attention(q, k, v, _visible(tq, tk, score_config.window, query.device), score_config)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
         rows.append(own_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()]
@@ -124,7 +115,8 @@ def triton_packed_attention(
     _check_lengths(queries, keys)
     if queries.count == 0:
         return _empty_output(query, key, value, score_config)
-    if queries is keys and queries.max_length >= LONG and prefers_cudnn(query, value, queries, score_config):
+    long = queries is keys and queries.max_length >= LONG and not is_batch_invariant()
+    if long and prefers_cudnn(query, value, queries, score_config):
         return _split_long(query, key, value, queries, score_config)
     from postlude.ops.kernels.attention import triton_attention  # needs triton
 
@@ -278,28 +270,6 @@ def _empty_output(query: Tensor, key: Tensor, value: Tensor, score_config: Score
     """Returns [0, heads, v] that depends on all inputs, so that they get zero gradients rather than none."""
     nothing = query.sum(-1, keepdim=True).expand(-1, -1, value.shape[-1]) + key.sum() + value.sum()
     return nothing if score_config.sinks is None else nothing + 0 * score_config.sinks.sum()
-
-
-def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, in fp32 or wider, with a sink [..., 1] in the denominator if given."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    if sinks is None:
-        return scores.softmax(dim=-1, dtype=dtype)
-    joined = torch.cat((scores.to(dtype), sinks.to(dtype).expand(*scores.shape[:-1], 1)), dim=-1)
-    return joined.softmax(dim=-1)[..., :-1]
-
-
-def _explicit_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, score_config: ScoreConfig
-) -> Tensor:
-    """Attention written out for any config: query [n, heads, tq, width], keys and values [n, kv_heads, tk, ...]."""
-    grouped = query.unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, tq, width]
-    scores = grouped @ key[:, :, None].transpose(-1, -2) * score_config.scale
-    if score_config.softcap is not None:
-        scores = score_config.softcap * torch.tanh(scores / score_config.softcap)
-    sinks = None if score_config.sinks is None else score_config.sinks.view(*grouped.shape[1:3], 1, 1)
-    weights = softmax(scores.masked_fill(~visible, float("-inf")), sinks)
-    return (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
 
 
 class _FlashWithSinks(Function):

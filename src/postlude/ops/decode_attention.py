@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.ops.attention import FLASH_STEP, FLASH_WIDTH, ScoreConfig, flash_supports, softmax, with_sinks
+from postlude.ops.batch_invariant import is_batch_invariant
+from postlude.ops.invariant_attention import attend_in_rows
 
 
 class DecodeAttention:
@@ -29,6 +31,8 @@ class DecodeAttention:
 
         The queries of a row are adjacent, the newest last.
         """
+        if is_batch_invariant():
+            return attend_in_rows(query, keys.flatten(0, 1), values.flatten(0, 1), score_config, *self._rows(keys))
         width = query.shape[-1]
         # The store is not padded to a width that flash attention takes, since that would copy all of it.
         flash_width = width == values.shape[-1] and width <= FLASH_WIDTH and width % FLASH_STEP == 0
@@ -120,6 +124,11 @@ class DecodeAttention:
             borders = torch.stack((stops - seen, stops), dim=1).flatten()
             self._borders[window, capacity, index] = F.pad(borders, (1, 0)).to(torch.int32)
         return self._borders[window, capacity, index]
+
+    def _rows(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the first row of each query's keys in a flattened store, and the query's position, [queries] each."""
+        rows = torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.tokens_per_row)
+        return rows * keys.shape[1], consecutive_positions(self.lengths - self.tokens_per_row, self.tokens_per_row)
 
     def _seen(self, index: int) -> Tensor:
         """[n]: the number of keys that token `index` of the newest `tokens_per_row` sees in its row."""

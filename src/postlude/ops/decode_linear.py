@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.ops.activation import Activation, gated_activation
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
+from postlude.ops.linear import forward_product
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 
@@ -34,7 +36,7 @@ def norm_linear(
 
         return product(rows, weight, MOST, norm=norm, low_rank=low_rank)
     normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return add_low_rank(F.linear(normed, weight), normed, low_rank)
+    return add_low_rank(forward_product(normed, weight), normed, low_rank)
 
 
 def norm_gated_linear(
@@ -52,7 +54,7 @@ def norm_gated_linear(
 
         return product(rows, weight, MOST, norm=norm, activation=activation, low_rank=low_rank)
     normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return gated_low_rank(F.linear(normed, weight), normed, low_rank, activation)
+    return gated_low_rank(forward_product(normed, weight), normed, low_rank, activation)
 
 
 def linear_add(
@@ -75,11 +77,14 @@ def linear_add(
         from postlude.ops.kernels.decode_linear import product
 
         return product(rows, weight, MOST, residual=residual, counters=counters, low_rank=low_rank)
+    if is_batch_invariant():  # rounds the product before the sum, as the trainer's forward does
+        return residual + add_low_rank(forward_product(rows, weight), rows, low_rank)
     return add_low_rank(residual.addmm_(rows, weight.t()), rows, low_rank)
 
 
 def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend: Backend) -> bool:
-    if backend == "auto" and (not rows.is_cuda or len(rows) > MOST or rows.dtype != torch.bfloat16):
+    few = rows.is_cuda and len(rows) <= MOST and rows.dtype == torch.bfloat16
+    if backend == "auto" and (not few or is_batch_invariant()):
         return False
     refused = None
     if not 0 < len(rows) <= MOST:

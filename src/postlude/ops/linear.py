@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.fp8 import FP8Scaling, fp8_input_gradient, fp8_products, share_amax
+from postlude.ops.invariant_linear import invariant_product
 
 DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]
 """Weights, each with a closure that returns its gradient, or None if it has added it to `main_grad`."""
@@ -100,11 +102,21 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
         torch.addmm(total, gradient.t(), rows, out_dtype=total.dtype, out=total)
 
 
+def forward_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `rows` [T, in] · `weight`ᵀ [out, in] + `bias`, [T, out], for a forward that needs no autograd of its own.
+
+    In the batch-invariant mode a row does not depend on the others.
+    """
+    return invariant_product(rows, weight, bias) if is_batch_invariant() else F.linear(rows, weight, bias)
+
+
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: FP8Scaling | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]. With `fp8` the product and the rows' gradient are in FP8."""
     if fp8 is not None:
         return _products(rows, (weight,), (bias,), one=False, fp8=fp8)[0]
-    if not torch.is_grad_enabled() or (wgrad_queue(weight) is None and main_grad(weight) is None):
+    if not torch.is_grad_enabled():
+        return forward_product(rows, weight, bias)
+    if wgrad_queue(weight) is None and main_grad(weight) is None and not is_batch_invariant():
         return F.linear(rows, weight, bias)
     return _products(rows, (weight,), (bias,), one=False)[0]
 
@@ -129,7 +141,7 @@ def linear_group(
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
         joined = adjacent_view(weights)
         if joined is not None:
-            parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
+            parts: tuple[Tensor, ...] = forward_product(rows, joined).split([weight.shape[0] for weight in weights], -1)
             return parts
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
@@ -197,7 +209,7 @@ def main_grad(weight: Tensor) -> Tensor | None:
 
 
 class _Linears(Function):
-    """`F.linear` of several weights, with deferred or directly added weight gradients.
+    """`forward_product` of several weights, with deferred or directly added weight gradients.
 
     With `joins`, adjacent weights are one product in the backward; with `one`, in the forward too.
     """
@@ -255,8 +267,8 @@ def linear_products(
     if fp8 is not None:
         return add_biases(fp8_products(rows, weights, share_amax(rows, weights, fp8), joined=joined), biases)
     if joined is None:
-        return tuple(F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    parts: tuple[Tensor, ...] = F.linear(rows, joined).split([weight.shape[0] for weight in weights], -1)
+        return tuple(forward_product(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    parts: tuple[Tensor, ...] = forward_product(rows, joined).split([weight.shape[0] for weight in weights], -1)
     return parts
 
 

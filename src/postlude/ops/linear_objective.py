@@ -27,7 +27,7 @@ from postlude.ops.linear_logprobs.api import (
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
-from postlude.ops.linear_logprobs.plan import plan_sweep
+from postlude.ops.linear_logprobs.plan import plan_rows, plan_sweep
 from postlude.ops.linear_logprobs.problem import Problem, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
 from postlude.ops.linear_logprobs.sweep import Gradients, GradientsNeeded, Head, Projection, TokenSweep
@@ -141,6 +141,8 @@ def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSwee
         return TokenSweep.coded(head, problem.rows, shape, problem.operand, wanted, budget)
     cast = head.weight.dtype != problem.operand
     plan = plan_sweep(shape, weight_gradient=wanted.weight, weight_cast=cast, memory_budget=budget)
+    if problem.batch_invariant:
+        plan = plan_rows(shape, budget)
     state = empty_state(shape.rows, problem.compute, head.hidden.device)
     return TokenSweep(shape, plan, True, state, Projection(head, problem, plan, shape))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
 from postlude.ops.kernels.capabilities import Backend, use_kernel
@@ -52,6 +53,10 @@ def attend_pages(
     With `exponents`, stores of int8 [pages, PAGE_SIZE, kv_heads, 1], the keys and values are stored in FP8: see
     `fp8_kv`. The newest token too attends to its rounded key.
     """
+    if is_batch_invariant() and use_kernel("invariant_attention", backend, query.device, query.dtype):
+        from postlude.ops.kernels import invariant_attention  # needs triton
+
+        return invariant_attention.attend_pages(query, key, value, keys, values, table, lengths, score_config)
     widest = max(query.shape[-1], value.shape[-1])
     refused = (
         f"its tiles have room for heads of {MAX_HEAD_DIM}, and these have {widest}" if widest > MAX_HEAD_DIM else None

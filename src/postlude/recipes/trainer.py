@@ -127,6 +127,7 @@ class Trainer(ABC):
             weights=config.weights,
             lora=config.lora,
             selection_bias_rate=config.selection_bias_rate,
+            batch_invariant=config.batch_invariant,
             seed=config.seed,
             mtp=config.mtp is not None,
         )

@@ -163,7 +163,7 @@ class Attention(Block):
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
     roles: ClassVar[Mapping[str, Role]] = {"sinks": "vector"}
-    supports_decoding = True
+    supports_decoding = batch_invariant = True
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from postlude.ops.batch_invariant import is_batch_invariant
+from postlude.ops.kernels import invariant_attention
 from postlude.ops.kernels.attention_device import forward_kernel, key_gradient_kernel, query_gradient_kernel
 from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Launcher
@@ -230,11 +232,16 @@ def forward(
 
     Selective recompute needs the call as a torch `operator`, which takes the host longer than a plain call.
     """
+    group, rated = query.shape[1] // key.shape[1], (asked.scale, asked.window, asked.softcap)
+    if is_batch_invariant():
+        step = invariant_attention.ROWS // invariant_attention.packed_heads(group)
+        table = _table(_query_table, asked.queries, asked.keys, asked.window, step)
+        output, lse = torch.ops.postlude.invariant_attention(query, key, value, sinks, table, *rated)
+        return output, lse
     tile = asked.tiles.forward
-    pack = _packed_heads(query.shape[1] // key.shape[1], tile.rows)
+    pack = _packed_heads(group, tile.rows)
     table = _table(_query_table, asked.queries, asked.keys, asked.window, tile.rows // pack)
     how = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
-    rated = asked.scale, asked.window, asked.softcap
     call = torch.ops.postlude.attention if operator else _forward
     output, lse = call(query, key, value, sinks, table, *rated, how)
     return output, lse

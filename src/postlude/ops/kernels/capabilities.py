@@ -131,6 +131,12 @@ KERNELS: Mapping[str, KernelSpec] = {
     "decode_linear": KernelSpec(
         "products of a few rows, in the generator", "16 rows of a 0.6B are decoded 1.2 times as slowly on an H200"
     ),
+    "invariant_linear": KernelSpec(
+        "products of the batch-invariant mode", "each row is a product by itself, hundreds of times as slow"
+    ),
+    "invariant_attention": KernelSpec(
+        "attention of the batch-invariant mode", "each query is a product by itself, hundreds of times as slow"
+    ),
     "sample_next": KernelSpec("sampling of the next tokens, in the generator"),
     "adamw_step": KernelSpec("the update of AdamW"),
     # `launch.Launcher` repeats a private part of these releases: 3.6 was run on a GPU, 3.9 was read.

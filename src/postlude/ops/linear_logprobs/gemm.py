@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+ALIGNMENT = 64  # elements
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -31,6 +32,16 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if left.dtype in HALF and out.dtype == torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
     return out.copy_(torch.mm(left, right))
+
+
+def aligned(columns: int) -> int:
+    """Returns the row stride of a slab: rows start at whole steps, for GEMM tiles and vector loads."""
+    return columns if columns < ALIGNMENT else whole_steps(columns)
+
+
+def whole_steps(columns: int) -> int:
+    """Rounds up to a multiple of `ALIGNMENT`."""
+    return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
 def add_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

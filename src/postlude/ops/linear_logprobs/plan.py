@@ -139,6 +139,16 @@ def plan_statistics(shape: Shape, memory_budget: int | None = None) -> Plan:
     return _plan("vocabulary", shape, room)
 
 
+def plan_rows(shape: Shape, memory_budget: int | None = None) -> Plan:
+    """Plans the forward over tokens, with the whole vocabulary of each. On a CPU each is a slab.
+
+    There the order of a sum may depend on how many sums are computed at once.
+    """
+    if shape.device == "cpu":
+        return Plan("token", 1)
+    return _plan("token", shape, shape.scratch.sweep_least if memory_budget is None else memory_budget)
+
+
 def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | None = None) -> Plan:
     """Plans the forward of the fused kernel over the vocabulary, in tiles of `columns`.
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF, operand_dtype
 from postlude.ops.linear_logprobs.logits import LogitConfig
@@ -38,6 +39,7 @@ class Problem:
     group: dist.ProcessGroup | None
     memory_budget: int | None
     broken: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
+    batch_invariant: bool = False  # a token's results have the same bits, whatever tokens are beside it
 
     def take(self, tensor: Tensor) -> Tensor:
         """[positions, ...] -> [n, ...]: the projected tokens. No copy if that is all of them."""
@@ -66,7 +68,7 @@ class Problem:
     @property
     def coded(self) -> bool:
         """Whether logits can be held in 16 bits: their gradients overwrite the codes."""
-        return self.fused and self.operand in HALF
+        return self.fused and self.operand in HALF and not self.batch_invariant
 
 
 def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: LogitConfig) -> Problem:
@@ -90,7 +92,10 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
     positions = targets.numel()
     if target_count is not None and not 0 <= target_count <= positions:
         raise ValueError(f"target_count is {target_count}, but there are {positions} targets, ignored ones included.")
+    invariant = is_batch_invariant()
     temperatures = _flat_temperature(logit_config.temperature, targets)
+    if invariant and not isinstance(temperatures, Tensor):  # divided in fp32, as those of a generator's rows
+        temperatures = torch.full((1,), temperatures, dtype=torch.float32, device=targets.device).expand(positions)
     dtype = _projection_dtype(hidden, weight)
     operand = operand_dtype(dtype, hidden.device)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -130,6 +135,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         group=group,
         memory_budget=logit_config.memory_budget,
         broken=selection.broken,
+        batch_invariant=invariant,
     )
 
 

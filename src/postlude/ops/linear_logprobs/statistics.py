@@ -14,6 +14,7 @@ Backward keeps m and log Σ separately for the same reason: where logits are in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -173,6 +174,14 @@ class TopK:
         """Returns empty entries."""
         ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
         return TopK(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
+
+    def __getitem__(self, rows: slice) -> TopK:
+        return TopK(self.logits[rows], self.ids[rows])
+
+    @staticmethod
+    def stacked(parts: Sequence[TopK]) -> TopK:
+        """Returns the entries of consecutive rows as one."""
+        return TopK(torch.cat([part.logits for part in parts]), torch.cat([part.ids for part in parts]))
 
     def joined(self, logits: Tensor, ids: Tensor) -> TopK:
         """Returns the best k of these and others, [n, any] each."""

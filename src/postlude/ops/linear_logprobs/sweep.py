@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from postlude.ops.invariant_linear import invariant_product
 from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import (
     Plan,
     Shape,
     plan_coded_sweep,
     plan_gradients,
+    plan_rows,
     plan_statistics,
     plan_tiles,
 )
@@ -28,9 +30,6 @@ from postlude.ops.linear_logprobs.statistics import (
     empty_state,
     transform,
 )
-
-# Rows of slabs start at multiples of this many elements, for GEMM tiles and vector loads; the narrowest do not.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,18 @@ class Projection:
         self.entries: tuple[slice, Tensor] | None = None
         self.current: Slab | None = None
         rows, columns = plan.largest(shape)
-        self.buffer = torch.empty(rows * _aligned(columns), dtype=problem.compute, device=self.hidden.device)
+        self.buffer = torch.empty(rows * gemm.aligned(columns), dtype=problem.compute, device=self.hidden.device)
 
     def slab(self, rows: slice, columns: slice) -> Slab:
         """Projects `rows` on `columns`."""
         hidden, weight = self.hidden[rows], self._weight(columns)
         bias = None if self.head.bias is None else self.head.bias[columns].to(self.problem.compute).contiguous()
-        stride = _aligned(weight.shape[0])
+        stride = gemm.aligned(weight.shape[0])
         out = self.buffer[: hidden.shape[0] * stride].view(-1, stride)[:, : weight.shape[0]]
-        products = gemm.product(hidden, weight.t(), out)
+        if self.problem.batch_invariant:
+            products = invariant_product(hidden, weight, out=out)
+        else:
+            products = gemm.product(hidden, weight.t(), out)
         return Slab(
             hidden=hidden,
             weight=weight,
@@ -113,7 +115,7 @@ class FusedProjection:
         self.head = head
         self.problem = problem
         rows, columns = plan.largest(shape)
-        self.buffer = torch.empty(rows, _whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
+        self.buffer = torch.empty(rows, gemm.whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
@@ -134,7 +136,7 @@ class QuantizedProjection:
         self.head = head
         self.rows = rows
         most, columns = plan.largest(shape)
-        self.codes = torch.empty(most, _whole_steps(columns), dtype=operand, device=head.hidden.device)
+        self.codes = torch.empty(most, gemm.whole_steps(columns), dtype=operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
         self.current: tuple[Operands, Tensor, Tensor] | None = None
 
@@ -269,21 +271,25 @@ def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: 
 def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
     """Returns the state [4, n] of this shard's logits, and their top k if requested."""
     shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
-    if problem.fused and not topk and shape.rows and shape.columns:
+    if problem.fused and not (topk or problem.batch_invariant) and shape.rows and shape.columns:
         return _fused_statistics(head, problem.rows, shape, problem.memory_budget), None
     state = empty_state(shape.rows, problem.compute, device)
     top = TopK.empty(shape.rows, topk, problem.compute, device) if topk else None
     if not (shape.rows and shape.columns):
         return state, top
-    plan = plan_statistics(shape, problem.memory_budget)
+    # A batch-invariant row is one slab: the order of its sum does not depend on the memory that other rows take.
+    plan = (plan_rows if problem.batch_invariant else plan_statistics)(shape, problem.memory_budget)
     projection = Projection(head, problem, plan, shape)
+    tops = []
     for rows, columns in plan.slabs(shape):
         slab = projection.slab(rows, columns)
-        problem.epilogue.accumulate(slab, state, entropy=entropy)
+        problem.epilogue.accumulate(slab, state[:, rows], entropy=entropy)
         if top is not None:
             logits, _ = transform(slab)
-            top = top.joined_slab(logits, problem.vocab_start + columns.start)
-    return state, top
+            tops.append(top[rows].joined_slab(logits, problem.vocab_start + columns.start))
+            if plan.axis == "vocabulary":
+                top = tops.pop()
+    return state, TopK.stacked(tops) if tops else top
 
 
 def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: GradientsNeeded) -> Gradients:
@@ -307,11 +313,3 @@ def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: 
 
 def _fused_bias(head: Head) -> Tensor | None:
     return None if head.bias is None else head.bias.detach().float().contiguous()
-
-
-def _aligned(columns: int) -> int:
-    return columns if columns < _ALIGNMENT else _whole_steps(columns)
-
-
-def _whole_steps(columns: int) -> int:
-    return -(-columns // _ALIGNMENT) * _ALIGNMENT

@@ -26,6 +26,7 @@ from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
 from postlude.hf.tokenizer import first_difference
 from postlude.model import ModelConfig
+from postlude.model.batch_invariant import check_batch_invariant
 from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory
@@ -186,6 +187,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     if inputs.config.lora is not None:
         yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
+    if inputs.config.batch_invariant:
+        yield Check("batch_invariant", lambda: _batch_invariant(inputs), after=("device", "model"))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))
     yield Check("memory", lambda: _memory(inputs), after=("device", "layout"))
@@ -323,6 +326,16 @@ def _layout(inputs: PreflightInputs) -> str:
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {inputs.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"
+
+
+def _batch_invariant(inputs: PreflightInputs) -> str:
+    config, device = inputs.config, torch.device(inputs.launch.device)
+    check_batch_invariant(inputs.model[1], config.layout, lora=config.lora is not None, overlap=config.overlap)
+    if device.type != "cuda":
+        return "each token is a product by itself, which is slow"
+    if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
+        raise ValueError(f"batch_invariant needs Triton's kernels on a GPU, but {why}. Set batch_invariant to false.")
+    return "trainer and generator agree to the bit"
 
 
 def _head(inputs: PreflightInputs) -> str:

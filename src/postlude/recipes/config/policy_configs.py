@@ -194,6 +194,11 @@ class PolicyConfig(TrainingConfig):
         return self.steps * self.epochs * self.minibatches
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether trainer and generator agree to the bit."""
+        return isinstance(self.rollout, NativeRollout) and self.rollout.batch_invariant
+
+    @property
     def starts_from_rollout(self) -> bool:
         """Whether the first ratios compare sampler and trainer with equal weights, and so measure their mismatch."""
         ratio = isinstance(self.objective, PolicyGradient) and self.objective.ratio != "on_policy"

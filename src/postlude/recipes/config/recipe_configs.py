@@ -215,6 +215,12 @@ class DistillConfig(SupervisedConfig):
         return () if self.teacher_is_base else (self.teacher,)
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether student and generator agree to the bit."""
+        rollout = self.data.rollout if isinstance(self.data, OnPolicyData) else None
+        return isinstance(rollout, NativeRollout) and rollout.batch_invariant
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences of an optimizer step."""
         return self.batch_size * (self.data.samples_per_prompt if isinstance(self.data, OnPolicyData) else 1)

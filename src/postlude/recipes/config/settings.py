@@ -317,6 +317,11 @@ class TrainingConfig(RunConfig):
         """Whether the trained model has a value head."""
         return False
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a token's results must not depend on its batch (`NativeRollout.batch_invariant`)."""
+        return False
+
 
 def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     """Returns the optimizer of a run of `steps` optimizer steps. Refuses a schedule that reaches 0 before the end."""

@@ -1,0 +1,44 @@
+"""What the batch-invariant mode can do: `ops/batch_invariant.py` explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from postlude.layout import Layout
+from postlude.model.blocks import BLOCKS, Block
+from postlude.model.config import ModelConfig
+
+OFF = "Set batch_invariant to false"
+
+
+def check_batch_invariant(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    lora: bool = False,
+    overlap: object = False,
+    blocks: Mapping[str, type[Block]] = BLOCKS,
+) -> None:
+    """Raises ValueError for a model, layout or option whose results depend on the batch."""
+    for name in ("pp", "cp", "tp", "ep"):
+        if (degree := getattr(layout, name)) > 1:
+            raise ValueError(
+                f"batch_invariant needs {name}=1, but {name} is {degree}: sums over ranks have no fixed order. "
+                f"{OFF}, or use data parallelism."
+            )
+    for symbol in config.symbols:
+        if not blocks[symbol].batch_invariant:
+            raise ValueError(
+                f"batch_invariant needs blocks whose decoding computes what their forward computes, to the bit, but "
+                f"pattern {config.pattern} has {symbol!r} ({blocks[symbol].__name__}). {OFF}, or use a model of "
+                f"{', '.join(repr(other) for other, block in blocks.items() if block.batch_invariant)}."
+            )
+    if config.logit_softcap is not None or config.logit_scale != 1.0:
+        raise ValueError(
+            f"batch_invariant needs plain logits, but this model's have logit_softcap={config.logit_softcap} and "
+            f"logit_scale={config.logit_scale:g}. {OFF}."
+        )
+    if lora:
+        raise ValueError(f"batch_invariant has no products with LoRA adapters. {OFF}, or leave lora out.")
+    if overlap:
+        raise ValueError(f"batch_invariant does not run with overlap={overlap!r}. {OFF}, or set overlap to false.")

@@ -1,0 +1,119 @@
+"""A matrix product whose rows have the same bits in every batch.
+
+The tensor core adds 16 features at a time to each number of the product, from the first feature to the last, and
+nothing splits that sum. Tiles decide only which numbers a program computes, so they may follow the number of rows:
+tests/ops/test_batch_invariant.py compares the bits of all of them. Tiles have at least 64 rows, so that all are
+computed by the same instruction.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.capabilities import gpu_of
+from postlude.ops.kernels.launch import Launcher
+
+NEIGHBOURS = 8  # tiles of rows whose programs run together, so that they share weights in the L2 cache
+SPARE = 4096  # bytes of shared memory besides the tiles
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, columns and features of a tile, and launch options."""
+
+    rows: int
+    columns: int
+    features: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, element_size: int) -> int:
+        """Returns the bytes that its loads take."""
+        return self.stages * (self.rows + self.columns) * self.features * element_size + SPARE
+
+
+NARROW, FEW, SOME, MANY = (
+    Tile(64, 16, 128, 4, 4),
+    Tile(64, 32, 128, 4, 4),
+    Tile(64, 64, 64, 4, 4),
+    Tile(128, 128, 64, 8, 3),
+)
+HALF_TILES = (NARROW, FEW, SOME, MANY)
+FP32_TILE = Tile(32, 32, 32, 4, 2)  # without tensor cores, which would round the operands
+
+
+def tile_for(count: int, columns: int, dtype: torch.dtype, shared_memory: int) -> Tile:
+    """Returns the tile for so many rows and columns on a GPU with so much shared memory."""
+    if dtype == torch.float32:
+        return FP32_TILE
+    tile = SOME if count <= 512 else MANY
+    if count <= NARROW.rows:
+        tile = NARROW if columns <= 2048 else FEW
+    while tile.stages > 1 and tile.shared_memory(dtype.itemsize) > shared_memory:
+        tile = Tile(tile.rows, tile.columns, tile.features, tile.warps, tile.stages - 1)
+    return tile
+
+
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, tile: Tile | None = None) -> Tensor:
+    """Computes `output` [T, out] = `rows` [T, in] · `weight`ᵀ [out, in] + `bias` [out], summed in fp32."""
+    (count, width), features = rows.shape, weight.shape[0]
+    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
+    if tile is None:
+        tile = tile_for(count, features, rows.dtype, gpu_of(rows.device).shared_memory)
+    if count and features:
+        grid = (triton.cdiv(count, tile.rows) * triton.cdiv(features, tile.columns), 1, 1)
+        strides = (rows.stride(0), weight.stride(0), output.stride(0))
+        sizes = (width, features, tile.rows, tile.columns, tile.features, NEIGHBOURS)
+        _product(grid, (rows, weight, bias, output), (count,), (*strides, *sizes), tile.warps, num_stages=tile.stages)
+    return output
+
+
+def _new_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(rows, weight, bias, torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device))
+
+
+# An operator, so that selective recompute keeps its result.
+_LIBRARY = torch.library.Library("postlude", "FRAGMENT")
+_LIBRARY.define("invariant_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("invariant_linear", _new_product, "CompositeExplicitAutograd")
+
+
+@triton.jit(do_not_specialize=["count"])
+def _product_kernel(
+    rows, weight, bias, output, count,
+    STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    row_tiles, column_tiles = tl.cdiv(count, ROWS), tl.cdiv(FEATURES, COLUMNS)
+    first = tl.program_id(0) // (NEIGHBOURS * column_tiles) * NEIGHBOURS
+    neighbours = tl.minimum(row_tiles - first, NEIGHBOURS)
+    place = tl.program_id(0) % (NEIGHBOURS * column_tiles)
+    row = ((first + place % neighbours) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (place // neighbours * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    live, inside = row < count, column < FEATURES
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        feature = start + tl.arange(0, BLOCK)
+        rows_at = rows + row[:, None] * STRIDE + feature[None, :]
+        weight_at = weight + column[:, None] * WEIGHT_STRIDE + feature[None, :]
+        if WIDTH % BLOCK:
+            values = tl.load(rows_at, mask=live[:, None] & (feature < WIDTH)[None, :], other=0.0)
+            weights = tl.load(weight_at, mask=inside[:, None] & (feature < WIDTH)[None, :], other=0.0)
+        else:
+            values = tl.load(rows_at, mask=live[:, None], other=0.0)
+            weights = tl.load(weight_at, mask=inside[:, None], other=0.0)
+        total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = output + row[:, None] * OUTPUT_STRIDE + column[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+_product = Launcher(_product_kernel)

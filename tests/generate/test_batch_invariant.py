@@ -1,0 +1,194 @@
+"""In the batch-invariant mode a completion has the same bits in every batch, and its log-probs are the trainer's."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from postlude import ranks as started
+from postlude.data import Batch
+from postlude.engine import Engine
+from postlude.generate.distributed import SyncedGenerator
+from postlude.generate.generator import Generator
+from postlude.generate.protocol import Completion
+from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.read_model import read_model
+from postlude.layout import Layout
+from postlude.lora import LoRA
+from postlude.model import LanguageModel
+from postlude.model.batch_invariant import check_batch_invariant
+from postlude.objectives import SFT
+from postlude.options import Recompute
+from tests.engine.training import config
+from tests.generate.test_scheduler import Recorded, Stepped
+
+TEMPERATURES = (1.0, 0.7, 0.0)
+GPU = pytest.mark.gpu
+
+
+def qwen3(layers: int = 28) -> Any:
+    """The shape of Qwen3-0.6B, with random weights, wide enough that some tokens are likelier than others."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, initializer_range=0.04,
+    )  # fmt: skip
+
+
+def model_of(source: Any, device: str, dtype: torch.dtype, *, batch_invariant: bool = True) -> LanguageModel:
+    with torch.device(device):
+        return LanguageModel(read_model(source)[1], dtype=dtype, batch_invariant=batch_invariant)
+
+
+def requests(count: int, longest: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and completions of uneven lengths, each with a seed and a temperature of its own."""
+    source = random.Random(0)
+    prompts = [[source.randrange(vocab_size) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+    lengths = [source.randrange(1, longest) for _ in prompts]
+    return prompts, [
+        SamplingParams(max_new_tokens=length, seed=index, temperature=TEMPERATURES[index % 3], ignore_eos=True)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def bits(groups: list[list[Completion]]) -> list[tuple[list[int], list[float]]]:
+    return [(completion.tokens, completion.logprobs) for group in groups for completion in group]
+
+
+def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) -> dict[str, float]:
+    """The share of tokens from the first other token of a completion on, and of other log-probs before it."""
+    tokens = other_tokens = shared = other_logprobs = 0
+    for (one, logprobs), (other, expected_logprobs) in zip(bits(actual), bits(expected), strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
+        tokens, other_tokens, shared = tokens + len(other), other_tokens + len(other) - same, shared + same
+        other_logprobs += sum(a != b for a, b in zip(logprobs[:same], expected_logprobs[:same], strict=True))
+    return {"tokens": tokens, "diverged": other_tokens / tokens, "other_logprobs": other_logprobs / max(shared, 1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [Stepped, Recorded])
+def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(kind: type[Generator], dtype: torch.dtype) -> None:
+    model = model_of(config("tiny-dense"), "cpu", dtype)
+    prompts, samplings = requests(7, 20, 256)
+    together = bits(kind(model).generate(prompts, samplings))
+    for index in (0, 3, 6):
+        assert bits(kind(model).generate(prompts[index : index + 1], samplings[index : index + 1])) == [together[index]]
+    few_pages = kind(model, max_sequences=3, max_batch_tokens=130, max_prefill_tokens=8)
+    assert bits(few_pages.generate(prompts[::-1], samplings[::-1])) == together[::-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(dtype: torch.dtype) -> None:
+    compare_with_trainer(config("tiny-dense"), "cpu", dtype, requests(7, 20, 256), budget=64)
+
+
+def compare_with_trainer(
+    source: Any, device: str, dtype: torch.dtype, asked: tuple[list[list[int]], list[SamplingParams]], budget: int
+) -> None:
+    """Samples with a copy of the trainer's weights, at three temperatures, and scores the tokens with the trainer."""
+    prompts, samplings = asked
+    with started(device=device):
+        engine = Engine(source, budget=budget, compute_dtype=dtype, batch_invariant=True)
+        completions = SyncedGenerator(engine, None).generate(prompts, samplings)
+        for temperature in TEMPERATURES:
+            rows = [index for index, sampling in enumerate(samplings) if sampling.temperature == temperature]
+            batch = Batch([[*prompts[row], *completions[row][0].tokens] for row in rows], {})
+            scored = engine.logprobs(batch, temperature=temperature or 1.0).logprob
+            for row, logprobs in zip(rows, scored, strict=True):
+                sampled = torch.tensor(completions[row][0].logprobs, dtype=torch.float64)
+                assert torch.equal(logprobs[len(prompts[row]) :].double(), sampled)
+            # The training forward, with gradients and the objective's own sweep.
+            result = engine.forward_backward(batch, SFT())
+            mean = sum(float(logprobs.double().sum()) for logprobs in engine.logprobs(batch).logprob)
+            assert result.loss == pytest.approx(-mean / sum(len(each) - 1 for each in batch.sequences), rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompute) -> None:
+    gradients = []
+    batch = Batch([torch.randint(256, (length,)) for length in (20, 9, 33)], {})
+    for batch_invariant in (False, True):
+        with started():
+            engine = Engine(
+                config("tiny-dense"), budget=64, recompute=recompute, batch_invariant=batch_invariant, seed=1
+            )
+            engine.forward_backward(batch, SFT())
+            gradients.append({name: parameter.grad for name, parameter in engine.parameters.items()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, atol=1e-6 * float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "why"),
+    [
+        ("tiny-moe", {}, "has 'E' (MoE)"),
+        ("tiny-hybrid", {}, "has 'M' (Mamba)"),
+        ("tiny-dense", {"layout": Layout(tp=2)}, "needs tp=1, but tp is 2"),
+        ("tiny-dense", {"lora": True}, "leave lora out"),
+        ("tiny-dense", {"overlap": True}, "set overlap to false"),
+    ],
+)
+def test_what_depends_on_the_batch_is_refused(source: str, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=r"^batch_invariant ") as raised:
+        check_batch_invariant(read_model(source)[1], **{"layout": Layout(), **options})
+    assert why in str(raised.value)
+
+
+def test_an_engine_with_adapters_is_refused() -> None:
+    with started(), pytest.raises(ValueError, match=r"^batch_invariant has no products with LoRA"):
+        Engine(config("tiny-dense"), lora=LoRA(rank=4), batch_invariant=True)
+
+
+@GPU
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["batch_invariant", "ordinary"])
+def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(batch_invariant: bool) -> None:
+    """Alone, among others, with other prompts prefilled beside it; and without the mode this differs."""
+    model = model_of(qwen3(), "cuda", torch.bfloat16, batch_invariant=batch_invariant)
+    prompts, samplings = requests(201, 120, 151936)
+    chosen, generator = (0, 1, 2, 77, 200), Generator(model)
+    alone = [generator.generate(prompts[row : row + 1], samplings[row : row + 1])[0] for row in chosen]
+    rates = {}
+    for others in (7, 63, 200):
+        rows = sorted({*chosen, *range(others + 1)})
+        among = generator.generate([prompts[row] for row in rows], [samplings[row] for row in rows])
+        rates[f"among {others}"] = diverging([among[rows.index(row)] for row in chosen], alone)
+    among = generator.generate(prompts, samplings)
+    small = Generator(model, max_sequences=50, max_batch_tokens=4096, max_prefill_tokens=256)
+    rates["50 rows, preempted"] = diverging(small.generate(prompts[::-1], samplings[::-1])[::-1], among)
+    shared = [replace(sampling, seed=7) for sampling in samplings[:4]]
+    several = generator.generate(prompts[:4], shared, 3)
+    one = [generator.generate(prompts[:4], shared, 1, first=number) for number in range(3)]
+    again = [[one[number][row][0] for number in range(3)] for row in range(4)]
+    rates["prompts shared by 3"] = diverging(several, again)
+    print(json.dumps({"batch_invariant": batch_invariant, **rates}))
+    differs = any(rate["diverged"] or rate["other_logprobs"] for rate in rates.values())
+    assert differs is not batch_invariant
+
+
+@GPU
+def test_on_a_gpu_in_bf16_the_log_probs_are_the_trainers_to_the_bit() -> None:
+    compare_with_trainer(qwen3(), "cuda", torch.bfloat16, requests(64, 300, 151936), budget=8192)
+
+
+@GPU
+def test_on_a_gpu_gradients_are_the_ordinary_ones_to_bf16_rounding() -> None:
+    """bf16 keeps 8 bits, and rounding adds up over four layers: 2e-2 of the norm."""
+    gradients = []
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch([torch.randint(151936, (length,), generator=generator) for length in (700, 33, 1500)], {})
+    for batch_invariant in (False, True):
+        with started(device="cuda"):
+            engine = Engine(qwen3(4), budget=4096, batch_invariant=batch_invariant, seed=1)
+            engine.forward_backward(batch, SFT())
+            gradients.append({name: parameter.grad.float() for name, parameter in engine.parameters.items()})
+    gaps = {
+        name: float((gradients[1][name] - ordinary).norm() / ordinary.norm()) for name, ordinary in gradients[0].items()
+    }
+    print("largest gap of a gradient", max(gaps.values()))
+    assert max(gaps.values()) < 2e-2

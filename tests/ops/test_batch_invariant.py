@@ -1,0 +1,86 @@
+"""The batch-invariant kernels: their checks in Triton's interpreter where there is no GPU, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from postlude.ops.attention import ScoreConfig, attend, reference_attention
+from postlude.ops.batch_invariant import batch_invariant, bind_batch_invariant, is_batch_invariant
+from postlude.ops.linear import linear
+from postlude.ops.packing import Packing
+from tests.equality import assert_equal
+from tests.ops.kernel_checks import interpret_checks, run_checks
+
+CHECKS = "invariant_checks.py"
+
+
+@pytest.mark.thorough
+def test_kernels_in_the_interpreter() -> None:
+    interpret_checks(CHECKS)
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    run_checks(CHECKS)
+
+
+def test_the_mode_ends_with_its_block_and_goes_with_a_bound_function() -> None:
+    assert not is_batch_invariant()
+    with batch_invariant(True):
+        bound = bind_batch_invariant(is_batch_invariant)
+        with batch_invariant(False):
+            assert not is_batch_invariant()
+        assert is_batch_invariant()
+    assert not is_batch_invariant()
+    assert bound()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gpu_a_row_of_a_product_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(size, 33, generator=generator).to(dtype) for size in (65, 70))
+    with batch_invariant(True):
+        whole = linear(rows, weight)
+        for start, stop in ((0, 1), (5, 12), (64, 65)):
+            assert torch.equal(linear(rows[start:stop], weight), whole[start:stop])
+    assert_equal(whole.float(), (rows.float() @ weight.float().t()), tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_the_gradients_of_the_mode_are_the_ordinary_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    packing = Packing.from_lengths([5, 1, 9])
+    rows, weight, bias, *parts = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((7, 12), (5, 12), (5,), (15, 4, 8), (15, 2, 8), (15, 2, 6), (4,))
+    )
+    scores = ScoreConfig(scale=0.3, window=4, softcap=2.0, sinks=parts.pop())
+    inputs = [rows, weight, bias, *parts, scores.sinks]
+
+    def gradients() -> list[torch.Tensor]:
+        total = linear(rows, weight, bias).square().sum() + attend(*parts, packing, packing, scores).square().sum()
+        return list(torch.autograd.grad(total, inputs))
+
+    ordinary = gradients()
+    with batch_invariant(True):
+        for actual, expected in zip(gradients(), ordinary, strict=True):
+            assert_equal(actual, expected, tolerance=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_attention_in_bf16_are_the_ordinary_ones(width: int) -> None:
+    """bf16 keeps 8 bits: 2e-2 of the scale."""
+    packing = Packing.from_lengths([300, 1, 777], "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        torch.randn(packing.total, heads, width, generator=generator, device="cuda", requires_grad=True)
+        for heads in (8, 4, 4)
+    ]
+    scores, probe = ScoreConfig(scale=0.1), torch.randn(packing.total, 8, width, generator=generator, device="cuda")
+    exact = torch.autograd.grad(reference_attention(*parts, packing, packing, scores), parts, probe)
+    half = [part.detach().bfloat16().requires_grad_() for part in parts]
+    with batch_invariant(True):
+        output = attend(*half, packing, packing, scores)
+    for actual, expected in zip(torch.autograd.grad(output, half, probe.bfloat16()), exact, strict=True):
+        assert_equal(actual.float(), expected, tolerance=2e-2)
