@@ -25,6 +25,7 @@ from postlude.model.batch_invariant import check_batch_invariant
 from postlude.objectives import SFT
 from postlude.options import Recompute
 from tests.engine.training import config
+from tests.equality import assert_equal
 from tests.generate.test_scheduler import Recorded, Stepped
 
 TEMPERATURES = (1.0, 0.7, 0.0)
@@ -121,7 +122,7 @@ def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompu
             engine.forward_backward(batch, SFT())
             gradients.append({name: parameter.grad for name, parameter in engine.parameters.items()})
     for name, gradient in gradients[0].items():
-        assert torch.allclose(gradients[1][name], gradient, atol=1e-6 * float(gradient.abs().max())), name
+        assert_equal(gradients[1][name], gradient, name)
 
 
 @pytest.mark.parametrize(
