@@ -68,7 +68,7 @@ def test_without_the_mode_bfloat16_differs(tmp_path: Path, device: str) -> None:
     [
         (("--model", "tiny-moe"), "has 'E' (MoE)"),
         (("--layout", "tp=2"), "batch_invariant needs tp=1, but tp is 2"),
-        (("--lora.rank", "4"), "batch_invariant has no products with LoRA adapters"),
+        (("--lora.rank", "4"), "batch_invariant has no lora"),
     ],
 )
 def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: tuple[str, ...], why: str) -> None:

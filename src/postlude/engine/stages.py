@@ -116,13 +116,11 @@ class StageBuilder:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_invariant:
-            layout = self.mesh.layout
-            check_batch_invariant(self.config, layout, lora=self.frozen, overlap=self.overlap, blocks=self.blocks)
-
-    def __post_init__(self) -> None:
         if self.fp8:
             check_fp8(self.device, self.compute_dtype)
+        if self.batch_invariant:
+            options = {"lora": self.frozen, "overlap": self.overlap, "fp8": self.fp8}
+            check_batch_invariant(self.config, self.mesh.layout, options, self.blocks)
 
     def with_adapters(self, adapters: Mapping[str, AdapterConfig]) -> StageBuilder:
         """Returns the builder of stages with these adapters."""

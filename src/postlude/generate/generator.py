@@ -101,6 +101,11 @@ class Generator:
         if routing:
             check_routing_record(model.config)
         check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
+        if model.batch_invariant and kv_cache_dtype == "fp8":
+            raise ValueError(
+                'kv_cache_dtype="fp8" rounds keys that the trainer does not round, so a batch_invariant model cannot '
+                'agree with it. Use kv_cache_dtype="auto".'
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.fp8_kv = kv_cache_dtype == "fp8"

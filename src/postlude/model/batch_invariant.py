@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from postlude.layout import Layout
 from postlude.model.blocks import BLOCKS, Block
@@ -14,12 +15,10 @@ OFF = "Set batch_invariant to false"
 def check_batch_invariant(
     config: ModelConfig,
     layout: Layout,
-    *,
-    lora: bool = False,
-    overlap: object = False,
+    options: Mapping[str, object] = MappingProxyType({}),
     blocks: Mapping[str, type[Block]] = BLOCKS,
 ) -> None:
-    """Raises ValueError for a model, layout or option whose results depend on the batch."""
+    """Raises ValueError for a model, a layout or an option by name, if set, whose results depend on the batch."""
     for name in ("pp", "cp", "tp", "ep"):
         if (degree := getattr(layout, name)) > 1:
             raise ValueError(
@@ -38,7 +37,6 @@ def check_batch_invariant(
             f"batch_invariant needs plain logits, but this model's have logit_softcap={config.logit_softcap} and "
             f"logit_scale={config.logit_scale:g}. {OFF}."
         )
-    if lora:
-        raise ValueError(f"batch_invariant has no products with LoRA adapters. {OFF}, or leave lora out.")
-    if overlap:
-        raise ValueError(f"batch_invariant does not run with overlap={overlap!r}. {OFF}, or set overlap to false.")
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"batch_invariant has no {name}, but {name} is {value}. {OFF}, or leave {name} out.")

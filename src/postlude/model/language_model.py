@@ -95,7 +95,7 @@ class LanguageModel(FSDPUnit):
         self.recompute, self.scans, self.head_config = recompute, scans, head
         self.block_types, self.batch_invariant = blocks, batch_invariant
         if batch_invariant:
-            check_batch_invariant(config, self.layout, lora=bool(adapters), blocks=blocks)
+            check_batch_invariant(config, self.layout, {"lora": bool(adapters)}, blocks)
         check_recompute(recompute)
         self.stage = stage or Stage()
         with default_dtype(dtype):

@@ -24,8 +24,6 @@ def invariant_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, 
         else:
             product = kernels.product(rows, weight, bias, out)
         return product
-    if out is None:
-        out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
-    for index in range(len(rows)):
-        out[index] = F.linear(rows[index].clone(), weight, bias)  # a copy, since BLAS may depend on the alignment
-    return out
+    # Copies of the rows, since BLAS may depend on the alignment.
+    products = [F.linear(row.clone(), weight, bias) for row in rows.split(1)] or [F.linear(rows, weight, bias)]
+    return torch.cat(products) if out is None else torch.cat(products, out=out)

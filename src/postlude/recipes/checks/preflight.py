@@ -330,7 +330,9 @@ def _layout(inputs: PreflightInputs) -> str:
 
 def _batch_invariant(inputs: PreflightInputs) -> str:
     config, device = inputs.config, torch.device(inputs.launch.device)
-    check_batch_invariant(inputs.model[1], config.layout, lora=config.lora is not None, overlap=config.overlap)
+    fp8_keys = getattr(getattr(config, "rollout", None), "kv_cache_dtype", "auto") == "fp8"
+    options = {"lora": config.lora is not None, "overlap": config.overlap, "rollout.kv_cache_dtype=fp8": fp8_keys}
+    check_batch_invariant(inputs.model[1], config.layout, options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"
     if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
