@@ -89,7 +89,7 @@ def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
         for part in everywhere(whole, size, multiple_of):
             padding = part.batch_indices < 0
             assert part.padding == int(padding.sum())
-            assert part.real is None if part.padding == 0 else torch.equal(part.real, ~padding)
+            assert part.token_mask is None if part.padding == 0 else torch.equal(part.token_mask, ~padding)
             assert not part.tokens[padding].any()
             assert (part.targets[padding] == IGNORE).all()
             assert not any(column[padding].any() for column in part.columns.values())
@@ -281,7 +281,7 @@ def one_cut() -> Microbatch:
         ),
         (
             lambda: scatter_add(one_cut(), torch.zeros(4, 2), torch.zeros(4, 2)),
-            "`into` has shape (4, 2), but the batch has 5 tokens of shape (2,). Give zeros of shape (5, 2).",
+            "`output` has shape (4, 2), but the batch has 5 tokens of shape (2,). Give zeros of shape (5, 2).",
         ),
     ],
 )

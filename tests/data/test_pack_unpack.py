@@ -52,7 +52,7 @@ def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
     assert torch.cat([microbatch.batch_indices for microbatch in microbatches]).sort().values.tolist() == list(
         range(len(laid))
     )
-    assert all(microbatch.padding == 0 and microbatch.real is None for microbatch in microbatches)
+    assert all(microbatch.padding == 0 and microbatch.token_mask is None for microbatch in microbatches)
 
 
 @settings(max_examples=50)

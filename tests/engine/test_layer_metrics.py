@@ -78,7 +78,7 @@ def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     balance = MoE.balance
 
     def watched(self: MoE, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: Any) -> Tensor:
-        real = slice(None) if context.real is None else context.real
+        real = slice(None) if context.token_mask is None else context.token_mask
         seen[self.name].append((logits.detach().double()[real], choice[real]))
         return balance(self, weights, logits, scores, choice, context)
 

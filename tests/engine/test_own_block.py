@@ -100,7 +100,7 @@ class Counting(Block):
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         if self.training:
-            tokens = torch.ones(len(hidden)) if context.real is None else context.real
+            tokens = torch.ones(len(hidden)) if context.token_mask is None else context.token_mask
             self.tokens += tokens.sum()
             self.metric_sums.add({"tokens": tokens.sum()})
         return 0.0 * hidden

@@ -105,12 +105,11 @@ def _cp_shard(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: 
     """Returns the keys before the end of each chunk, and their rows once all ranks' are gathered in rank order."""
     device = queries.cu_seqlens.device
     keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
-    whole = Packing.from_lengths([_chunk_count(cp.size) * width for width in widths], device)
+    full_packing = Packing.from_lengths([_chunk_count(cp.size) * width for width in widths], device)
     chunk = keys.sequence_index()
     key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
-    return CPShard(
-        cp, queries, keys, key_rows, whole, _rows(cp, queries, 2 * whole.sequence_index(), whole.positions())
-    )
+    full_rows = _rows(cp, queries, 2 * full_packing.sequence_index(), full_packing.positions())
+    return CPShard(cp, queries, keys, key_rows, full_packing, full_rows)
 
 
 def _rows(cp: Axis, queries: Packing, chunk: Tensor, position: Tensor) -> Tensor:

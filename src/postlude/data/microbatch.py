@@ -35,10 +35,10 @@ class CPShard:
     """For each chunk, its sequence from the start to the end of the chunk."""
     key_rows: Tensor
     """[keys.total] int64, the row of each key in the gathered keys."""
-    whole: Packing
+    full_packing: Packing
     """The whole sequences in order, over all ranks' tokens."""
-    whole_rows: Tensor
-    """[whole.total] int64, the row of each token of `whole` in the concatenation of all ranks' tokens."""
+    full_rows: Tensor
+    """[full_packing.total] int64, the row of each token of `full_packing` in the concatenation of all ranks' tokens."""
 
     def to(self, device: torch.device | str) -> CPShard:
         """Returns the same shard with every tensor on `device`."""
@@ -47,8 +47,8 @@ class CPShard:
             queries=self.queries.to(device),
             keys=self.keys.to(device),
             key_rows=to_device(self.key_rows, device),
-            whole=self.whole.to(device),
-            whole_rows=to_device(self.whole_rows, device),
+            full_packing=self.full_packing.to(device),
+            full_rows=to_device(self.full_rows, device),
         )
 
 
@@ -59,9 +59,9 @@ class HeadExchange:
     """
 
     def __init__(self, packing: Packing, cp_shard: CPShard | None) -> None:
-        self.packing = packing if cp_shard is None else cp_shard.whole
+        self.packing = packing if cp_shard is None else cp_shard.full_packing
         self.axis = SINGLE_RANK if cp_shard is None else cp_shard.axis
-        self._rows = None if cp_shard is None else cp_shard.whole_rows
+        self._rows = None if cp_shard is None else cp_shard.full_rows
 
     def local_heads(self, heads: Tensor) -> Tensor:
         """Returns this rank's block of a per-head tensor [heads, ...]."""
@@ -195,14 +195,14 @@ class Microbatch:
         return self.packing.cu_seqlens
 
     @property
-    def real(self) -> Tensor | None:
+    def token_mask(self) -> Tensor | None:
         """[T] bool, False at padding; None when there is no padding."""
         return self.batch_indices >= 0 if self.padding else None
 
     def column(self, name: str) -> Tensor:
         """Returns the column `name`, [T, ...], shifted to the predicting position."""
         if name not in self.columns:
-            available = ", ".join(f'"{other}"' for other in self.columns) or "none"
+            available = ", ".join(f'"{known}"' for known in self.columns) or "none"
             raise LookupError(
                 f'the microbatch has no column "{name}" (it has: {available}). Name one of these, or give it to '
                 "pack(columns=...) or Batch(columns=...)."
@@ -215,9 +215,9 @@ class Microbatch:
         Padding is ignored. Under context parallelism every rank gets the sums over whole sequences, and the backward
         sums the gradients of all ranks.
         """
-        real = self.real
-        if real is not None and values.shape[:1] == real.shape:
-            values = values.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), 0)
+        token_mask = self.token_mask
+        if token_mask is not None and values.shape[:1] == token_mask.shape:
+            values = values.masked_fill(~token_mask.view(-1, *[1] * (values.ndim - 1)), 0)
         sums = self.packing.sum(values)
         if self.cp_shard is None:
             return sums

@@ -53,11 +53,12 @@ def pack(
     if len(sequences) == 0:
         raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
     lengths = sequence_lengths(sequences)
-    kept = [min(length, budget) for length in lengths] if truncate else lengths
-    plan = BinPlan(kept, plan_bins(kept, budget, multiple_of=multiple_of, groups=groups))
+    lengths = [min(length, budget) for length in lengths] if truncate else lengths
+    plan = BinPlan(lengths, plan_bins(lengths, budget, multiple_of=multiple_of, groups=groups))
     bin_indices = range(len(plan.bins))
     members = plan.members(bin_indices)
-    return build_microbatches(plan, bin_indices, read_content(sequences, columns or {}, members, members, kept), depths)
+    content = read_content(sequences, columns or {}, members, members, lengths)
+    return build_microbatches(plan, bin_indices, content, depths)
 
 
 @dataclass(frozen=True)
@@ -199,16 +200,16 @@ def unpack(microbatches: Sequence[Microbatch], values: Sequence[Tensor], *, shif
     return [results[index] for index in range(len(results))]
 
 
-def scatter_add(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted: bool = True) -> None:
-    """Adds one microbatch's per-position `values` to `into`, at their tokens' indices in the batch.
+def scatter_add(microbatch: Microbatch, values: Tensor, output: Tensor, *, shifted: bool = True) -> None:
+    """Adds one microbatch's per-position `values` to `output`, at their tokens' indices in the batch.
 
     The microbatch may be padded or sharded over ranks: with every microbatch of every rank scattered into zeros, the
     sum over ranks is the result of `unpack`, end to end.
 
     Args:
         microbatch: one of a batch.
-        values: [T, ...], of the dtype of `into`.
-        into: [tokens of the batch, ...]. Entries of other tokens are unchanged.
+        values: [T, ...], of the dtype of `output`.
+        output: [tokens of the batch, ...]. Entries of other tokens are unchanged.
         shifted: the values are shifted to the predicting position, so the value at token i's position is added at token
             i + 1, and positions without a target are left out. With False, it is added at token i.
     """
@@ -217,16 +218,16 @@ def scatter_add(microbatch: Microbatch, values: Tensor, into: Tensor, *, shifted
             f"the values of microbatch {microbatch.index} have shape {tuple(values.shape)}, but it holds "
             f"{len(microbatch)} tokens. Give one value per position, [{len(microbatch)}, ...]."
         )
-    if into.shape != (microbatch.batch_tokens, *values.shape[1:]):
-        wanted = (microbatch.batch_tokens, *values.shape[1:])
+    if output.shape != (microbatch.batch_tokens, *values.shape[1:]):
+        expected_shape = (microbatch.batch_tokens, *values.shape[1:])
         raise ValueError(
-            f"`into` has shape {tuple(into.shape)}, but the batch has {microbatch.batch_tokens} tokens "
-            f"of shape {tuple(values.shape[1:])}. Give zeros of shape {wanted}."
+            f"`output` has shape {tuple(output.shape)}, but the batch has {microbatch.batch_tokens} tokens "
+            f"of shape {tuple(values.shape[1:])}. Give zeros of shape {expected_shape}."
         )
-    kept = microbatch.targets != IGNORE if shifted else microbatch.batch_indices >= 0
+    has_value = microbatch.targets != IGNORE if shifted else microbatch.batch_indices >= 0
     # Ignored values add zero to the first token: boolean indexing would wait for the device.
-    indices = (microbatch.batch_indices + int(shifted)).where(kept, 0)
-    into.index_add_(0, indices, values.masked_fill(~kept.view(-1, *[1] * (values.ndim - 1)), 0))
+    indices = (microbatch.batch_indices + int(shifted)).where(has_value, 0)
+    output.index_add_(0, indices, values.masked_fill(~has_value.view(-1, *[1] * (values.ndim - 1)), 0))
 
 
 def _shift_to_predictor(values: Tensor, last: NDArray[np.int64], *, fill: int) -> Tensor:
@@ -265,25 +266,25 @@ def _shift_back(values: Tensor, packing: Packing) -> Tensor:
     return values.roll(1, 0).index_fill(0, first_positions, 0)
 
 
-def _truncate(values: Tensor, keep: int) -> Tensor:
-    return values if len(values) == keep else values[:keep]
+def _truncate(values: Tensor, length: int) -> Tensor:
+    return values if len(values) == length else values[:length]
 
 
-def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequence[int]) -> Tensor:
+def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept_lengths: Sequence[int]) -> Tensor:
     """Returns the tokens of the sequences `members`, end to end: [T] int64 on one device."""
     tokens: list[Tensor] = []
-    for member, sequence, keep in zip(members, sequences, kept, strict=True):
-        read = _read_tensor(f"sequence {member}", sequence)
-        if read.ndim != 1:
+    for member, sequence, kept_length in zip(members, sequences, kept_lengths, strict=True):
+        ids = _read_tensor(f"sequence {member}", sequence)
+        if ids.ndim != 1:
             raise ValueError(
-                f"sequence {member} has shape {tuple(read.shape)}, but a sequence is one-dimensional, [length]. "
+                f"sequence {member} has shape {tuple(ids.shape)}, but a sequence is one-dimensional, [length]. "
                 f"Give a list with one such sequence per entry."
             )
-        if read.is_floating_point() or read.is_complex() or read.dtype == torch.bool:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(
-                f"sequence {member} holds {read.dtype}, but tokens are integers. Give the token ids of a tokenizer."
+                f"sequence {member} holds {ids.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
-        tokens.append(_truncate(read, keep).to(tokens[0].device if tokens else None, torch.int64))
+        tokens.append(_truncate(ids, kept_length).to(tokens[0].device if tokens else None, torch.int64))
     joined = _concatenate(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
     if len(joined) and (joined.numpy() if _numpy_compatible(joined) else joined).min() < 0:
         member, lowest = next((m, int(ids.min())) for m, ids in zip(members, tokens, strict=True) if ids.min() < 0)
@@ -295,14 +296,14 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept: Sequ
 
 
 def _read_column(
-    name: str, entries: Sequence[Any], members: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
+    name: str, entries: Sequence[Any], members: Sequence[int], lengths: Sequence[int], kept_lengths: Sequence[int]
 ) -> Tensor:
     """Returns a column's values for the kept tokens of the sequences `members`, end to end: [T, ...]."""
     if not entries:
         return torch.zeros(0)
     if {type(entry) for entry in entries} in ({bool}, {int}, {float}):  # one number per sequence
         numbers = _read_tensor(f'column "{name}"', entries).numpy()
-        return torch.from_numpy(np.repeat(numbers, kept))
+        return torch.from_numpy(np.repeat(numbers, kept_lengths))
     pieces = [
         _read_tensor(f'column "{name}" of sequence {member}', entry)
         for member, entry in zip(members, entries, strict=True)
@@ -323,11 +324,11 @@ def _read_column(
                 f"Give all the same dtype and shape."
             )
     if all(values.ndim == 0 for values in pieces):
-        return torch.stack(pieces).repeat_interleave(torch.tensor(kept, device=first.device))
+        return torch.stack(pieces).repeat_interleave(torch.tensor(kept_lengths, device=first.device))
     return _concatenate(
         [
-            _truncate(values, keep) if values.ndim > 0 else values.expand(keep)
-            for values, keep in zip(pieces, kept, strict=True)
+            _truncate(values, kept_length) if values.ndim > 0 else values.expand(kept_length)
+            for values, kept_length in zip(pieces, kept_lengths, strict=True)
         ]
     )
 

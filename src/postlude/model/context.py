@@ -97,7 +97,7 @@ class ForwardContext:
         self.scans = scans
         self.routers = routers
         self.recorder = recorder
-        self.real = self._real()
+        self.token_mask = self._local_token_mask()
         self._counters: Tensor | None = None
         self._done: set[str] = set()
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
@@ -145,16 +145,16 @@ class ForwardContext:
             return None
         return routing[slice(*tp.block(len(routing))), self.routers.index(name)]
 
-    def _real(self) -> Tensor | None:
+    def _local_token_mask(self) -> Tensor | None:
         """Returns [T / tp] bool, False at padding; None without padding."""
-        real, tp = self.microbatch.real, self.mesh.tp
-        return real if real is None else real[slice(*tp.block(len(real)))]
+        token_mask, tp = self.microbatch.token_mask, self.mesh.tp
+        return token_mask if token_mask is None else token_mask[slice(*tp.block(len(token_mask)))]
 
     def drop_padding(self, values: Tensor) -> Tensor:
         """Returns `values` [T / tp, ...] with zeros at padding."""
-        if self.real is None:
+        if self.token_mask is None:
             return values
-        return torch.where(self.real.view(-1, *(1,) * (values.ndim - 1)), values, 0.0)
+        return torch.where(self.token_mask.view(-1, *(1,) * (values.ndim - 1)), values, 0.0)
 
     @torch.no_grad()
     def total(self, values: Tensor) -> Tensor:

@@ -370,14 +370,14 @@ class MoE(Block):
         Without a balance loss all sequences count as one.
         """
         experts = self.config.experts
-        real = torch.ones_like(choice, dtype=torch.float32)
-        if context.real is not None:
-            real = real * context.real[:, None]
+        ones = torch.ones_like(choice, dtype=torch.float32)
+        if context.token_mask is not None:
+            ones = ones * context.token_mask[:, None]
         rows, slots = 1, choice
         if self.config.balance_coefficient:
             rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
-        return real.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), real.flatten()).view(rows, experts)
+        return ones.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), ones.flatten()).view(rows, experts)
 
     def balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: ForwardContext
@@ -396,8 +396,9 @@ class MoE(Block):
         if config.balance_coefficient:
             totals = context.total(counts)
             share = totals / totals.sum(-1, keepdim=True).clamp_min(1.0)
-            real = context.drop_padding(self.probability(scores))
-            evenness = config.experts * weighted_sum(real, share, context.sequence_index)  # a sum, like every loss
+            probabilities = context.drop_padding(self.probability(scores))
+            # A sum, like every loss.
+            evenness = config.experts * weighted_sum(probabilities, share, context.sequence_index)
             sums["balance"] = evenness.detach()
             weights = add_aux_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
