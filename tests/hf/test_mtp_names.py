@@ -163,7 +163,7 @@ def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Pa
     recast = Recast(source.directory, f"{pattern}/[*E]")
     moved = read_recast_plan(recast)
     assert (moved.fresh_parts[0], moved.after.family) == ("mtp.1", None)
-    assert moved.kept["mtp.0.proj.weight"] == "mtp.0.proj.weight"
+    assert moved.old_names["mtp.0.proj.weight"] == "mtp.0.proj.weight"
     model = load_model(recast)
     with pytest.raises(ValueError, match="no Hugging Face family describes this model"):
         export_hf(model, tmp_path / "refused")

@@ -84,7 +84,7 @@ def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pa
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
     moved = read_recast_plan(Recast(llama, pattern))
     assert (moved.new_tensors, moved.dropped) == ((), ())
-    assert all(now == before for now, before in moved.kept.items()) == names_stay
+    assert all(now == before for now, before in moved.old_names.items()) == names_stay
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "[*-]*-", "[S-][*E]/[*-]"])
@@ -171,10 +171,10 @@ class TestReplaced:
         assert (moved.fresh_parts, moved.dropped_parts) == (fresh, dropped)
         one, same_seed, other = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
         before = load_model(llama).state_dict()
-        assert set(one) == set(moved.kept) | set(moved.new_tensors)
-        assert set(before) == set(moved.kept.values()) | set(moved.dropped)
-        for name in moved.kept:
-            assert torch.equal(one[name], before[moved.kept[name]])
+        assert set(one) == set(moved.old_names) | set(moved.new_tensors)
+        assert set(before) == set(moved.old_names.values()) | set(moved.dropped)
+        for name in moved.old_names:
+            assert torch.equal(one[name], before[moved.old_names[name]])
             assert torch.equal(one[name], other[name])
         assert same(one, same_seed)
         drawn = [name for name in moved.new_tensors if name.endswith("_proj.weight")]
@@ -202,7 +202,7 @@ class TestReplaced:
 
         more = read_recast_plan(Recast(own, "*-[*-]/*-/*-"))
         assert (more.fresh_parts, more.dropped_parts) == (("mtp.1",), ())
-        assert more.kept["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
+        assert more.old_names["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
         two = load_model(Recast(own, "*-[*-]/*-/*-"))
         assert torch.equal(two.state_dict()["mtp.0.proj.weight"], ahead.state_dict()["mtp.0.proj.weight"])
 

@@ -277,11 +277,11 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
         add_adapter_configs(engine, name, configs)
     present = engine.adapters.by_name[name]
     for layer in sorted(configs.keys() | present.keys()):
-        saved, ours = configs.get(layer), present.get(layer)
-        if saved != ours:
+        saved, current = configs.get(layer), present.get(layer)
+        if saved != current:
             raise ValueError(
-                f"{directory} has another adapter of {layer}: {saved or 'none'} there, {ours or 'none'} here. Give the "
-                "engine the lora that it was made with."
+                f"{directory} has another adapter of {layer}: {saved or 'none'} there, {current or 'none'} here. Give "
+                "the engine the lora that it was made with."
             )
     with engine.failure_state.guard_write("load_adapter"):
         for key, parameter in engine.trainings[name].parameters.items():

@@ -322,21 +322,21 @@ class _SavedTraining:
                 count = training.step - training.steps_without_gradients - began
                 training.optimizer.state[parameter]["step"].fill_(count)
 
-    def name(self, ours: str) -> str:
+    def name(self, tensor_name: str) -> str:
         """Returns a tensor's name in the checkpoint."""
-        return self.prefix + self._relative_name(ours)
+        return self.prefix + self._relative_name(tensor_name)
 
-    def _relative_name(self, ours: str) -> str:
-        prefix, _, tensor = ours.rpartition("/")
-        return ours if self.recast is None else f"{prefix}/{self.recast.kept.get(tensor, tensor)}"
+    def _relative_name(self, name: str) -> str:
+        prefix, _, tensor = name.rpartition("/")
+        return name if self.recast is None else f"{prefix}/{self.recast.old_names.get(tensor, tensor)}"
 
-    def has(self, ours: str) -> bool:
+    def has(self, name: str) -> bool:
         """Returns whether a tensor is read. Moments of parameters that were not trained may be missing."""
         if self.recast is None:
             return True
-        if ours.rpartition("/")[2] in self.new_tensors:
+        if name.rpartition("/")[2] in self.new_tensors:
             return False
-        return not ours.startswith(OPTIMIZER) or self._relative_name(ours) in self.tensors
+        return not name.startswith(OPTIMIZER) or self._relative_name(name) in self.tensors
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -365,11 +365,11 @@ class _SavedTraining:
         moments = {name.rpartition("/")[2] for name in self.tensors if name.startswith(OPTIMIZER)}
         if not moments:  # nothing has begun
             return {}
-        kept = self.recast.kept
-        now = {ours: earlier[then] for ours, then in kept.items() if then in earlier}
-        lacking = [ours for ours, then in kept.items() if then not in moments]
-        return now | dict.fromkeys(
-            (*self.recast.new_tensors, *lacking), self.state["step"] - self.steps_without_gradients
+        old_names = self.recast.old_names
+        renamed = {new_name: earlier[old_name] for new_name, old_name in old_names.items() if old_name in earlier}
+        without_moments = [new_name for new_name, old_name in old_names.items() if old_name not in moments]
+        return renamed | dict.fromkeys(
+            (*self.recast.new_tensors, *without_moments), self.state["step"] - self.steps_without_gradients
         )
 
 

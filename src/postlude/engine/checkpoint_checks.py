@@ -114,9 +114,9 @@ def check_adapter(
 ) -> None:
     """Raises ValueError unless an adapter of a checkpoint has the layers, ranks and scales of the engine's."""
     for layer in sorted(saved.keys() | present.keys()):
-        theirs, ours = saved.get(layer), present.get(layer)
-        if theirs != ours:
+        stored, current = saved.get(layer), present.get(layer)
+        if stored != current:
             raise ValueError(
-                f'{source} has another adapter "{name}" of {layer}: {theirs or "none"} there, {ours or "none"} here. '
-                "Give the engine the lora that it was made with."
+                f'{source} has another adapter "{name}" of {layer}: {stored or "none"} there, {current or "none"} '
+                "here. Give the engine the lora that it was made with."
             )

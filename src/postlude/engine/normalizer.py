@@ -55,7 +55,7 @@ class LossNormalizer:
         """Returns the sum of the weights named `over` in the whole batch."""
         name = count_name(over, depth)
         if name not in self.counts and self.counts_are_global:
-            known = ", ".join(f'"{other}"' for other in self.counts) or "none"
+            known = ", ".join(f'"{known_name}"' for known_name in self.counts) or "none"
             raise LookupError(
                 f'a loss is a mean over "{name}", whose sum over the step is not known (known are: {known}). Add a '
                 "column of that name to the batch, or pass counts=engine.count(*batches) with its sum."

@@ -195,10 +195,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Returns the lower 16 bits of this rank's split weights by name: empty before the first step."""
         return {name: self.state[key][LOW] for key, name in self.names.items() if LOW in self.state.get(key, {})}
 
-    def move_low_bits_from(self, other: ShardedAdamW) -> None:
+    def move_low_bits_from(self, previous: ShardedAdamW) -> None:
         """Moves the low bits here from another optimizer of the same parameters, whose state is freed."""
         for parameter in self.names:
-            low = other.state.pop(parameter, {}).get(LOW)  # frees its moments first: there may be no memory for both
+            low = previous.state.pop(parameter, {}).get(LOW)  # frees its moments first: there may be no memory for both
             if low is not None:
                 self.state[parameter] = self._initial_state(parameter)
                 self.state[parameter][LOW].copy_(low)

@@ -96,11 +96,12 @@ def plan_tensors(
 ) -> list[StreamedTensor]:
     """Returns every tensor of the model, in transformers' order; with our names and order if it has no family."""
     with torch.device("meta"):
-        ours = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()  # what is wider stays wider
-    shapes = ((name, tensor.shape) for name, tensor in ours.items())
+        # Parameters that a block keeps in a wider dtype stay wider.
+        state_dict = LanguageModel(config, dtype=torch.bfloat16, blocks=blocks).state_dict()
+    shapes = ((name, tensor.shape) for name, tensor in state_dict.items())
     tensors = {}
     for name, mapped in map_to_hf(family, config, shapes).items():
-        widest = max((ours[part].dtype for part, _ in mapped.parts), key=lambda dtype: dtype.itemsize)
+        widest = max((state_dict[part].dtype for part, _ in mapped.parts), key=lambda dtype: dtype.itemsize)
         tensors[name] = StreamedTensor(name, mapped.shape, mapped.parts, widest)
     order = [] if family is None else names_in_order(config, family, tensors)
     # Tensors that a family of yours names beyond those of transformers' model come last.
@@ -151,14 +152,14 @@ def stream(
         for tensor, buffer in zip(bucket, flat.split(words), strict=True):
             view = buffer.view(tensor.dtype(dtype))[: tensor.size].view(tensor.shape)
             views.append(view)
-            for ours, mapping in tensor.parts:
-                if ours in owned:
-                    shard = local_shard(owned[ours])
-                    if view.dtype != torch.bfloat16 and low_bits is not None and ours in low_bits:
-                        shard = join_halves(shard, low_bits[ours].to(shard.device))
-                    if deltas and ours in deltas:
-                        shard = shard.float() + deltas[ours].at(region(owned[ours]))
-                    copy_to_hf(view, mapping, shard, region(owned[ours]))
+            for parameter_name, mapping in tensor.parts:
+                if parameter_name in owned:
+                    shard = local_shard(owned[parameter_name])
+                    if view.dtype != torch.bfloat16 and low_bits is not None and parameter_name in low_bits:
+                        shard = join_halves(shard, low_bits[parameter_name].to(shard.device))
+                    if deltas and parameter_name in deltas:
+                        shard = shard.float() + deltas[parameter_name].at(region(owned[parameter_name]))
+                    copy_to_hf(view, mapping, shard, region(owned[parameter_name]))
         if dist.is_initialized():
             dist.all_reduce(flat)
         yield from zip((tensor.name for tensor in bucket), views, strict=True)

@@ -55,6 +55,6 @@ def word_sum(tensor: Tensor) -> Tensor:
     """Returns a sum of a tensor's bytes as words, weighted by line: [] int64, modulo 2 ** 64."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     words = (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
-    whole = len(words) // LINE * LINE
-    lines = torch.cat((words[:whole].view(-1, LINE).sum(1), words[whole:]))
+    aligned = len(words) // LINE * LINE
+    lines = torch.cat((words[:aligned].view(-1, LINE).sum(1), words[aligned:]))
     return (lines * (2 * torch.arange(len(lines), device=lines.device) + 1)).sum()

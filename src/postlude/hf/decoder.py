@@ -117,10 +117,10 @@ def sliding_layers(hf: HFConfig) -> list[bool]:
 
 def activation(hf: HFConfig, field: str = "hidden_act") -> Activation:
     """Returns our name of the MLP's activation."""
-    theirs = getattr(hf, field)
-    if theirs not in ACTIVATIONS:
-        raise ValueError(f"{field} {theirs!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[theirs]
+    hf_name = getattr(hf, field)
+    if hf_name not in ACTIVATIONS:
+        raise ValueError(f"{field} {hf_name!r} is not supported; there are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[hf_name]
 
 
 def rotary_dim(hf: HFConfig) -> int:

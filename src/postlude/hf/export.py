@@ -192,23 +192,23 @@ def _facts(hf: PretrainedConfig | PostludeConfig | None, total: int) -> dict[str
 
 def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor with its Hugging Face name, or ours without a family; a view of the model where possible."""
-    ours = model.state_dict()
-    for tensor in map_to_hf(family, model.config, ((name, value.shape) for name, value in ours.items())).values():
-        (name, mapping), *others = tensor.parts
-        if mapping.is_whole and not others:
-            yield tensor.name, ours[name][mapping.region].view(tensor.shape)
+    state_dict = model.state_dict()
+    for tensor in map_to_hf(family, model.config, ((name, value.shape) for name, value in state_dict.items())).values():
+        (name, mapping), *more_parts = tensor.parts
+        if mapping.is_whole and not more_parts:
+            yield tensor.name, state_dict[name][mapping.region].view(tensor.shape)
             continue
-        full = torch.empty(tensor.shape, dtype=ours[name].dtype, device=ours[name].device)
+        full = torch.empty(tensor.shape, dtype=state_dict[name].dtype, device=state_dict[name].device)
         for name, mapping in tensor.parts:
-            copy_to_hf(full, mapping, ours[name], region(ours[name]))
+            copy_to_hf(full, mapping, state_dict[name], region(state_dict[name]))
         yield tensor.name, full
 
 
 def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInfo]:
     """Returns the dtype and shape of each tensor of `hf_tensors`."""
-    ours = model.state_dict()
-    tensors = map_to_hf(family, model.config, ((name, value.shape) for name, value in ours.items()))
-    return {name: TensorInfo(ours[tensor.parts[0][0]].dtype, tensor.shape) for name, tensor in tensors.items()}
+    state_dict = model.state_dict()
+    tensors = map_to_hf(family, model.config, ((name, value.shape) for name, value in state_dict.items()))
+    return {name: TensorInfo(state_dict[tensor.parts[0][0]].dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def hf_export_config(
@@ -276,7 +276,7 @@ def _write_tensors(
     for name, shard in zip(names, shards, strict=True):
         write(directory / name, shard, islice(tensors, len(shard)))
     if len(shards) > 1:
-        weight_map = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs in shard}
+        weight_map = {tensor_name: name for name, shard in zip(names, shards, strict=True) for tensor_name in shard}
         index = {"metadata": {"total_size": _total(entries)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

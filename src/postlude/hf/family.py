@@ -57,20 +57,20 @@ class TensorMapping:
         """Whether all of theirs is the region of ours, row by row."""
         return not (self.view or self.index or self.permute)
 
-    def select(self, theirs: Tensor) -> Tensor:
+    def select(self, hf_tensor: Tensor) -> Tensor:
         """Returns a view of our elements in their whole tensor, in a shape of the mapping."""
-        selected = theirs.view(self.view) if self.view else theirs
+        selected = hf_tensor.view(self.view) if self.view else hf_tensor
         selected = selected[self.index] if self.index else selected
         return selected.permute(self.permute) if self.permute else selected
 
-    def read(self, theirs: Tensor) -> Tensor:
+    def read(self, hf_tensor: Tensor) -> Tensor:
         """Returns the region of ours out of their whole tensor."""
-        return self.select(theirs).reshape(self.region_shape)
+        return self.select(hf_tensor).reshape(self.region_shape)
 
-    def write(self, theirs: Tensor, ours: Tensor) -> None:
+    def write(self, hf_tensor: Tensor, values: Tensor) -> None:
         """Writes the region of ours into their whole tensor."""
-        selected = self.select(theirs)
-        selected.copy_(ours.reshape(selected.shape))
+        selected = self.select(hf_tensor)
+        selected.copy_(values.reshape(selected.shape))
 
 
 def row_range(hf_name: str, start: int, stop: int, shape: Sequence[int]) -> TensorMapping:
@@ -226,8 +226,8 @@ def map_to_hf(
 
 def overlap(mapping: TensorMapping, shard: Region) -> tuple[Region, Region] | None:
     """Returns what a mapping and a rank's shard of our tensor share, relative to each; None if nothing."""
-    starts = [max(one.start, other.start) for one, other in zip(mapping.region, shard, strict=True)]
-    stops = [min(one.stop, other.stop) for one, other in zip(mapping.region, shard, strict=True)]
+    starts = [max(mapped.start, local.start) for mapped, local in zip(mapping.region, shard, strict=True)]
+    stops = [min(mapped.stop, local.stop) for mapped, local in zip(mapping.region, shard, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return None
 
@@ -240,23 +240,23 @@ def overlap(mapping: TensorMapping, shard: Region) -> tuple[Region, Region] | No
     return relative_to(mapping.region), relative_to(shard)
 
 
-def copy_from_hf(theirs: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
+def copy_from_hf(hf_tensor: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
     """Copies out of their whole tensor into `local`, a rank's shard of ours at `shard`."""
     common = overlap(mapping, shard)
     if common is not None:
         in_region, in_shard = common
-        local[in_shard].copy_(mapping.read(theirs)[in_region])
+        local[in_shard].copy_(mapping.read(hf_tensor)[in_region])
 
 
-def copy_to_hf(theirs: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
+def copy_to_hf(hf_tensor: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
     """Copies `local`, a rank's shard of ours at `shard`, into their tensor. The rest of the region becomes 0."""
     common = overlap(mapping, shard)
     if common is None:
         return
     in_region, in_shard = common
     if mapping.is_whole:
-        theirs.view(mapping.region_shape)[in_region] = local[in_shard].to(theirs.dtype)
+        hf_tensor.view(mapping.region_shape)[in_region] = local[in_shard].to(hf_tensor.dtype)
         return
-    ours = theirs.new_zeros(mapping.region_shape)
-    ours[in_region] = local[in_shard].to(theirs.dtype)
-    mapping.write(theirs, ours)
+    full = hf_tensor.new_zeros(mapping.region_shape)
+    full[in_region] = local[in_shard].to(hf_tensor.dtype)
+    mapping.write(hf_tensor, full)

@@ -132,15 +132,15 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
     """Copies every tensor that this rank holds, and checks that every tensor of the source is known."""
     _zero_unstored(model)
     expected, available = expected_tensors(model.config, family, model.block_types), set(tensors.names())
-    ours = base_tensors(model)
+    tensors_by_name = base_tensors(model)
     has_score = model.value_head is not None and SCORE in available
     if has_score and family is not None and (head := _tied_names(family)[1]) not in available and head in expected:
         del expected[head]  # transformers' models that classify sequences have no output head
-        if (unused := ours.pop("head.weight", None)) is not None:
+        if (unused := tensors_by_name.pop("head.weight", None)) is not None:
             local_shard(unused).detach().zero_()
     _check_names(expected, available, family, model.config)
     _check_tied(tensors, family, model.config)
-    _copy(tensors, family, model.config, ours)
+    _copy(tensors, family, model.config, tensors_by_name)
     if model.value_head is not None and has_score:
         copy_score(tensors, model.value_head.weight)
 
@@ -148,8 +148,8 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
 def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
     """Loads the source's weights for blocks that stay, and initialises the others."""
     blocks = model.block_types
-    moved = read_recast_plan(source, families, blocks)
-    family, before = read_model(source.source, families, blocks)[0], moved.before
+    plan = read_recast_plan(source, families, blocks)
+    family, before = read_model(source.source, families, blocks)[0], plan.before
     tensors = _tensors(source.source, family, before)
     if tensors is None:  # initialised under the names that they have there
         device = local_shard(next(model.parameters())).device
@@ -161,12 +161,14 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapp
         _check_names(expected_tensors(before, family, blocks), set(tensors.names()), family, before)
         _check_tied(tensors, family, before)
     _zero_unstored(model)
-    model.reset(seed, only=set(moved.new_tensors))
-    ours = base_tensors(model)
-    kept = {then: ours[now] for now, then in moved.kept.items() if now in ours}
-    _copy(tensors, family, before, kept)
+    model.reset(seed, only=set(plan.new_tensors))
+    tensors_by_name = base_tensors(model)
+    kept_tensors = {
+        old_name: tensors_by_name[name] for name, old_name in plan.old_names.items() if name in tensors_by_name
+    }
+    _copy(tensors, family, before, kept_tensors)
     if model.has_mtp:
-        _compare_copies(tensors, family, before, kept)
+        _compare_copies(tensors, family, before, kept_tensors)
 
 
 @torch.no_grad()
@@ -178,15 +180,15 @@ def _zero_unstored(model: LanguageModel) -> None:
 
 
 @torch.no_grad()
-def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, ours: Mapping[str, Tensor]) -> None:
-    """Copies into this rank's tensors `ours`, by their names in the source's config."""
-    for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in ours.items())).values():
+def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, targets: Mapping[str, Tensor]) -> None:
+    """Copies into this rank's tensors `targets`, by their names in the source's config."""
+    for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in targets.items())).values():
         if tensor.is_copy:
             continue
         local_parts = [
-            (mapping, ours[name], region(ours[name]))
+            (mapping, targets[name], region(targets[name]))
             for name, mapping in tensor.parts
-            if overlap(mapping, region(ours[name])) is not None
+            if overlap(mapping, region(targets[name])) is not None
         ]
         if local_parts:  # else it is none of this rank's experts
             full = _take(tensors, tensor)
@@ -195,16 +197,16 @@ def _copy(tensors: TensorSource, family: Family | None, config: ModelConfig, our
 
 
 def _compare_copies(
-    tensors: TensorSource, family: Family | None, config: ModelConfig, ours: Mapping[str, Tensor]
+    tensors: TensorSource, family: Family | None, config: ModelConfig, targets: Mapping[str, Tensor]
 ) -> None:
     """Warns if MTP depths come with an embedding or a head that differs from the model's, which they will share."""
     available = set(tensors.names())
-    for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in ours.items())).values():
+    for tensor in map_to_hf(family, config, ((name, target.shape) for name, target in targets.items())).values():
         if not tensor.is_copy or tensor.name not in available:
             continue
         full = _take(tensors, tensor)
         for name, mapping in tensor.parts:
-            shard, slices = local_shard(ours[name]), region(ours[name])
+            shard, slices = local_shard(targets[name]), region(targets[name])
             common = overlap(mapping, slices)
             if common is None:
                 continue
@@ -222,8 +224,8 @@ def expected_tensors(
 ) -> dict[str, HFTensor]:
     """Returns every tensor of theirs that a whole model of this config consists of, by name."""
     with torch.device("meta"):
-        whole = LanguageModel(config, blocks=blocks).state_dict()
-    return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in whole.items()))
+        state_dict = LanguageModel(config, blocks=blocks).state_dict()
+    return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in state_dict.items()))
 
 
 def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:

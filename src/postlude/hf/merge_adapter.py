@@ -52,10 +52,10 @@ def read_saved_adapter(path: str | os.PathLike[str], family: Family | None, conf
     state = read_state(folder)
     if state.get("base") is None:
         raise ValueError(f"{folder} is a checkpoint of a whole model, not of adapters. Convert it without a base.")
-    if others := state.get("adapters"):
+    if adapter_names := state.get("adapters"):
         raise ValueError(
-            f"{folder} has several adapters ({', '.join(others)}), and one can be merged. Load it in an engine, write "
-            "one with export_adapter(engine, directory, name=...), and convert that directory."
+            f"{folder} has several adapters ({', '.join(adapter_names)}), and one can be merged. Load it in an "
+            "engine, write one with export_adapter(engine, directory, name=...), and convert that directory."
         )
     if not state.get("adapter"):
         raise ValueError(

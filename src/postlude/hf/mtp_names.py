@@ -52,9 +52,9 @@ class MTPNames:
         number = self.first_layer(config) + depth * len(self.layers(config)) + layer
         return self.layer.replace(LAYER, str(number))
 
-    def module_name(self, config: ModelConfig, depth: int, ours: str) -> str | None:
+    def module_name(self, config: ModelConfig, depth: int, name: str) -> str | None:
         """Returns their name of a module outside the layers, such as `proj`; None if there is none."""
-        return self._fill(config, depth, self.names[ours]) if ours in self.names else None
+        return self._fill(config, depth, self.names[name]) if name in self.names else None
 
     def copies_of(self, config: ModelConfig, module: str) -> Iterator[str]:
         """Yields where the model's embedding or head is repeated, for each depth."""

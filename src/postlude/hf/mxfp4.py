@@ -52,9 +52,9 @@ class Mxfp4Source:
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantises [experts, out, groups, bytes], scales [experts, out, groups]: bf16 [experts, 2·groups·bytes, out]."""
     values = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.bfloat16)
-    experts, out, groups, bytes_of_one = blocks.shape
-    full = torch.empty(experts, 2 * groups * bytes_of_one, out, dtype=torch.bfloat16)
-    for one, block, scale in zip(full, blocks, scales, strict=True):  # one by one, to save memory
+    experts, out, groups, bytes_per_group = blocks.shape
+    full = torch.empty(experts, 2 * groups * bytes_per_group, out, dtype=torch.bfloat16)
+    for expert_weight, block, scale in zip(full, blocks, scales, strict=True):  # one by one, to save memory
         pairs = torch.stack((values[(block & 15).int()], values[(block >> 4).int()]), dim=-1)  # [out, groups, bytes, 2]
-        one.copy_(torch.ldexp(pairs, (scale.int() - BIAS)[..., None, None]).flatten(1).T)
+        expert_weight.copy_(torch.ldexp(pairs, (scale.int() - BIAS)[..., None, None]).flatten(1).T)
     return full

@@ -54,7 +54,7 @@ class AdaptableModel:
     def holder(self, matrix: HFMatrix) -> list[HFMatrix]:
         """Returns the stacked parameters of the module that has this one, in order."""
         module = matrix.name.rpartition(".")[0]
-        return [other for other in self.matrices.values() if other.name.rpartition(".")[0] == module]
+        return [candidate for candidate in self.matrices.values() if candidate.name.rpartition(".")[0] == module]
 
     def named_as_experts(self, matrix: HFMatrix) -> bool:
         """Whether peft would take the name of a plain matrix for the experts'."""
@@ -107,8 +107,8 @@ def to_peft(
             continue
         module = matrix.module
         if matrix.name == module:  # a parameter of a module: peft nests one adapter in the next
-            others = [other for other in model.holder(matrix) if other in adapted]
-            module = matrix.name.rpartition(".")[0] + ".base_layer" * (len(others) - 1 - others.index(matrix))
+            siblings = [candidate for candidate in model.holder(matrix) if candidate in adapted]
+            module = matrix.name.rpartition(".")[0] + ".base_layer" * (len(siblings) - 1 - siblings.index(matrix))
         _put(tensors, module, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
     return _config_json(model, adapted, configs, separate=separate), tensors
 

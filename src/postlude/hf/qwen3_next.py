@@ -72,7 +72,7 @@ def hybrid_config(hf: HFConfig, second: Sequence[str], blocks: Mapping[str, Bloc
             value_dim=hf.linear_value_head_dim,
             conv_kernel=hf.linear_conv_kernel_dim,
         )
-    layers = [one + other for one, other in zip(first, second, strict=True)]
+    layers = [mixer + feed_forward for mixer, feed_forward in zip(first, second, strict=True)]
     return replace(model_config(hf, layers, configs), norm_offset=1.0)
 
 
@@ -137,13 +137,13 @@ def gated_delta_names(config: ModelConfig) -> Names:
     }
 
 
-def _by_head(theirs: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
+def _by_head(hf_name: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
     """Maps matrices that are interleaved by head in one of theirs, each with its number of rows per head."""
     rows_of_head, mapped, start = sum(sizes), [], 0
     for rows in sizes:
         index = (slice(None), slice(start, start + rows))
         mapped.append(
-            TensorMapping(theirs, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index)
+            TensorMapping(hf_name, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index)
         )
         start += rows
     return mapped

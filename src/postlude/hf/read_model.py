@@ -60,14 +60,14 @@ def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BL
         return BUILTIN[source]()
     path = resolve_path(source)
     if path.is_dir():
-        theirs, ours = (path / CONFIG).is_file(), (path / POSTLUDE_CONFIG).is_file()
-        if theirs and ours:
+        has_hf_config, has_postlude_config = (path / CONFIG).is_file(), (path / POSTLUDE_CONFIG).is_file()
+        if has_hf_config and has_postlude_config:
             raise ValueError(
                 f"{path} has both {CONFIG} and {POSTLUDE_CONFIG}; remove the one that does not belong to its weights."
             )
-        if not (theirs or ours):
+        if not (has_hf_config or has_postlude_config):
             raise FileNotFoundError(f"{path} has no {CONFIG} and no {POSTLUDE_CONFIG}, so it is not a model directory.")
-        if ours:
+        if has_postlude_config:
             return read_postlude_config(path, blocks)
         try:
             return AutoConfig.from_pretrained(path)
@@ -120,10 +120,10 @@ def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> Model
     family = families.get(config.hf_config.get("model_type", ""))
     if config.family is not None or family is None:
         return config
-    theirs = family.to_model(hf_config(replace(config, family=family.model_type)))
-    theirs = family.with_mtp(theirs, len(config.pattern.mtp))
-    used = replace(theirs, blocks={symbol: theirs.blocks[symbol] for symbol in theirs.symbols})
-    return theirs if replace(config, family=theirs.family) == used else config
+    family_config = family.to_model(hf_config(replace(config, family=family.model_type)))
+    family_config = family.with_mtp(family_config, len(config.pattern.mtp))
+    used = replace(family_config, blocks={symbol: family_config.blocks[symbol] for symbol in family_config.symbols})
+    return family_config if replace(config, family=family_config.family) == used else config
 
 
 def read_generation_config(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:

@@ -70,19 +70,19 @@ def from_peft(
         stacked = matrix.experts if target.expert is None else 0
         rank, scale = _rank_and_scale(adapter_config, target.names)
         out = matrix.out_features if target.expert is None else len(matrix.parts[target.part].rows)
-        wanted = ((rank * (stacked or 1), matrix.in_features), (out, rank * (stacked or 1)))
-        if (tuple(a.shape), tuple(b.shape)) != wanted:
+        expected_shapes = ((rank * (stacked or 1), matrix.in_features), (out, rank * (stacked or 1)))
+        if (tuple(a.shape), tuple(b.shape)) != expected_shapes:
             raise ValueError(
                 f"the adapter of {module} has A {tuple(a.shape)} and B {tuple(b.shape)}, but its config and the model "
-                f"ask for {wanted[0]} and {wanted[1]}."
+                f"ask for {expected_shapes[0]} and {expected_shapes[1]}."
             )
         if target.expert is not None:
             single.setdefault(matrix.parts[target.part].layer.name, {})[target.expert] = (a, b, scale)
             continue
-        whole = (a, b)
+        pair_of_matrix = (a, b)
         if stacked:
-            whole = a.unflatten(0, (stacked, rank)), b.unflatten(1, (rank, stacked)).permute(2, 0, 1)
-        for name, pair in _split(matrix, *whole).items():
+            pair_of_matrix = a.unflatten(0, (stacked, rank)), b.unflatten(1, (rank, stacked)).permute(2, 0, 1)
+        for name, pair in _split(matrix, *pair_of_matrix).items():
             adapters[name] = pair
             configs[name] = AdapterConfig(pair[0].shape[-2], scale)
     for name, experts in single.items():
@@ -163,11 +163,13 @@ def _adapter_targets(
         if not matrix.experts or matrix.module != matrix.name:
             targets[matrix.module] = _AdapterTarget(matrix, names)
         else:
-            others = model.holder(matrix)
+            siblings = model.holder(matrix)
             if f"{holder}.base_layer" not in modules:  # a single parameter of the module is adapted
-                others = [other for other in others if _named(adapter_config.get("target_parameters"), other.name)]
-            if matrix in others:
-                depth = len(others) - 1 - others.index(matrix)
+                siblings = [
+                    sibling for sibling in siblings if _named(adapter_config.get("target_parameters"), sibling.name)
+                ]
+            if matrix in siblings:
+                depth = len(siblings) - 1 - siblings.index(matrix)
                 targets[holder + ".base_layer" * depth] = _AdapterTarget(matrix, names)
         if matrix.in_files_one_by_one:
             for index, part in enumerate(matrix.parts):

@@ -59,19 +59,19 @@ class CheckpointSource:
 
     def __init__(self, directory: Path, family: Family | None, config: ModelConfig) -> None:
         self._reader = ShardReader(directory, read_state(directory))
-        ours = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
-        self._theirs = map_to_hf(family, config, ((name, self._reader.shape(MODEL + name)) for name in ours))
+        names = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
+        self._hf_tensors = map_to_hf(family, config, ((name, self._reader.shape(MODEL + name)) for name in names))
 
     def names(self) -> Iterable[str]:
         """Returns the names of all tensors of the model."""
-        return self._theirs
+        return self._hf_tensors
 
     def take(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
-        tensor = self._theirs[name]
+        tensor = self._hf_tensors[name]
         regions = [
-            self._reader.read(MODEL + ours, tuple(part.start for part in mapping.region), mapping.region_shape)
-            for ours, mapping in tensor.parts
+            self._reader.read(MODEL + tensor_name, tuple(part.start for part in mapping.region), mapping.region_shape)
+            for tensor_name, mapping in tensor.parts
         ]
         if len(regions) == 1 and tensor.parts[0][1].is_whole:
             return regions[0].view(tensor.shape)
@@ -82,7 +82,7 @@ class CheckpointSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor."""
-        return self._theirs[name].shape
+        return self._hf_tensors[name].shape
 
 
 class MemorySource:

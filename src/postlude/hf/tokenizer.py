@@ -26,12 +26,16 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 def first_difference(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
     """Returns the smallest id with different tokens in two tokenizers, and both tokens; None if there is none."""
-    tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
-    differing = [number for number in tokens.keys() | others.keys() if tokens.get(number) != others.get(number)]
+    tokens, other_tokens = (
+        {number: token for token, number in source.get_vocab().items()} for source in (tokenizer, other)
+    )
+    differing = [
+        number for number in tokens.keys() | other_tokens.keys() if tokens.get(number) != other_tokens.get(number)
+    ]
     if not differing:
         return None
     first = min(differing)
-    return first, *(repr(vocab[first]) if first in vocab else "no token" for vocab in (tokens, others))
+    return first, *(repr(vocab[first]) if first in vocab else "no token" for vocab in (tokens, other_tokens))
 
 
 def _byte_letters() -> list[str]:

@@ -27,8 +27,8 @@ class RecastPlan:
 
     before: ModelConfig
     after: ModelConfig
-    kept: Mapping[str, str]
-    """Tensors that stay: new name -> old name."""
+    old_names: Mapping[str, str]
+    """The old name of each tensor that stays, by its new name."""
     new_tensors: tuple[str, ...]
     """New tensors."""
     dropped: tuple[str, ...]
@@ -41,17 +41,17 @@ class RecastPlan:
 
 def recast(config: ModelConfig, pattern: str | Pattern, blocks: Mapping[str, BlockConfig] | None = None) -> ModelConfig:
     """Returns the config with another pattern and no family. `blocks` has configs for symbols that it lacks."""
-    given = dict(blocks or {})
+    new_blocks = dict(blocks or {})
     if isinstance(pattern, str):
         pattern = Pattern.parse(pattern, symbols=config.pattern.symbols)
-    if pattern == config.pattern and not given:
+    if pattern == config.pattern and not new_blocks:
         return config
-    known = {**config.blocks, **given}
-    after = replace(config, pattern=pattern, blocks=known, family=None)
-    useless = [symbol for symbol in given if symbol not in after.symbols]
-    if useless:
-        raise ValueError(f"`blocks` has a config for {useless[0]!r}, but the pattern {pattern} has no such block.")
-    return replace(after, blocks={symbol: known[symbol] for symbol in after.symbols})
+    all_blocks = {**config.blocks, **new_blocks}
+    after = replace(config, pattern=pattern, blocks=all_blocks, family=None)
+    unused = [symbol for symbol in new_blocks if symbol not in after.symbols]
+    if unused:
+        raise ValueError(f"`blocks` has a config for {unused[0]!r}, but the pattern {pattern} has no such block.")
+    return replace(after, blocks={symbol: all_blocks[symbol] for symbol in after.symbols})
 
 
 def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> RecastPlan:
@@ -62,57 +62,59 @@ def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, ty
     """
     old, new = _shapes(before, blocks), _shapes(after, blocks)
     parts = _matched(before, old, after, new)
-    kept, new_tensors = {}, []
+    old_names, new_tensors = {}, []
     for name, shape in new.items():
         part = _part_of(name, parts)
-        then = name if part is None else parts[part]
-        if then is None:
+        old_part = name if part is None else parts[part]
+        if old_part is None:
             new_tensors.append(name)
             continue
-        earlier = then if part is None else then + name.removeprefix(part)
-        if old.get(earlier) != shape:
+        old_name = old_part if part is None else old_part + name.removeprefix(part)
+        if old.get(old_name) != shape:
             raise ValueError(
-                f"{name} is {shape} in {after.pattern}, but {old.get(earlier, 'not there')} in {before.pattern}: the "
+                f"{name} is {shape} in {after.pattern}, but {old.get(old_name, 'not there')} in {before.pattern}: the "
                 "two differ in more than their pattern."
             )
-        kept[name] = earlier
-    stayed, there = set(kept.values()), {part for part in parts.values() if part is not None}
-    gone = [part for part in _parts(before) if part not in there]
+        old_names[name] = old_name
+    used_names, used_parts = set(old_names.values()), {part for part in parts.values() if part is not None}
+    dropped_parts = [part for part in _parts(before) if part not in used_parts]
     return RecastPlan(
         before,
         after,
-        kept,
+        old_names,
         tuple(new_tensors),
-        tuple(name for name in old if name not in stayed),
-        tuple(part for part, then in parts.items() if then is None),
-        tuple(part for part in gone if part.rpartition(".layers.")[0] not in gone),  # a depth stands for its blocks
+        tuple(name for name in old if name not in used_names),
+        tuple(part for part, old_part in parts.items() if old_part is None),
+        tuple(
+            part for part in dropped_parts if part.rpartition(".layers.")[0] not in dropped_parts
+        ),  # a depth stands for its blocks
     )
 
 
 def _matched(before: ModelConfig, old: Shapes, after: ModelConfig, new: Shapes) -> dict[str, str | None]:
     """Returns the old name of each block and depth by its new name; None for a new one."""
     old_names: dict[str, str | None] = {}
-    earlier = _sections(before)
-    for section, now in _sections(after).items():
-        if section not in earlier:
+    old_sections = _sections(before)
+    for section, blocks in _sections(after).items():
+        if section not in old_sections:
             old_names[section] = None
             continue
         if section != TRUNK:
             old_names[section] = section
-        if len(now) != len(earlier[section]):
+        if len(blocks) != len(old_sections[section]):
             raise ValueError(
-                f"{section} has {len(earlier[section])} blocks in {before.pattern}, but {len(now)} in {after.pattern}: "
-                "blocks are matched by position, so write one for each."
+                f"{section} has {len(old_sections[section])} blocks in {before.pattern}, but {len(blocks)} in "
+                f"{after.pattern}: blocks are matched by position, so write one for each."
             )
-        for (symbol, name), (symbol_then, name_then) in zip(now, earlier[section], strict=True):
-            alike = _inside(new, name) == _inside(old, name_then)
-            if symbol == symbol_then and not alike:
+        for (symbol, name), (old_symbol, old_name) in zip(blocks, old_sections[section], strict=True):
+            same_tensors = _inside(new, name) == _inside(old, old_name)
+            if symbol == old_symbol and not same_tensors:
                 raise ValueError(
-                    f"{name_then} has other tensors than {name} of the config that is given for {symbol!r}. Leave that "
+                    f"{old_name} has other tensors than {name} of the config that is given for {symbol!r}. Leave that "
                     "out to keep the block, or use another symbol for a new block."
                 )
-            named_alike = after.pattern.symbols[symbol] == before.pattern.symbols[symbol_then]
-            old_names[name] = name_then if alike and named_alike else None
+            same_name = after.pattern.symbols[symbol] == before.pattern.symbols[old_symbol]
+            old_names[name] = old_name if same_tensors and same_name else None
     return old_names
 
 

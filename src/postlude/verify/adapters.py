@@ -123,11 +123,11 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
         reports.append(AdapterReport("the merged model", difference(logprobs, merged)))
         if isinstance(peft, str):
             return [*reports, AdapterReport("peft", skipped=peft)]
-        theirs, gradients = _run_peft(peft, Path(directory), pairs, configs, family, config, batch)
-    ours = adapter_gradients(model)
-    offs = {name: difference(ours[name], gradients[name]) for name in ours}
+        peft_logprobs, peft_gradients = _run_peft(peft, Path(directory), pairs, configs, family, config, batch)
+    gradients = adapter_gradients(model)
+    offs = {name: difference(gradients[name], peft_gradients[name]) for name in gradients}
     version = importlib.metadata.version("peft")
-    return [*reports, AdapterReport(f"peft {version}", difference(logprobs, theirs), offs)]
+    return [*reports, AdapterReport(f"peft {version}", difference(logprobs, peft_logprobs), offs)]
 
 
 def _pack(batch: Batch) -> list[Microbatch]:

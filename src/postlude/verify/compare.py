@@ -227,11 +227,11 @@ def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     family, config = read_model(source, blocks=model.block_types)
     parameters = dict(model.named_parameters())
     gradients = {}
-    for theirs in map_to_hf(
+    for hf_tensor in map_to_hf(
         family, config, ((name, parameter.shape) for name, parameter in parameters.items())
     ).values():
-        full = gradients[theirs.name] = torch.zeros(theirs.shape)
-        for name, mapping in theirs.parts:
+        full = gradients[hf_tensor.name] = torch.zeros(hf_tensor.shape)
+        for name, mapping in hf_tensor.parts:
             gradient = parameters[name].grad
             if gradient is not None:
                 mapping.write(full, gradient[mapping.region].float().cpu())
