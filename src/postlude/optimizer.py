@@ -55,8 +55,8 @@ class LRSchedule:
         if self.steps is None:
             raise ValueError(f"a {self.shape} schedule needs `steps`, the number of optimizer steps that it is over.")
         progress = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
-        left = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.floor + (1.0 - self.floor) * left
+        decay = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.floor + (1.0 - self.floor) * decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,10 +46,10 @@ def describe_error(error: BaseException, file: Path | None = None) -> str:
         text = error.msg
         locations.append((Path(error.filename), error.lineno))
     inside = [location for location in locations if file is not None and location[0] == file]
-    where = "".join(f" ({path.name}, line {line})" for path, line in (inside or locations)[-1:])
+    position = "".join(f" ({path.name}, line {line})" for path, line in (inside or locations)[-1:])
     if len(text) > MAX_ERROR_LENGTH:
         text = f"{text[: MAX_ERROR_LENGTH - 3]}..."
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return f"{type(error).__name__}: {text}{position}" if text else f"{type(error).__name__}{position}"
 
 
 def _run(path: Path) -> ModuleType:

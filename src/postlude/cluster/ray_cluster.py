@@ -122,8 +122,8 @@ def _servers_on(gpus: int, needs: ResourceNeeds) -> int:
     used = needs.ranks if needs.gpus else 0
     if needs.server_gpus >= 1:
         return int((gpus - used) // needs.server_gpus)
-    left, whole = (int(share / needs.server_gpus + 1e-6) for share in (1.0 - needs.gpus, 1.0))
-    return used * left + (gpus - used) * whole
+    per_shared_gpu, per_free_gpu = (int(share / needs.server_gpus + 1e-6) for share in (1.0 - needs.gpus, 1.0))
+    return used * per_shared_gpu + (gpus - used) * per_free_gpu
 
 
 def death_reason(error: BaseException) -> str:

@@ -45,11 +45,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         config, overlap = _config(options.model, recipe.mtp.depths if recipe.mtp else 0), recipe.overlap
         model = recipe_cost_model(recipe, config, hardware, seq=options.seq, batch_tokens=options.batch_tokens)
-    says = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
+    header = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
     if model.adapters:
         trained = count_parameters(config, adapters=model.adapters).trained(Stage()).used
-        says += f", of which LoRA trains {_count(trained)} in adapters"
-    console.print(says, markup=False, highlight=False, soft_wrap=True)
+        header += f", of which LoRA trains {_count(trained)} in adapters"
+    console.print(header, markup=False, highlight=False, soft_wrap=True)
     if options.search:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
         result = search(model, options.gpus, tokens, overlap=options.overlap)

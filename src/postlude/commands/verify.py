@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
     limit = TOLERANCES["float32"] if options.tolerance is None else options.tolerance
     wrong = [comparison.other for comparison in adapters if not comparison.passes(limit)]
-    for other in wrong:
-        console.print(f"one rank differs from {other} by more than {limit:g}", markup=False, highlight=False)
+    for name_of_other in wrong:
+        console.print(f"one rank differs from {name_of_other} by more than {limit:g}", markup=False, highlight=False)
     return int(bool(different or wrong))
 
 

@@ -174,10 +174,10 @@ class Encoder:
     def _check_no_messages(self, tools: Any, row: str) -> None:
         """Refuses tools and a system message for a row of text, which no template formats."""
         has_tools = tools.strip() not in ("", "[]", "null") if isinstance(tools, str) else bool(tools)
-        given = "tools" if has_tools else "a system message to add" if self.system is not None else ""
-        if given:
+        extra = "tools" if has_tools else "a system message to add" if self.system is not None else ""
+        if extra:
             raise ValueError(
-                f"{row} has {given}, but its prompt is text, which no chat template formats. Give the prompt as "
+                f"{row} has {extra}, but its prompt is text, which no chat template formats. Give the prompt as "
                 'messages, such as [{"role": "user", "content": "..."}], or leave that out.'
             )
 
@@ -257,8 +257,8 @@ class Encoder:
         cut = text.find(PLACEHOLDER, len(start)) + len(PLACEHOLDER)
         if not text.startswith(start) or cut < len(PLACEHOLDER):
             raise ValueError(ambiguous_turn(1, row))
-        turn, whole = self._tokens([text[:cut], text])
-        between = whole[len(turn) :] if whole[: len(turn)] == turn else self._tokens([ContinuationText(text[cut:])])[0]
+        turn, full = self._tokens([text[:cut], text])
+        between = full[len(turn) :] if full[: len(turn)] == turn else self._tokens([ContinuationText(text[cut:])])[0]
         ended = between[:1] == list(after[-1:]) and between[0] in self._turn_encoder.special
         return between[1:] if ended else between
 
@@ -374,8 +374,10 @@ class Encoder:
         doubled = {i for i in range(1, len(tokens)) if mask[i] and tokens[i - 1 : i + 1] == twice} if twice else ()
         if not doubled:
             return encoded
-        kept = [i for i in range(len(tokens)) if i not in doubled]
-        return EncodedSequence([tokens[i] for i in kept], [max(mask[i], int(i + 1 in doubled)) for i in kept])
+        kept_indices = [i for i in range(len(tokens)) if i not in doubled]
+        return EncodedSequence(
+            [tokens[i] for i in kept_indices], [max(mask[i], int(i + 1 in doubled)) for i in kept_indices]
+        )
 
     def _too_long(self, row: str, length: int) -> TooLongError:
         limit = f"max_length is {self.max_length}. Raise it, drop the row, or set truncate."

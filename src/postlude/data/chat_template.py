@@ -296,16 +296,16 @@ def _reasoning_and_answer(message: Message) -> tuple[str, str]:
     return f"{OPEN}\n{reasoning_of(message)}\n{CLOSE}\n\n", content.strip()
 
 
-def shared_prompt(one: Sequence[Message], other: Sequence[Message], row: str) -> int:
+def shared_prompt(first: Sequence[Message], second: Sequence[Message], row: str) -> int:
     """Returns the number of messages that two conversations share before the assistant's completions differ."""
-    both = min(len(one), len(other))
-    shared = next((i for i in range(both) if dict(one[i]) != dict(other[i])), both)
-    if shared == len(one) == len(other) and one[-1]["role"] == "assistant":
+    shorter = min(len(first), len(second))
+    shared = next((i for i in range(shorter) if dict(first[i]) != dict(second[i])), shorter)
+    if shared == len(first) == len(second) and first[-1]["role"] == "assistant":
         return shared - 1
-    if shared in (0, both):
+    if shared in (0, shorter):
         fault = "is the beginning of the other" if shared else "begins unlike the other"
         raise ValueError(f"one completion of {row} {fault}. Give two completions of one prompt.")
-    roles = one[shared]["role"], other[shared]["role"]
+    roles = first[shared]["role"], second[shared]["role"]
     if roles != ("assistant", "assistant"):
         raise ValueError(
             f"the prompts of {row} differ at message {shared} ({roles[0]} and {roles[1]}). Give two completions "

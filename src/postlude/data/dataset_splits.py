@@ -26,11 +26,11 @@ def choose_files(files: Sequence[str], readme: str, config: str | None, split: s
     by_split = _stated_splits(files, readme, config, name)
     if by_split is None:
         by_split = _splits_by_name(files, config, name)
-    wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in by_split or len(by_split) != 1 else next(iter(by_split)))
-    if not by_split.get(wanted):
+    split_name = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in by_split or len(by_split) != 1 else next(iter(by_split)))
+    if not by_split.get(split_name):
         known = ", ".join(sorted(key for key, value in by_split.items() if value)) or "none"
-        raise ValueError(f"dataset {name} has no split {wanted!r}; it has: {known}. Set split to one of them.")
-    return sorted(by_split[wanted])
+        raise ValueError(f"dataset {name} has no split {split_name!r}; it has: {known}. Set split to one of them.")
+    return sorted(by_split[split_name])
 
 
 def _stated_splits(files: Sequence[str], readme: str, config: str | None, name: str) -> dict[str, list[str]] | None:

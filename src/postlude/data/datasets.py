@@ -67,9 +67,9 @@ class Rows:
             if len(missing) == len(self.rows):
                 raise ValueError(_no_column(self.name, column, self.columns))
             if missing:
-                others = f", as do {len(missing) - 1} more" if len(missing) > 1 else ""
+                more_rows = f", as do {len(missing) - 1} more" if len(missing) > 1 else ""
                 raise ValueError(
-                    f'{self.location(missing[0])} has no value in column "{column}"{others}. '
+                    f'{self.location(missing[0])} has no value in column "{column}"{more_rows}. '
                     f"Fill it in, or leave such rows out."
                 )
         return self

@@ -54,8 +54,8 @@ class HubRepo:
             with self._lock():
                 if missing := _missing(snapshot, files):
                     self._fetch(snapshot.folder.name, missing)
-                    if left := _missing(snapshot, files):
-                        raise FileNotFoundError(self._sentence(f"{left[0]} did not arrive"))
+                    if still_missing := _missing(snapshot, files):
+                        raise FileNotFoundError(self._sentence(f"{still_missing[0]} did not arrive"))
         return [snapshot.folder / file for file in files]
 
     def _cached(self) -> HubSnapshot | None:
@@ -177,7 +177,7 @@ def _reason(error: BaseException) -> str:
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    if any(isinstance(each, OSError) and each.errno == errno.ENOSPC for each in chain):
+    if any(isinstance(exception, OSError) and exception.errno == errno.ENOSPC for exception in chain):
         return "the disk of the cache is full (set HF_HOME to another)"
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

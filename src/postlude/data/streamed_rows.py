@@ -113,17 +113,17 @@ class StreamedRows(RowSource[Row]):
         self._encoded.clear()
         self._in_epoch = 1  # unknown
 
-    def _encode_more(self, wanted: int) -> None:
+    def _encode_more(self, count: int) -> None:
         """Encodes rows of the buffer, or of the next one if it is done."""
         if self._rows is None:
             self._read_buffer()
         while self._rows is None or self.done == len(self._rows):
             self.start, self.number, self.done = self.stream.position, self.number + 1, 0
             self._read_buffer()
-        chunk = self._rows[self.done : self.done + max(wanted, READ_TOGETHER)]
+        chunk = self._rows[self.done : self.done + max(count, READ_TOGETHER)]
         for rows in self.encode([row for _, row in chunk], [location for location, _ in chunk]):
-            kept = rows if rows and self.content(rows[0]) not in self._excluded else []
-            self._encoded.append(kept)
+            used_rows = rows if rows and self.content(rows[0]) not in self._excluded else []
+            self._encoded.append(used_rows)
 
     def _read_buffer(self) -> None:
         rows = self.stream.read(self.buffer or READ_TOGETHER)

@@ -44,8 +44,8 @@ class TextTokens:
             if isinstance(text, ContinuationText):
                 results.append(self._without_anchor(text, tokens) if anchor else tokens)
             else:
-                whole = self._without_end(list(next(with_bos)), tokens) if isinstance(text, BosText) else tokens
-                results.append(self.single_bos(whole))
+                full = self._without_end(list(next(with_bos)), tokens) if isinstance(text, BosText) else tokens
+                results.append(self.single_bos(full))
         return results
 
     def _without_anchor(self, text: str, anchored: list[int]) -> list[int]:
@@ -121,7 +121,7 @@ class PiecewiseTokenizer:
         """Returns the text, split before each border token."""
         if self._splits is False or self._special is None:
             return [text]
-        starts = [found.start() for found in self._special.finditer(text) if found[0] in self._borders]
+        starts = [match.start() for match in self._special.finditer(text) if match[0] in self._borders]
         ends = [0, *(start for start in starts if start), len(text)]
         return [text[start:end] for start, end in itertools.pairwise(ends)]
 

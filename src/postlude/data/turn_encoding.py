@@ -39,9 +39,9 @@ class TurnEncoder:
         """
         if self.template.is_marked(tools):
             return [(yield from self._by_marks(messages, turns, tools, row))]
-        whole = yield from self._as_one_sequence(messages, turns, tools)
-        if whole is not None:
-            return [whole]
+        sequence = yield from self._as_one_sequence(messages, turns, tools)
+        if sequence is not None:
+            return [sequence]
         return (yield from self._one_per_turn(messages, turns, tools, row))
 
     def _by_marks(
@@ -68,14 +68,14 @@ class TurnEncoder:
         if not all(reasoning_of(messages[index]) in text for index in turns):
             return None
         inner = [index for index in turns if index + 1 < len(messages)]
-        tokens, *others = yield [
+        tokens, *prefixes = yield [
             text,
             *(self.template.before_turn(messages, index, tools) for index in turns),
             *(self.template.render(messages[: index + 1], tools) for index in inner),
         ]
-        through = dict(zip(inner, others[len(turns) :], strict=True))
+        through = dict(zip(inner, prefixes[len(turns) :], strict=True))
         mask = [0] * len(tokens)
-        for index, before in zip(turns, others, strict=False):
+        for index, before in zip(turns, prefixes, strict=False):
             end = self._turn_end(tokens, through.get(index, tokens), len(before))
             if end is None or tokens[: len(before)] != before:
                 return None
@@ -95,9 +95,9 @@ class TurnEncoder:
             texts += [before, before + written, ContinuationText(written)]
         tokenized = iter((yield texts))
         sequences = []
-        for prompt, whole, rest in zip(tokenized, tokenized, tokenized, strict=True):
+        for prompt, full, rest in zip(tokenized, tokenized, tokenized, strict=True):
             # A model continues the tokens of its prompt, even where other tokens would join the two texts.
-            tokens = whole if whole[: len(prompt)] == prompt else prompt + rest
+            tokens = full if full[: len(prompt)] == prompt else prompt + rest
             end = self._turn_end(tokens, tokens, len(prompt)) or len(tokens)
             mask = [0] * len(prompt) + [1] * (end - len(prompt)) + [0] * (len(tokens) - end)
             sequences.append((tokens, mask))
@@ -112,7 +112,10 @@ class TurnEncoder:
         is_prefix = tokens[:end] == through
         if not is_prefix:
             pairs = zip(tokens, through, strict=False)
-            end = next((place for place, (one, other) in enumerate(pairs) if one != other), len(tokens))
+            end = next(
+                (index for index, (token_id, through_id) in enumerate(pairs) if token_id != through_id),
+                len(tokens),
+            )
             # What a template writes after the last turn alone, such as an end token, is no part of the turn.
             if not all(token in self.special or self._is_space(token) for token in through[end:]):
                 return None

@@ -101,7 +101,7 @@ def logprobs(
         position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
 
     optional = {"attention_mask": attention_mask, "position_ids": position_ids}
-    model_inputs |= {name: given for name, given in optional.items() if given is not None}
+    model_inputs |= {name: value for name, value in optional.items() if value is not None}
     if _accepts(base, "use_cache"):
         model_inputs["use_cache"] = False
     hidden = base(input_ids=input_ids, return_dict=True, **model_inputs).last_hidden_state  # [B, S, H]

@@ -103,7 +103,7 @@ class LogprobsProcessor:
         Megatron is refused by name unless it is None: it might change the logits, and a wrong log-prob trains quietly
         where an error does not.
         """
-        unknown = sorted(name for name, given in later.items() if given is not None)
+        unknown = sorted(name for name, value in later.items() if value is not None)
         if unknown:
             raise TypeError(
                 f"Megatron's hook passed {', '.join(unknown)}, which this version of postlude does not know. Upgrade "

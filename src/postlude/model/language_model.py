@@ -355,10 +355,10 @@ class LanguageModel(FSDPUnit):
             return embedded.requires_grad_() if self.training and torch.is_grad_enabled() else embedded
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
-            got = "nothing" if hidden is None else tuple(hidden.shape)
+            received = "nothing" if hidden is None else tuple(hidden.shape)
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} continues from hidden states {expected}, "
-                f"but got {got}."
+                f"but got {received}."
             )
         return hidden
 

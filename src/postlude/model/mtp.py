@@ -96,10 +96,10 @@ class MTP(nn.ModuleList):
             first_use = number < len(self)
             yield _join_step(depth, number, depth_context, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
-                first, *others = cast(LogicalLayer, layer).planned(depth_context)
+                first, *rest = cast(LogicalLayer, layer).planned(depth_context)
                 completes = first.completes if first_use else ()
                 yield replace(first, completes=completes, used_again=completes if self.repeated else ())
-                yield from others
+                yield from rest
             yield final_norm_step(number + 1, depth.norm, depth_context)
 
 

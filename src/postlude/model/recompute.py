@@ -57,12 +57,12 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
         return function(*arguments)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept())
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operators())
     result: Result = checkpoint(bind_batch_invariant(bind_wgrad(function)), *arguments, **options)
     return result
 
 
-def _kept() -> list[Any]:
+def _kept_operators() -> list[Any]:
     """Returns the operators of KEPT that exist and are loaded."""
     operators = []
     for name in KEPT:

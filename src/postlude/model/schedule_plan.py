@@ -167,9 +167,9 @@ class SchedulePlan:
                 written = self._run(part, {name: value.tensor for name, value in values.items()})
             if OUTPUT in written:
                 return written[OUTPUT]
-            kept = {name: Value.of(value) for name, value in written.items() if name in part.read_later}
-            part.written = [value for value in kept.values() if value.edge is not None]
-            values = {name: value for name, value in values.items() if name in part.read_later} | kept
+            read_later = {name: Value.of(value) for name, value in written.items() if name in part.read_later}
+            part.written = [value for value in read_later.values() if value.edge is not None]
+            values = {name: value for name, value in values.items() if name in part.read_later} | read_later
         raise AssertionError(f"no step writes {OUTPUT!r}")
 
     def backward_steps(

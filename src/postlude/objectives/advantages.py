@@ -79,7 +79,7 @@ def reinforce_plus_plus(
     _same_count("masks", masks, len(values))
     if penalties is not None:
         _same_count("penalties", penalties, len(values))
-    returns, kept = [], []
+    returns, completion_masks = [], []
     for row, mask in enumerate(masks):
         is_completion = _read(mask) != 0
         token_rewards = torch.zeros(len(is_completion), dtype=torch.float64)
@@ -87,9 +87,9 @@ def reinforce_plus_plus(
             token_rewards[int(is_completion.nonzero()[-1])] = values[row].double()
         if penalties is not None:
             token_rewards -= _read(penalties[row]) * is_completion
-        kept.append(is_completion)
+        completion_masks.append(is_completion)
         returns.append(_discounted(token_rewards, is_completion, gamma))
-    return whiten(returns, kept, eps=eps, all_sum=all_sum)
+    return whiten(returns, completion_masks, eps=eps, all_sum=all_sum)
 
 
 def whiten(
@@ -101,10 +101,12 @@ def whiten(
     """
     _same_count("masks", masks, len(values))
     rows = [(_read(row), _read(mask) != 0) for row, mask in zip(values, masks, strict=True)]
-    kept = torch.cat([row[mask] for row, mask in rows]) if rows else torch.zeros(0, dtype=torch.float64)
-    total, count = all_sum(torch.tensor([float(kept.sum()), float(len(kept))], dtype=torch.float64)).tolist()
+    masked_values = torch.cat([row[mask] for row, mask in rows]) if rows else torch.zeros(0, dtype=torch.float64)
+    total, count = all_sum(
+        torch.tensor([float(masked_values.sum()), float(len(masked_values))], dtype=torch.float64)
+    ).tolist()
     average = total / max(count, 1.0)
-    squares = all_sum((kept - average).square().sum())
+    squares = all_sum((masked_values - average).square().sum())
     deviation = (squares / max(count, 1.0)).sqrt()
     return [((row - average) / (deviation + eps)).where(mask, 0.0).float() for row, mask in rows]
 
@@ -133,30 +135,30 @@ def gae(
         _same_count("masks", masks, len(rewards))
     advantages, returns = [], []
     for row, row_rewards in enumerate(rewards):
-        earned, expected = _read(row_rewards), _read(values[row])
-        kept = torch.ones(len(earned), dtype=torch.bool) if masks is None else _read(masks[row]) != 0
-        if not len(earned) == len(expected) == len(kept):
+        token_rewards, token_values = _read(row_rewards), _read(values[row])
+        mask = torch.ones(len(token_rewards), dtype=torch.bool) if masks is None else _read(masks[row]) != 0
+        if not len(token_rewards) == len(token_values) == len(mask):
             raise ValueError(
-                f"sequence {row} has {len(earned)} rewards, {len(expected)} values and {len(kept)} masks. "
+                f"sequence {row} has {len(token_rewards)} rewards, {len(token_values)} values and {len(mask)} masks. "
                 "Give one of each for every token."
             )
-        estimates = torch.zeros(len(earned), dtype=torch.float64)
+        estimates = torch.zeros(len(token_rewards), dtype=torch.float64)
         next_value, advantage = 0.0, 0.0
-        steps, segments = kept.nonzero()[:, 0], kept.cumsum(0) - 1  # -1 before the first kept token
-        gains = earned.new_zeros(len(steps)).index_add_(0, segments[segments >= 0], earned[segments >= 0])
+        steps, segments = mask.nonzero()[:, 0], mask.cumsum(0) - 1  # -1 before the first token in the mask
+        gains = token_rewards.new_zeros(len(steps)).index_add_(0, segments[segments >= 0], token_rewards[segments >= 0])
         reversed_advantages: list[float] = []  # a loop over numbers: one over tensors takes ten times as long
-        for gain, value in zip(reversed(gains.tolist()), reversed(expected[steps].tolist()), strict=True):
+        for gain, value in zip(reversed(gains.tolist()), reversed(token_values[steps].tolist()), strict=True):
             advantage = gain + gamma * next_value - value + gamma * lam * advantage
             reversed_advantages.append(advantage)
             next_value = value
         estimates[steps] = torch.tensor(reversed_advantages[::-1], dtype=torch.float64)
         advantages.append(estimates.float())
-        returns.append((estimates + expected).where(kept, 0.0).float())
+        returns.append((estimates + token_values).where(mask, 0.0).float())
     return advantages, returns
 
 
-def _discounted(rewards: Tensor, kept: Tensor, gamma: float) -> Tensor:
-    steps = kept.nonzero()[:, 0]
+def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    steps = mask.nonzero()[:, 0]
     later, reversed_returns = 0.0, list[float]()
     for reward in reversed(rewards[steps].tolist()):
         later = reward + gamma * later

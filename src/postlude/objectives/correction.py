@@ -55,9 +55,9 @@ class RolloutCorrection:
         for name in ("truncate", "mask", "sequence_mask"):
             check_interval(name, getattr(self, name))
 
-    def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, kept: Tensor) -> CorrectionWeights:
-        """Returns the weights of the tokens [T] of a microbatch. `kept` [T]: the tokens trained on."""
-        difference = (old - rollout).detach().where(kept, 0.0)
+    def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, has_weight: Tensor) -> CorrectionWeights:
+        """Returns the weights of the tokens [T] of a microbatch. `has_weight` [T]: the tokens trained on."""
+        difference = (old - rollout).detach().where(has_weight, 0.0)
         log_weights = difference
         if self.level == "sequence":
             log_weights = broadcast_to_tokens(microbatch, microbatch.sequence_sum(difference))
@@ -66,7 +66,7 @@ class RolloutCorrection:
         if self.mask is not None:
             weights = weights.where(_inside(raw, self.mask), 0.0)
         if self.sequence_mask is not None:
-            average = clamp_log_ratio(sequence_mean(microbatch, difference, kept)).exp()
+            average = clamp_log_ratio(sequence_mean(microbatch, difference, has_weight)).exp()
             weights = weights.where(broadcast_to_tokens(microbatch, _inside(average, self.sequence_mask)), 0.0)
         return CorrectionWeights(weights, (weights != raw).float())
 

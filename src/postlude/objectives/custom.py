@@ -12,26 +12,26 @@ from postlude.objectives.loss import Objective
 from postlude.user_code import load_callable
 
 
-def load_objective(where: str, settings: Mapping[str, Any] | None = None) -> Objective:
+def load_objective(location: str, settings: Mapping[str, Any] | None = None) -> Objective:
     """Loads `name` from a Python file. The file is run, so name only files you trust.
 
     `name` is a function of `OutputInputs`, a callable object, or a class of such objects. A class is built with
     `settings` as keywords; a function gets them as keywords at every call.
     """
-    target = load_callable(where, kind="function of OutputInputs that returns a Loss")
-    _check_settings(target, settings or {}, where)
+    target = load_callable(location, kind="function of OutputInputs that returns a Loss")
+    _check_settings(target, settings or {}, location)
     try:
         objective = _with_settings(target, settings or {})
         inspect.signature(objective).bind(None)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{where} does not take what it is given: {error}. It is called with one argument, OutputInputs, "
+            f"{location} does not take what it is given: {error}. It is called with one argument, OutputInputs, "
             f"and these settings: {', '.join(settings or {}) or 'none'}."
         ) from error
     return objective
 
 
-def _check_settings(target: Any, settings: Mapping[str, Any], where: str) -> None:
+def _check_settings(target: Any, settings: Mapping[str, Any], location: str) -> None:
     """Refuses an unknown setting. The message names the nearest known one."""
     parameters = list(inspect.signature(target).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -41,7 +41,7 @@ def _check_settings(target: Any, settings: Mapping[str, Any], where: str) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f'did you mean "{near[0]}"?' if near else f"it takes {', '.join(known) or 'none'}."
-            raise TypeError(f'{where} has no setting "{name}"; {hint}')
+            raise TypeError(f'{location} has no setting "{name}"; {hint}')
 
 
 def _with_settings(target: Any, settings: Mapping[str, Any]) -> Objective:

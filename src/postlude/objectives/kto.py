@@ -60,11 +60,11 @@ class KTO:
 
         microbatch = inputs.microbatch
         targets, _, count = weighted_targets(microbatch, self.mask)
-        kept = targets != IGNORE
+        has_weight = targets != IGNORE
         logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
-        deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(kept, 0.0))
-        desirable = sequence_mean(microbatch, microbatch.column(DESIRABLE).float(), kept) > 0.5
-        kl = sequence_mean(microbatch, microbatch.column(BATCH_KL).float(), kept)
+        deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(has_weight, 0.0))
+        desirable = sequence_mean(microbatch, microbatch.column(DESIRABLE).float(), has_weight) > 0.5
+        kl = sequence_mean(microbatch, microbatch.column(BATCH_KL).float(), has_weight)
         sign = desirable.float() * 2 - 1
         weight = (self.desirable_weight * desirable.float()) + self.undesirable_weight * (~desirable).float()
         losses = weight * (-sign * self.beta * (deltas - kl)).sigmoid()  # 1 - σ(x) = σ(-x)

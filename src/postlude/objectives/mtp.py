@@ -26,14 +26,14 @@ class MTPProcessor(Protocol):
         ...
 
 
-def load_mtp_processor(where: str) -> MTPProcessor:
+def load_mtp_processor(location: str) -> MTPProcessor:
     """Loads path/to/file.py:name, a function of depth, inputs and context. The file is run: name only trusted ones."""
-    processor: MTPProcessor = load_callable(where, kind="function of depth, inputs and context")
+    processor: MTPProcessor = load_callable(location, kind="function of depth, inputs and context")
     try:
         inspect.signature(processor).bind(1, None, None)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{where} does not take what it is given: {error}. An MTP processor is called as "
+            f"{location} does not take what it is given: {error}. An MTP processor is called as "
             "processor(depth, inputs, context) and returns a loss for each token, [T]."
         ) from error
     return processor

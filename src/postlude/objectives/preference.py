@@ -91,17 +91,17 @@ class Preference:
         microbatch = inputs.microbatch
         check_pairs(microbatch)
         targets, _, count = weighted_targets(microbatch, self.mask)
-        kept = targets != IGNORE
+        has_weight = targets != IGNORE
         logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
         delta = logprob - microbatch.column(REFERENCE).float() if self.reference else logprob
         if self.length_normalised:
-            deltas = sequence_mean(microbatch, delta, kept)
+            deltas = sequence_mean(microbatch, delta, has_weight)
         else:
-            deltas = microbatch.sequence_sum(delta.where(kept, 0.0))
+            deltas = microbatch.sequence_sum(delta.where(has_weight, 0.0))
         chosen, rejected = pairs(deltas)
         losses = self.loss(chosen - rejected, pair_margins(microbatch) if self.margins else 0.0)
         if self.nll:
-            losses = losses - self.nll * pairs(sequence_mean(microbatch, logprob, kept))[0]
+            losses = losses - self.nll * pairs(sequence_mean(microbatch, logprob, has_weight))[0]
         return pair_loss(losses, rewards_of(chosen, rejected, self.beta))
 
     def loss(self, difference: Tensor, margins: Tensor | float = 0.0) -> Tensor:
@@ -141,13 +141,13 @@ def pair_loss(losses: Tensor, metrics: Mapping[str, Tensor]) -> Loss:
 
 def check_pairs(microbatch: Microbatch) -> None:
     """Refuses a microbatch that holds one completion of a pair without the other."""
-    held = set(microbatch.sequences)
+    indices = set(microbatch.sequences)
     for index in microbatch.sequences:
-        if index ^ 1 not in held:
-            role, other = ("rejected", "chosen") if index % 2 else ("chosen", "rejected")
+        if index ^ 1 not in indices:
+            role, partner = ("rejected", "chosen") if index % 2 else ("chosen", "rejected")
             raise ValueError(
                 f"sequence {index}, the {role} completion of pair {index // 2}, is in microbatch {microbatch.index} "
-                f"without the {other} one, sequence {index ^ 1}. Pack the two of a pair together: list them "
+                f"without the {partner} one, sequence {index ^ 1}. Pack the two of a pair together: list them "
                 "side by side, and give the batch one group per pair."
             )
 

@@ -51,15 +51,16 @@ class ValueLoss:
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""
         microbatch = inputs.microbatch
-        kept = weighted_targets(microbatch, self.over).weights != 0  # elsewhere columns may hold anything, even NaN
+        # Where the weight is 0, columns may hold anything, even NaN.
+        has_weight = weighted_targets(microbatch, self.over).weights != 0
         hidden = inputs.hidden
         if self.stop_trunk:
             hidden = hidden.detach() + 0.0 * hidden  # a pipeline stage sends a gradient to the one before, even zero
-        values, returns = inputs.head.values(hidden), microbatch.column(RETURNS).float().where(kept, 0.0)
+        values, returns = inputs.head.values(hidden), microbatch.column(RETURNS).float().where(has_weight, 0.0)
         errors = (values - returns).square()
         metrics = {"value": mean(values, self.over), "value_error": mean(errors, self.over)}
         if self.clip is not None:
-            old = microbatch.column(OLD_VALUES).float().where(kept, 0.0)
+            old = microbatch.column(OLD_VALUES).float().where(has_weight, 0.0)
             clipped = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
             metrics["value_clipped"] = mean((clipped > errors).float(), self.over)
             errors = errors.maximum(clipped)

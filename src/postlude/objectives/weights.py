@@ -82,10 +82,10 @@ def weighted_targets(microbatch: Microbatch, over: str) -> WeightedTargets:
     return WeightedTargets(targets, values, None if stats is None else stats.nonzero)
 
 
-def sequence_mean(microbatch: Microbatch, values: Tensor, kept: Tensor) -> Tensor:
-    """Returns the mean of `values` [T] over the `kept` [T] tokens of each sequence: [n], 0 where none is kept."""
-    counts = microbatch.sequence_sum(kept.float())
-    return microbatch.sequence_sum(values.where(kept, 0.0)) / counts.clamp_min(1.0)
+def sequence_mean(microbatch: Microbatch, values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean of `values` [T] over each sequence's tokens in `mask` [T]: [n], 0 if it has none."""
+    counts = microbatch.sequence_sum(mask.float())
+    return microbatch.sequence_sum(values.where(mask, 0.0)) / counts.clamp_min(1.0)
 
 
 def broadcast_to_tokens(microbatch: Microbatch, values: Tensor) -> Tensor:

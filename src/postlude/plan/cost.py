@@ -100,8 +100,8 @@ class CostModel:
         stage = Stage(action.stage, self.layout.stages)
         deferred = self._seconds(self._weight_flops(stage))
         if action.kind == "B":
-            whole = self.costs["B", action.stage]
-            return replace(whole, compute=whole.compute - deferred)
+            backward = self.costs["B", action.stage]
+            return replace(backward, compute=backward.compute - deferred)
         once = action.microbatch == self.microbatches - 1
         reduction = self._weights("B", stage, once)
         return ActionCost(deferred, waited=max(0.0, reduction - deferred))
@@ -205,7 +205,7 @@ class CostModel:
 
     def _weights(self, kind: str, stage: Stage, once: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
-        held, trained = self.sizes.stage(stage), self.sizes.trained(stage)
+        parameters, trained = self.sizes.stage(stage), self.sizes.trained(stage)
         layout, hardware = self.layout, self.hardware
         stays_gathered = layout.pp > 1 or self.gather_once
         if stays_gathered and not once:
@@ -214,8 +214,8 @@ class CostModel:
         reduced = STORED if kind == "B" else 0
         shards = layout.dp_shard * layout.cp
         of_experts = shards * layout.tp // layout.ep
-        seconds = _ring(hardware, held.dense * gathered + trained.dense * reduced, shards, layout.tp)
-        seconds += _ring(hardware, held.experts * gathered + trained.experts * reduced, of_experts, layout.ep)
+        seconds = _ring(hardware, parameters.dense * gathered + trained.dense * reduced, shards, layout.tp)
+        seconds += _ring(hardware, parameters.experts * gathered + trained.experts * reduced, of_experts, layout.ep)
         if kind == "B" and once and layout.dp_replicate > 1:
             replica = layout.dp_shard * layout.cp * layout.tp
             seconds += 2 * _ring(hardware, trained.stored(layout) * STORED, layout.dp_replicate, replica)

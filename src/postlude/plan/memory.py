@@ -95,10 +95,10 @@ def estimate_memory(
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
         adapters = sum(sizes.trained(stage).stored(layout) for stage in stages) if lora else 0
         last, trained = stages[-1].last, adapters if lora else stored - idle
-        held = {stage.index: _kept(config, stage, recompute, mtp, lora, kernels) for stage in stages}
+        saved_by_stage = {stage.index: _saved_numbers(config, stage, recompute, mtp, lora, kernels) for stage in stages}
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
-        in_flight = peak_held(schedule, held.__getitem__, deferred.__getitem__)
+        in_flight = peak_held(schedule, saved_by_stage.__getitem__, deferred.__getitem__)
         at_work = (ADAPTED if lora else 1.0) * max(_backward_numbers(config, stage, recompute, mtp) for stage in stages)
         estimates.append(
             MemoryEstimate(
@@ -145,13 +145,13 @@ def _gathered(
     microbatches, and gradients of what is trained too, in fp32. Otherwise what is outside the layers is gathered for
     the whole pass. With overlap all is, and a layer's gradient waits in fp32.
     """
-    held = total(sizes.stage(stage) for stage in stages)
+    parameters = total(sizes.stage(stage) for stage in stages)
     if _is_unsharded(sizes, stages, layout):
-        return held.used * compute_bytes
+        return parameters.used * compute_bytes
     if layout.pp > 1 or once:
         trained = total(sizes.trained(stage) for stage in stages)
         stored = sum(sizes.trained(stage).stored(layout) for stage in stages)  # gradients that replace gathered ones
-        return held.used * compute_bytes + (trained.used - stored) * STORED
+        return parameters.used * compute_bytes + (trained.used - stored) * STORED
     largest = max((layer.used for layer in sizes.inside(stages[0])), default=0)
     if overlap:
         trained_layers = sizes.adapters_inside(stages[0]) if sizes.adapters else sizes.inside(stages[0])
@@ -173,8 +173,8 @@ def _summed(
 
 def _is_unsharded(sizes: ModelParameterCount, stages: Sequence[Stage], layout: Layout) -> bool:
     """Returns whether no rank shares what this one holds, so that nothing is gathered."""
-    held = total(sizes.stage(stage) for stage in stages)
-    return layout.dp_replicate == 1 and held.stored(layout) == held.used
+    parameters = total(sizes.stage(stage) for stage in stages)
+    return layout.dp_replicate == 1 and parameters.stored(layout) == parameters.used
 
 
 def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
@@ -184,17 +184,19 @@ def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     return symbols + mtp_symbols if mtp and stage.last else symbols
 
 
-def _kept(config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, lora: bool, kernels: bool) -> float:
-    """Returns the numbers that one token keeps for a stage's backward."""
+def _saved_numbers(
+    config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, lora: bool, kernels: bool
+) -> float:
+    """Returns how many numbers are saved per token for a stage's backward."""
     hidden = config.hidden_size
     depths = len(config.pattern.mtp) if mtp and stage.last else 0
     layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
     blocks = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    kept = layers * hidden if recompute == "full" else 0.0
+    saved = layers * hidden if recompute == "full" else 0.0
     if recompute != "full":
-        kept = sum(block.saved_activations(hidden) * _share(block, recompute, lora, kernels) for block in blocks)
+        saved = sum(block.saved_activations(hidden) * _share(block, recompute, lora, kernels) for block in blocks)
     outside = hidden * (2 * stage.last + 6 * depths)  # of the final norm; of a depth's two norms and projection
-    return kept + outside
+    return saved + outside
 
 
 def _share(block: BlockConfig, recompute: Recompute, lora: bool, kernels: bool) -> float:
@@ -223,10 +225,10 @@ def _backward_numbers(config: ModelConfig, stage: Stage, recompute: Recompute, m
     hidden = config.hidden_size
     layers = [*layers_of(config, stage)]
     layers += [layer for depth in config.pattern.mtp for layer in depth] if mtp and stage.last else []
-    kept = [[config.blocks[symbol].saved_activations(hidden) for symbol in layer] for layer in layers] or [[0.0]]
-    largest = max(max(layer) for layer in kept)
-    again = {"none": 0.0, "selective": largest / 2, "full": max(map(sum, kept))}[recompute]
-    return largest * WORKING + again
+    saved = [[config.blocks[symbol].saved_activations(hidden) for symbol in layer] for layer in layers] or [[0.0]]
+    largest = max(max(layer) for layer in saved)
+    recomputed = {"none": 0.0, "selective": largest / 2, "full": max(map(sum, saved))}[recompute]
+    return largest * WORKING + recomputed
 
 
 def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int, frozen: bool) -> int:

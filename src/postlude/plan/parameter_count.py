@@ -123,8 +123,10 @@ def count_parameters(
         }
         depth = ParameterCount()
         if pattern.mtp:
-            one = MTPDepth(0, config, mesh, BLOCKS)
-            depth = _count(one, [block for layer in one.layers.values() for block in cast(LogicalLayer, layer).blocks])
+            mtp_depth = MTPDepth(0, config, mesh, BLOCKS)
+            depth = _count(
+                mtp_depth, [block for layer in mtp_depth.layers.values() for block in cast(LogicalLayer, layer).blocks]
+            )
     norm, inside = ParameterCount(config.hidden_size), _count_adapters(config, mesh, adapters)
     features = config.hidden_size + _local_rows(config.vocab_size, mesh)
     ranks = [adapters[name].rank if name in adapters else 0 for name in ("embedding", "head")]

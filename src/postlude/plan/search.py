@@ -72,13 +72,13 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
 def _weights(model: CostModel) -> float:
     """Returns the bytes of weights, gradients and optimizer state on an average rank: a lower bound."""
     layout = model.layout
-    whole = model.sizes.stage(Stage())
+    parameters = model.sizes.stage(Stage())
     trained = model.sizes.trained(Stage())
-    whole_between = model.compute_bytes * whole.used + STORED * trained.used if layout.pp > 1 else 0
+    gathered = model.compute_bytes * parameters.used + STORED * trained.used if layout.pp > 1 else 0
     weight_bytes = STORED if model.weights == "fp32" else NARROW
-    bytes_each = STORED * (1 + model.moments)
-    stored = whole.stored(layout) * (model.compute_bytes if model.adapters else weight_bytes)
-    return (stored + bytes_each * trained.stored(layout) + whole_between) / layout.pp
+    training_bytes = STORED * (1 + model.moments)
+    stored = parameters.stored(layout) * (model.compute_bytes if model.adapters else weight_bytes)
+    return (stored + training_bytes * trained.stored(layout) + gathered) / layout.pp
 
 
 def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:

@@ -101,15 +101,15 @@ def peak_held(
     backward hold nothing. Backwards that a W follows then hold `deferred`.
     """
     awaited = {(action.kind, action.stage, action.microbatch) for entry in entries for action in entry}
-    held = most = 0.0
+    current = peak = 0.0
     for entry in entries:
-        held += sum(size(a.stage) for a in entry if a.kind == "F" and ("B", a.stage, a.microbatch) in awaited)
-        most = max(most, held)
-        held -= sum(size(action.stage) for action in entry if action.kind == "B")
-        held += sum(deferred(a.stage) for a in entry if a.kind == "B" and ("W", a.stage, a.microbatch) in awaited)
-        most = max(most, held)
-        held -= sum(deferred(action.stage) for action in entry if action.kind == "W")
-    return most
+        current += sum(size(a.stage) for a in entry if a.kind == "F" and ("B", a.stage, a.microbatch) in awaited)
+        peak = max(peak, current)
+        current -= sum(size(action.stage) for action in entry if action.kind == "B")
+        current += sum(deferred(a.stage) for a in entry if a.kind == "B" and ("W", a.stage, a.microbatch) in awaited)
+        peak = max(peak, current)
+        current -= sum(deferred(action.stage) for action in entry if action.kind == "W")
+    return peak
 
 
 def _needed(entry: ScheduleEntry, stages: int) -> set[Action]:

@@ -86,8 +86,8 @@ class WorkerPool:
         """
 
         def ready() -> list[int]:
-            asked = list(self.results) if call_ids is None else call_ids
-            return [call_id for call_id in asked if call_id in self.results]
+            candidates = list(self.results) if call_ids is None else call_ids
+            return [call_id for call_id in candidates if call_id in self.results]
 
         with self.changed:
             self.changed.wait_for(lambda: self.error or self.closed or ready(), timeout)

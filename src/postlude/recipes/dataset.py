@@ -49,8 +49,8 @@ class EncodedRows(Generic[Row]):
         self.cache, encoder = cache, data.encoder(tokenizer, budget)
         settings = data.model_dump(exclude=set(NOT_IN_TOKENS)) | {"length": encoder.max_length}
         self.digest = cache_key(data.files(), encoder.tokenizer, settings | {"kind": type(data).__name__})
-        kept = None if cache is None else EncodedDataset.load(cache, self.digest)
-        self.rows = _encoded(data, encoder) if kept is None else kept
+        cached = None if cache is None else EncodedDataset.load(cache, self.digest)
+        self.rows = _encoded(data, encoder) if cached is None else cached
 
     def store(self) -> None:
         """Writes the cache."""
@@ -95,12 +95,12 @@ def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
                 raise ValueError(_overlong(data, columns, row, length, encoder.max_length))
             chunks.append(chunk)
             advance(CHUNK)
-    kept = EncodedDataset.of(chunks, sequences_per_row=2 if form == "preference" else 1)
-    if not len(kept):
+    dataset = EncodedDataset.of(chunks, sequences_per_row=2 if form == "preference" else 1)
+    if not len(dataset):
         raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
-    if kept.sequences_per_row == 2:
-        _warn_of_equals(kept, names)
-    return kept
+    if dataset.sequences_per_row == 2:
+        _warn_of_equals(dataset, names)
+    return dataset
 
 
 def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Sequence[str | None]) -> list[list[Any]]:
@@ -115,10 +115,10 @@ def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Seq
 
 def _overlong(data: Examples | Pairs, columns: Sequence[str | None], row: str, length: int, limit: int | None) -> str:
     choices = "drop" if data.overlong == "cut" else "drop or cut"
-    held = " and ".join(f'"{column}"' for column in columns if column is not None)
+    column_names = " and ".join(f'"{column}"' for column in columns if column is not None)
     return (
-        f"{row} has {length} tokens in {held}, too many for the budget, which leaves {limit}. Raise budget, or set "
-        f"data.overlong to {choices}."
+        f"{row} has {length} tokens in {column_names}, too many for the budget, which leaves {limit}. Raise budget, "
+        f"or set data.overlong to {choices}."
     )
 
 
@@ -154,8 +154,8 @@ class StreamEncoder(Generic[Row]):
             if too_long is not None and self.data.overlong != "drop":
                 limit = self.encoder.max_length
                 raise ValueError(_overlong(self.data, self.columns, too_long.row, too_long.length, limit))
-            kept = [part for part in parts if not isinstance(part, TooLongError)]
-            results.append([self.make_row(part, row, name, self.data) for part in kept])
+            encoded_rows = [part for part in parts if not isinstance(part, TooLongError)]
+            results.append([self.make_row(part, row, name, self.data) for part in encoded_rows])
         return results
 
     def check(self) -> tuple[str, int]:
@@ -179,26 +179,26 @@ def _warn_of_roles(values: Sequence[Sequence[Any]], names: Sequence[str]) -> Non
         roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
         unknown += [(name, role) for role in roles if isinstance(role, str) and role not in ROLES][:1]
     if unknown:
-        others = f", as have {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
+        more_rows = f", as have {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
         LOG.warning(
             '%s has a message of role "%s"%s: chat templates know the roles %s, and only assistant messages '
             "are trained on.",
             *unknown[0],
-            others,
+            more_rows,
             ", ".join(sorted(ROLES)),
         )
 
 
-def _warn_of_equals(kept: EncodedDataset, names: Sequence[str]) -> None:
+def _warn_of_equals(dataset: EncodedDataset, names: Sequence[str]) -> None:
     """Warns of the first pair with equal completions, from which nothing can be learned."""
-    pairs = (kept.row(index) for index in range(len(kept)))
+    pairs = (dataset.row(index) for index in range(len(dataset)))
     equal = [index for index, (chosen, rejected) in enumerate(pairs) if chosen.tokens == rejected.tokens]
     if equal:
-        others = f", as have {len(equal) - 1} more pairs" if len(equal) > 1 else ""
+        more_pairs = f", as have {len(equal) - 1} more pairs" if len(equal) > 1 else ""
         LOG.warning(
             "%s has the same tokens chosen and rejected%s: nothing can be learned from it. Leave such pairs out.",
-            names[int(kept.sources[2 * equal[0]])],
-            others,
+            names[int(dataset.sources[2 * equal[0]])],
+            more_pairs,
         )
 
 

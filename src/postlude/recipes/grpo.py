@@ -92,11 +92,11 @@ class GRPOTrainer(Trainer):
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
-        self.sets: Sequence[EvaluationSet] = ()
+        self.evaluation_sets: Sequence[EvaluationSet] = ()
         self.task_sampler = Sampler(len(self.tasks), config.seed)
         if self.evaluate_every:
             evaluation, options = config.evaluation, {"seed": config.seed, "budget": config.budget}
-            self.sets = open_sets(
+            self.evaluation_sets = open_sets(
                 evaluation.sets,
                 self.tokenizer,
                 config.sampling,
@@ -104,9 +104,8 @@ class GRPOTrainer(Trainer):
                 pool_factory=factory,
                 keep_open=self.keep_open,
             )
-            evaluated = EvaluatedTasks(
-                self.tasks, evaluation.tasks, evaluation.split_by, {each.name: each.tasks for each in self.sets}
-            )
+            set_tasks = {named_set.name: named_set.tasks for named_set in self.evaluation_sets}
+            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, set_tasks)
             self.held_out = [self.tasks[index] for index in evaluated.held_out.indices]
             self.task_sampler.skip = evaluated
         staleness = config.asynchrony.max_staleness
@@ -161,7 +160,7 @@ class GRPOTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Returns the mean reward and pass@k on held-out tasks and on other sets."""
         sampler, config = self.rollout_sampler, self.config.evaluation
-        sets = [EvaluationSet("", sampler.source, self.held_out, config), *self.sets]
+        sets = [EvaluationSet("", sampler.source, self.held_out, config), *self.evaluation_sets]
         return sampler.sync_and_run_on_rank0(lambda: evaluate(sampler, sets, step=self.step))
 
     def train_warm_start(self) -> StepMetrics:

@@ -109,8 +109,8 @@ class UserRecipe(Recipe):
 def _run_name(model: str, command: str) -> str:
     """Returns the name of a run without a config file: the recipe's name and the model's, or its run's."""
     names = [part for part in Path(model).parts if part not in (EXPORTED_MODEL, CHECKPOINTS, os.sep, "..")]
-    kept = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
-    return "-".join([command.rpartition(":")[2], *kept])
+    model_names = names[-2:] if names and STEP.fullmatch(names[-1]) else names[-1:]
+    return "-".join([command.rpartition(":")[2], *model_names])
 
 
 def _sft() -> RecipeCode:

@@ -102,9 +102,9 @@ class RolloutRows:
         minibatches, start = [], 0
         for minibatch in self.minibatches:
             end = start + len(minibatch.sequences)
-            kept = {name: values for name, values in minibatch.columns.items() if name not in (REWARD, GROUP)}
-            added = {name: values[start:end] for name, values in columns.items()}
-            minibatches.append(replace(minibatch, columns=kept | added))
+            other_columns = {name: values for name, values in minibatch.columns.items() if name not in (REWARD, GROUP)}
+            new_columns = {name: values[start:end] for name, values in columns.items()}
+            minibatches.append(replace(minibatch, columns=other_columns | new_columns))
             start = end
         return minibatches
 

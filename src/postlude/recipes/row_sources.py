@@ -100,8 +100,8 @@ class MixedRows(RowSource[Row]):
     def __init__(self, sources: Mapping[str, RowSource[Row]], weights: Sequence[float | None]) -> None:
         self.sources = dict(sources)
         for name, source in self.sources.items():
-            others = [other for key, other in self.sources.items() if key != name]
-            source.exclude(set().union(*(other.held_out_contents for other in others)))
+            other_sources = [other_source for key, other_source in self.sources.items() if key != name]
+            source.exclude(set().union(*(other_source.held_out_contents for other_source in other_sources)))
         self.weights = whole_weights([source.size for source in self.sources.values()], weights)
         self.counts = [0] * len(self.weights)
 
@@ -139,7 +139,7 @@ class MixedRows(RowSource[Row]):
     def progress(self) -> float:
         """Rows so far in epochs; if the size of one is unknown, the epochs of the dataset with the fewest."""
         size = self.size
-        return min(each.progress for each in self.sources.values()) if size is None else sum(self.counts) / size
+        return min(source.progress for source in self.sources.values()) if size is None else sum(self.counts) / size
 
     def metrics(self) -> dict[str, float]:
         """Returns the rows of each dataset so far."""
@@ -171,8 +171,8 @@ def whole_weights(sizes: Sequence[int | None], weights: Sequence[float | None]) 
     if len(shares) < len(weights):
         raise ValueError("some datasets have a weight or a known size and others do not. Give each a weight.")
     scale = math.lcm(*(share.denominator for share in shares))
-    whole = [int(share * scale) for share in shares]
-    return [weight // math.gcd(*whole) for weight in whole]
+    integers = [int(share * scale) for share in shares]
+    return [weight // math.gcd(*integers) for weight in integers]
 
 
 def next_dataset(weights: Sequence[int], counts: Sequence[int]) -> int:

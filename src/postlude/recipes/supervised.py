@@ -74,8 +74,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def make_row(self, encoded: Any, row: Mapping[str, Any], location: str, data: Any) -> Row:
         """Returns a row to train on: the tokens of a row of a stream, with what else the recipe needs of it."""
-        made: Row = encoded
-        return made
+        train_row: Row = encoded
+        return train_row
 
     def sequences_of(self, row: Any) -> Sequence[EncodedSequence]:
         """Returns the sequences of a row."""

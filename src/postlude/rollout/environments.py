@@ -97,9 +97,9 @@ class Environment(ABC):
         results: dict[int, tuple[Episode, TurnResult]] = {}
         deadline = None if timeout is None else time.monotonic() + timeout
         while len(results) < count:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            results |= {id(episode): (episode, result) for episode, result in self.poll(left)}
-            if left == 0.0:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            results |= {id(episode): (episode, result) for episode, result in self.poll(remaining)}
+            if remaining == 0.0:
                 break
         return results
 

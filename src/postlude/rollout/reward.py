@@ -84,43 +84,43 @@ class WeightedSum(Reward):
     @property
     def lost_workers(self) -> int | None:
         """The sum over all rewards that count them."""
-        counts = [each.reward.lost_workers for each in self.rewards.values()]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        counts = [weighted.reward.lost_workers for weighted in self.rewards.values()]
+        reported = [count for count in counts if count is not None]
+        return sum(reported) if reported else None
 
     def submit(self, episode: Episode) -> None:
         """Gives an episode to all rewards."""
         self._scores[id(episode)] = {}
-        for each in self.rewards.values():
-            each.reward.submit(episode)
+        for weighted in self.rewards.values():
+            weighted.reward.submit(episode)
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
         """Returns the sums of episodes that all rewards have scored."""
         deadline = time.monotonic() + (WAIT_SECONDS if timeout is None else timeout)
         while True:
             complete: Scored = []
-            for name, each in self.rewards.items():
-                for episode, score in each.reward.poll(0.0):
+            for name, weighted in self.rewards.items():
+                for episode, score in weighted.reward.poll(0.0):
                     scores = self._scores[id(episode)]
                     scores[name] = score
                     if len(scores) == len(self.rewards):
                         del self._scores[id(episode)]
                         complete.append((episode, self._sum(scores)))
-            left = deadline - time.monotonic()
-            if complete or left <= 0:
+            remaining = deadline - time.monotonic()
+            if complete or remaining <= 0:
                 return complete
-            time.sleep(min(WAIT_SECONDS, left))
+            time.sleep(min(WAIT_SECONDS, remaining))
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Tries every reward."""
-        for each in self.rewards.values():
-            each.reward.trial_call(task, turn)
+        for weighted in self.rewards.values():
+            weighted.reward.trial_call(task, turn)
 
     def close(self) -> None:
         """Closes every reward, also if closing one raises."""
         with ExitStack() as stack:
-            for each in self.rewards.values():
-                stack.callback(each.reward.close)
+            for weighted in self.rewards.values():
+                stack.callback(weighted.reward.close)
 
     def _sum(self, scores: Mapping[str, Score]) -> Score:
         failed = next((scores[name] for name in self.rewards if scores[name].error is not None), None)
@@ -130,7 +130,7 @@ class WeightedSum(Reward):
         for name in self.rewards:
             parts[name] = scores[name].reward
             parts |= {f"{name}/{part}": value for part, value in scores[name].parts.items()}
-        return Score(math.fsum(each.weight * scores[name].reward for name, each in self.rewards.items()), parts)
+        return Score(math.fsum(weighted.weight * scores[name].reward for name, weighted in self.rewards.items()), parts)
 
 
 def trial_failure(error: object, task: Task, turn: AssistantTurn) -> ValueError:

@@ -86,7 +86,9 @@ class RewardCall:
         return {"source": self.source, "group": self.group, "_function": None}
 
     def _apply(self, function: Callable[..., Any], samples: Sequence[Sample]) -> Any:
-        if not self.takes_list and any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in self._parameters):
+        if not self.takes_list and any(
+            parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in self._parameters
+        ):
             (sample,) = samples
             return function(sample["prompt"], sample["completion"], sample["example"])
         return function(**self._arguments(samples))

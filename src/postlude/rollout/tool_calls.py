@@ -173,7 +173,7 @@ def load_format(name: str) -> ToolCallFormat:
         raise ValueError(
             f"there is no tool-call format {name!r}; there are {', '.join(FORMATS)}. Or write path/to/file.py:Class."
         )
-    made = load_callable(name, kind="tool-call format")()
-    if not isinstance(made, ToolCallFormat):
-        raise ValueError(f"{name} makes a {type(made).__name__}, but a tool-call format is a ToolCallFormat.")
-    return made
+    instance = load_callable(name, kind="tool-call format")()
+    if not isinstance(instance, ToolCallFormat):
+        raise ValueError(f"{name} makes a {type(instance).__name__}, but a tool-call format is a ToolCallFormat.")
+    return instance

@@ -87,8 +87,8 @@ def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:
 
 def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the JSON schema of a tool for the chat template: name, docstring, parameters and their types."""
-    parameters_of = inspect.signature(function).parameters.values()
-    required = [each.name for each in parameters_of if each.default is inspect.Parameter.empty]
+    arguments = inspect.signature(function).parameters.values()
+    required = [argument.name for argument in arguments if argument.default is inspect.Parameter.empty]
     properties = {parameter: {"type": kind} for parameter, kind in parameter_types(function).items()}
     parameters = {"type": "object", "properties": properties, "required": required}
     description = {"name": name, "description": inspect.getdoc(function) or "", "parameters": parameters}

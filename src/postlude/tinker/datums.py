@@ -66,15 +66,15 @@ def read_pass(
         check_tokens(datum.tokens, f"datum {index}", max_context_length, vocab_size)
         _check_inputs(f"datum {index}", datum, loss_fn, objective, vocab_size)
     names = [TARGETS, *objective.columns, *objective.optional_columns]
-    given = [[name for name in names if name in datum.loss_fn_inputs] for datum in data]
-    for index, own in enumerate(given):
-        if own != given[0]:
-            odd = min(set(own) ^ set(given[0]))
-            has, lacks = (index, 0) if odd in own else (0, index)
-            raise ValueError(f"datum {has} has {odd!r}, but datum {lacks} has not: give it to all or to none.")
+    names_by_datum = [[name for name in names if name in datum.loss_fn_inputs] for datum in data]
+    for index, input_names in enumerate(names_by_datum):
+        if input_names != names_by_datum[0]:
+            unshared = min(set(input_names) ^ set(names_by_datum[0]))
+            has, lacks = (index, 0) if unshared in input_names else (0, index)
+            raise ValueError(f"datum {has} has {unshared!r}, but datum {lacks} has not: give it to all or to none.")
     widths = [_width(datum) for datum in data]
-    width = None if all(one is None for one in widths) else max(one or 1 for one in widths)
-    columns = {name: [_column(datum.loss_fn_inputs[name], width) for datum in data] for name in given[0]}
+    width = None if all(size is None for size in widths) else max(size or 1 for size in widths)
+    columns = {name: [_column(datum.loss_fn_inputs[name], width) for datum in data] for name in names_by_datum[0]}
     sequences = [_sequence(datum) for datum in data]
     counts = {**SUM, "all_tokens": float(sum(map(len, sequences)))}
     return Pass(Batch(sequences, columns), objective, counts, forward_only)

@@ -97,7 +97,7 @@ class FutureStore:
                 del self._futures[future.request_id]
         done = [future for future in self._futures.values() if future.done.is_set()]
         excess = sum(future.size for future in done) - self._limits.result_bytes
-        for future in sorted(done, key=lambda one: (one.fetched is None, one.finished)):
+        for future in sorted(done, key=lambda result: (result.fetched is None, result.finished)):
             if excess <= 0:
                 break
             excess -= future.size

@@ -122,9 +122,9 @@ class ModelRequests:
             return read_pass_request(message, info.max_context_length, info.vocab_size)
 
         async def run() -> bytes:
-            one = await asyncio.to_thread(read) if size > LARGE else read()
+            request = await asyncio.to_thread(read) if size > LARGE else read()
             result = await self._backend.forward_backward(
-                model.model_id, one.data, one.loss_fn, one.config, forward_only=one.forward_only
+                model.model_id, request.data, request.loss_fn, request.config, forward_only=request.forward_only
             )
             return await asyncio.to_thread(encode_pass, result) if size > LARGE else encode_pass(result)
 
@@ -221,10 +221,10 @@ def _check_loadable(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     if path.kind != "weights":
         raise ValueError(f"{path} has no training state: load a path of save_state, tinker://RUN/weights/NAME.")
 
-    def adapters(one: ModelSpec) -> dict[str, Any]:
-        if one.lora is None:
+    def adapters(spec: ModelSpec) -> dict[str, Any]:
+        if spec.lora is None:
             return {"rank": None}
-        lora = one.lora
+        lora = spec.lora
         return {
             "rank": lora.rank,
             "train_mlp": lora.train_mlp,
@@ -232,7 +232,14 @@ def _check_loadable(checkpoint: Checkpoint, spec: ModelSpec) -> None:
             "train_unembed": lora.train_unembed,
         }
 
-    ours, theirs = {"base_model": spec.base_model} | adapters(spec), {"base_model": saved.base_model} | adapters(saved)
-    wrong = [f"{name} {theirs.get(name)} (model: {ours.get(name)})" for name in ours if theirs.get(name) != ours[name]]
+    expected, stored = (
+        {"base_model": spec.base_model} | adapters(spec),
+        {"base_model": saved.base_model} | adapters(saved),
+    )
+    wrong = [
+        f"{name} {stored.get(name)} (model: {expected.get(name)})"
+        for name in expected
+        if stored.get(name) != expected[name]
+    ]
     if wrong:
         raise ValueError(f"{path} does not fit this model: it has {', '.join(wrong)}.")

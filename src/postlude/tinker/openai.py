@@ -126,7 +126,9 @@ class _Generation:
     ) -> list[list[Completion]]:
         """Returns the completions of each request."""
         converted = [self._convert(request) for request in requests]
-        results = await asyncio.gather(*(self._sampled(self.samplers.sample(self.sampler, one)) for one in converted))
+        results = await asyncio.gather(
+            *(self._sampled(self.samplers.sample(self.sampler, sample_request)) for sample_request in converted)
+        )
         return [[_completion(sequence) for sequence in result.sequences] for result in results]
 
     async def stream(

@@ -34,13 +34,15 @@ class PromptScores:
 
 def score_prompts(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:
     """Returns the scores of each request's prompt. Prompts that have something to score run as one batch."""
-    asked = [index for index, request in enumerate(requests) if _asks(request)]
+    with_scores = [index for index, request in enumerate(requests) if _asks(request)]
     scores = [PromptScores()] * len(requests)
-    with_targets = [index for index in asked if requests[index].target_prompt_tokens is not None]
-    for group in ([index for index in asked if index not in with_targets], *([index] for index in with_targets)):
+    with_targets = [index for index in with_scores if requests[index].target_prompt_tokens is not None]
+    for group in ([index for index in with_scores if index not in with_targets], *([index] for index in with_targets)):
         if group:
-            for index, one in zip(group, _score(model, [requests[index] for index in group], budget), strict=True):
-                scores[index] = one
+            for index, prompt_scores in zip(
+                group, _score(model, [requests[index] for index in group], budget), strict=True
+            ):
+                scores[index] = prompt_scores
     return scores
 
 
@@ -128,7 +130,7 @@ def _evaluate(
     columns = {} if targets is None else {TARGETS: [targets]}
     longest = max(map(len, sequences))
     device = next(model.parameters()).device
-    microbatches = [one.to(device) for one in pack(sequences, budget=max(budget, longest), columns=columns)]
+    microbatches = [packed.to(device) for packed in pack(sequences, budget=max(budget, longest), columns=columns)]
     results = [model(microbatch, output_processor=processor) for microbatch in microbatches]
     return {
         name: [row.cpu() for row in unpack(microbatches, [result[name] for result in results])] for name in results[0]

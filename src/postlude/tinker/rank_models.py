@@ -216,8 +216,8 @@ def to_lora(lora: LoRAConfig, groups: Collection[str]) -> LoRA:
 
     Raises ValueError if nothing would be trained.
     """
-    wanted = {"attention": lora.train_attn, "mlp": lora.train_mlp, "experts": lora.train_mlp}
-    targets = [group for group, trained in wanted.items() if trained and group in groups]
+    trained_groups = {"attention": lora.train_attn, "mlp": lora.train_mlp, "experts": lora.train_mlp}
+    targets = [group for group, trained in trained_groups.items() if trained and group in groups]
     if lora.train_unembed and "head" in groups:
         targets.append("lm_head")
     if not targets:

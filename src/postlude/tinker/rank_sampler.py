@@ -101,10 +101,10 @@ class RankSampler:
         """Adds requests, and scores their prompts. Returns the errors of those that cannot be run, by call."""
         errors: dict[int, Exception] = {}
         for adapter in dict.fromkeys(call.weights.adapter for call in calls):
-            mine = [call for call in calls if call.weights.adapter == adapter]
+            adapter_calls = [call for call in calls if call.weights.adapter == adapter]
             with self.generator.inference_mode(adapter):
-                scores = score_prompts(self.generator.model, [call.request for call in mine], self.budget)
-            for call, own in zip(mine, scores, strict=True):
+                scores = score_prompts(self.generator.model, [call.request for call in adapter_calls], self.budget)
+            for call, call_scores in zip(adapter_calls, scores, strict=True):
                 request = call.request
                 prompt = tuple(request.prompt.tolist())
                 try:
@@ -112,7 +112,7 @@ class RankSampler:
                 except (ValueError, TypeError) as error:
                     errors[call.call_id] = error
                 else:
-                    self._running[request_id] = _Running(call, own)
+                    self._running[request_id] = _Running(call, call_scores)
         return errors
 
     def cancel(self, call_ids: Sequence[int]) -> None:

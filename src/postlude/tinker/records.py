@@ -77,8 +77,8 @@ class Records:
 
     def _run(self, run: Run) -> JSON:
         checkpoints = self._of_run(run.run_id)
-        states = [one for one in checkpoints if one.path.kind == "weights"]
-        samplers = [one for one in checkpoints if one.path.kind == "sampler_weights"]
+        states = [checkpoint for checkpoint in checkpoints if checkpoint.path.kind == "weights"]
+        samplers = [checkpoint for checkpoint in checkpoints if checkpoint.path.kind == "sampler_weights"]
         lora = run.spec.lora
         return {
             "training_run_id": run.run_id,
@@ -94,8 +94,12 @@ class Records:
         }
 
     def _of_run(self, run_id: str) -> list[Checkpoint]:
-        found = [one for one in self._state.checkpoints.values() if one.path.run_id == run_id and not one.is_expired()]
-        return sorted(found, key=lambda one: one.created)
+        checkpoints = [
+            checkpoint
+            for checkpoint in self._state.checkpoints.values()
+            if checkpoint.path.run_id == run_id and not checkpoint.is_expired()
+        ]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created)
 
     def _checkpoint(self, checkpoint: Checkpoint) -> JSON:
         return {
@@ -112,13 +116,17 @@ class Records:
     def checkpoints_of_run(self, owner: str, run_id: str) -> JSON:
         """Returns the checkpoints of a run."""
         self.training_run(owner, run_id)
-        return {"checkpoints": [self._checkpoint(one) for one in self._of_run(run_id)]}
+        return {"checkpoints": [self._checkpoint(checkpoint) for checkpoint in self._of_run(run_id)]}
 
     def checkpoints(self, owner: str, limit: int, offset: int) -> JSON:
         """Returns a page of a key's checkpoints, newest first."""
-        own = [one for one in self._state.checkpoints.values() if one.owner == owner and not one.is_expired()]
-        chosen, cursor = page(sorted(own, key=lambda one: one.created, reverse=True), limit, offset)
-        return {"checkpoints": [self._checkpoint(one) for one in chosen], "cursor": cursor}
+        owned = [
+            checkpoint
+            for checkpoint in self._state.checkpoints.values()
+            if checkpoint.owner == owner and not checkpoint.is_expired()
+        ]
+        listed, cursor = page(sorted(owned, key=lambda checkpoint: checkpoint.created, reverse=True), limit, offset)
+        return {"checkpoints": [self._checkpoint(checkpoint) for checkpoint in listed], "cursor": cursor}
 
     def own_checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
         """Returns a checkpoint of this key; one of another key may be read if it is public, but not changed."""
@@ -148,11 +156,11 @@ class Records:
 
     def sessions(self, owner: str, limit: int, offset: int) -> JSON:
         """Returns a page of the ids of a key's sessions, newest first."""
-        return {"sessions": [one.session_id for one in page(self._own_sessions(owner), limit, offset)[0]]}
+        return {"sessions": [session.session_id for session in page(self._own_sessions(owner), limit, offset)[0]]}
 
     def _own_sessions(self, owner: str) -> list[SessionRecord]:
-        own = [session for session in self._state.sessions.values() if session.owner == owner]
-        return sorted(own, key=lambda session: session.created, reverse=True)
+        sessions = [session for session in self._state.sessions.values() if session.owner == owner]
+        return sorted(sessions, key=lambda session: session.created, reverse=True)
 
     def session(self, owner: str, session_id: str) -> JSON:
         """Returns one session."""

@@ -27,7 +27,7 @@ class Sampler:
     owner: str
     session_id: str
     is_open: bool = False
-    gone: str | None = None
+    closed_reason: str | None = None
     """Why it cannot be used any more."""
     running: int = 0
     clients: int = 0
@@ -41,7 +41,7 @@ class Samplers:
     def __init__(self, backend: Backend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
         self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
         self.samplers: dict[str, Sampler] = {}  # in the order of last use
-        self.gone: dict[str, str] = {}  # samplers that were freed, and why
+        self.closed_reason: dict[str, str] = {}  # samplers that were freed, and why
         self._running: Counter[str] = Counter()  # requests by key
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -54,16 +54,16 @@ class Samplers:
         identity = sampler.record.sampler_id
         self.samplers[identity] = self.samplers.pop(identity, sampler)
         async with sampler.lock:
-            if sampler.gone is not None:
-                raise APIError(410, sampler.gone)
+            if sampler.closed_reason is not None:
+                raise APIError(410, sampler.closed_reason)
             if sampler.is_open:
                 return
             if sampler.record.snapshot:
-                sampler.gone = (
+                sampler.closed_reason = (
                     f"the weights of {identity} were not saved with a name, and the server has been started again "
                     "since. Save them again, with a name to keep them."
                 )
-                raise APIError(410, sampler.gone)
+                raise APIError(410, sampler.closed_reason)
             directory = None
             if sampler.record.path is not None:
                 path = TinkerPath.parse(sampler.record.path)
@@ -82,7 +82,7 @@ class Samplers:
 
     async def close(self, sampler: Sampler, sentence: str) -> None:
         """Frees a sampler for good."""
-        sampler.gone = self.gone[sampler.record.sampler_id] = sentence
+        sampler.closed_reason = self.closed_reason[sampler.record.sampler_id] = sentence
         self.samplers.pop(sampler.record.sampler_id, None)
         if sampler.is_open:
             sampler.is_open = False
@@ -139,7 +139,7 @@ class Samplers:
         except ModelLost as error:
             sampler.is_open = False  # one of a saved path is opened again
             if sampler.record.snapshot:
-                sampler.gone = str(error)
+                sampler.closed_reason = str(error)
             future.fail(str(error), "server")
         except Exception as error:
             LOG.exception("sampling failed")
@@ -149,13 +149,13 @@ class Samplers:
 
     async def _make_room(self) -> None:
         """Closes the samplers unused for longest, beyond the limits."""
-        opened = [one for one in self.samplers.values() if one.is_open]
-        full = [one for one in opened if one.record.full]
+        opened = [sampler for sampler in self.samplers.values() if sampler.is_open]
+        full = [sampler for sampler in opened if sampler.record.full]
         await self._close_idle(full, len(full) - self._limits.full_snapshots, self._limits.full_snapshots)
         await self._close_idle(opened, len(opened) + 1 - self._limits.samplers, self._limits.samplers)
 
     async def _close_idle(self, samplers: Sequence[Sampler], count: int, limit: int) -> None:
-        idle = [one for one in samplers if one.is_open and not one.running]
+        idle = [candidate for candidate in samplers if candidate.is_open and not candidate.running]
         for sampler in idle[: max(0, count)]:
             if sampler.lock.locked():
                 continue

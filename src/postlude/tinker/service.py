@@ -98,7 +98,7 @@ class TinkerService:
             raise APIError(404, f"there is no session {session_id[:60]!r}.")
         self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
         if record.finished is None:
-            await self.save_session(session_id, lambda one: replace(one, finished=reason[:40]))
+            await self.save_session(session_id, lambda session: replace(session, finished=reason[:40]))
 
     def session(self, owner: str, session_id: str) -> ClientSession:
         """Returns a session that is alive."""
@@ -187,10 +187,12 @@ class TinkerService:
         """Writes down a sampler of a session, so that it can be opened after a restart."""
 
         def with_sampler(session: SessionRecord) -> SessionRecord:
-            others = [one for one in session.samplers if one.sampler_id != record.sampler_id]
-            snapshots = [one for one in others if one.snapshot]
-            old = set(snapshots[: max(0, len(snapshots) - SNAPSHOTS)])  # a loop makes one in every step
-            return replace(session, samplers=(*(one for one in others if one not in old), record))
+            other_samplers = [sampler for sampler in session.samplers if sampler.sampler_id != record.sampler_id]
+            snapshots = [sampler for sampler in other_samplers if sampler.snapshot]
+            dropped = set(snapshots[: max(0, len(snapshots) - SNAPSHOTS)])  # a loop makes one in every step
+            return replace(
+                session, samplers=(*(sampler for sampler in other_samplers if sampler not in dropped), record)
+            )
 
         await self.save_session(session_id, with_sampler)
 
@@ -204,12 +206,16 @@ class TinkerService:
             return sampler
         session_id = sampler_id.partition(":")[0]
         record = self.state.sessions.get(session_id)
-        known = [one for one in record.samplers if one.sampler_id == sampler_id] if record is not None else []
-        if record is None or record.owner != owner or not known:
+        matching = (
+            [candidate for candidate in record.samplers if candidate.sampler_id == sampler_id]
+            if record is not None
+            else []
+        )
+        if record is None or record.owner != owner or not matching:
             raise APIError(404, f"there is no sampling session {sampler_id[:80]!r}.")
-        if sampler_id in self.samplers.gone:
-            raise APIError(410, self.samplers.gone[sampler_id])
-        sampler = Sampler(known[0], owner, session_id)
+        if sampler_id in self.samplers.closed_reason:
+            raise APIError(410, self.samplers.closed_reason[sampler_id])
+        sampler = Sampler(matching[0], owner, session_id)
         self.samplers.add(sampler)
         return sampler
 
@@ -309,7 +315,7 @@ class TinkerService:
         self.training.fail_gaps()
 
     async def _expire_checkpoints(self) -> None:
-        for path in [path for path, one in self.state.checkpoints.items() if one.is_expired()]:
+        for path in [path for path, checkpoint in self.state.checkpoints.items() if checkpoint.is_expired()]:
             LOG.info("%s has expired", path)
             await self.delete(path)
 
@@ -325,9 +331,11 @@ class TinkerService:
             LOG.info("%s", sentence)
             del self.sessions[session_id]
             self._end_models(session_id, sentence)
-            for sampler in [one for one in self.samplers.samplers.values() if one.session_id == session_id]:
+            for sampler in [
+                candidate for candidate in self.samplers.samplers.values() if candidate.session_id == session_id
+            ]:
                 await self.samplers.close(sampler, sentence)
             record = self.state.sessions[session_id]
             if record.finished is None:
                 with contextlib.suppress(APIError):
-                    await self.save_session(session_id, lambda one: replace(one, finished="expired"))
+                    await self.save_session(session_id, lambda candidate: replace(candidate, finished="expired"))

@@ -255,7 +255,7 @@ def _run_of(value: dict[str, Any]) -> Run:
 
 
 def _session_of(value: dict[str, Any]) -> SessionRecord:
-    return SessionRecord(**{**value, "samplers": tuple(SamplerRecord(**one) for one in value["samplers"])})
+    return SessionRecord(**{**value, "samplers": tuple(SamplerRecord(**sampler) for sampler in value["samplers"])})
 
 
 def _checkpoint_of(value: dict[str, Any]) -> Checkpoint:

@@ -279,8 +279,13 @@ class TrainingQueues:
 
     def last_saved(self, run_id: str) -> str:
         """Returns a sentence about what of a run can be loaded."""
-        saved = [one for one in self._state.checkpoints.values() if one.path.run_id == run_id]
-        states = sorted((one for one in saved if one.path.kind == "weights"), key=lambda one: one.created)
+        checkpoints = [
+            checkpoint for checkpoint in self._state.checkpoints.values() if checkpoint.path.run_id == run_id
+        ]
+        states = sorted(
+            (checkpoint for checkpoint in checkpoints if checkpoint.path.kind == "weights"),
+            key=lambda checkpoint: checkpoint.created,
+        )
         if not states:
             return "Nothing of it was saved with save_state, so training begins anew."
         return f"What was saved last is {states[-1].path}: create_training_client_from_state_with_optimizer loads it."

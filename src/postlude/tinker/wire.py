@@ -182,7 +182,10 @@ def encode_pass(result: ForwardBackwardResult) -> bytes:
     while start < len(outputs):  # one record per run of datums with equal trailing shapes
         shapes = {name: values.shape[1:] for name, values in outputs[start].items()}
         end = start
-        while end < len(outputs) and {name: one.shape[1:] for name, one in outputs[end].items()} == shapes:
+        while (
+            end < len(outputs)
+            and {name: output_values.shape[1:] for name, output_values in outputs[end].items()} == shapes
+        ):
             end += 1
         record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=end - start)
         for name, trailing in shapes.items():

@@ -85,18 +85,21 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Returns the intersection. Both are as `union` returns them."""
-    both, first, second = [], 0, 0
-    while first < len(some) and second < len(others):
-        start, end = max(some[first][0], others[second][0]), min(some[first][1], others[second][1])
+    overlaps, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = (
+            max(first[i][0], second[j][0]),
+            min(first[i][1], second[j][1]),
+        )
         if start < end:
-            both.append((start, end))
-        if some[first][1] <= others[second][1]:
-            first += 1
+            overlaps.append((start, end))
+        if first[i][1] <= second[j][1]:
+            i += 1
         else:
-            second += 1
-    return both
+            j += 1
+    return overlaps
 
 
 def total_length(intervals: Iterable[Interval]) -> float:

@@ -133,11 +133,16 @@ class MambaConfig(BlockConfig):
             )
 
     def _divided_by(self, tp: int, cp: int) -> bool:
-        whole = self.groups % tp == 0
-        left = self.groups // tp if whole else 1
+        groups_divide = self.groups % tp == 0
+        local_groups = self.groups // tp if groups_divide else 1
         shared = tp % self.groups == 0 and self.shared % tp == 0
         norms = self.norm_groups % tp == 0 or tp % self.norm_groups == 0
-        return self.heads % (tp * cp) == 0 and (whole or shared) and norms and (left % cp == 0 or cp % left == 0)
+        return (
+            self.heads % (tp * cp) == 0
+            and (groups_divide or shared)
+            and norms
+            and (local_groups % cp == 0 or cp % local_groups == 0)
+        )
 
 
 class Mamba(Recurrent):

@@ -23,20 +23,22 @@ def second_model_check(inputs: PreflightInputs, key: str, model: str | None) -> 
 
 
 def _compare(inputs: PreflightInputs, key: str, model: str) -> str:
-    policy, (_, other) = inputs.model[1], read_model(model)
+    policy, (_, second) = inputs.model[1], read_model(model)
     fix = f"Give {key} a model with the policy's tokenizer."
-    if other.vocab_size != policy.vocab_size:
+    if second.vocab_size != policy.vocab_size:
         raise ValueError(
-            f"the policy {inputs.config.model} has {policy.vocab_size} tokens and {model} {other.vocab_size}. {fix}"
+            f"the policy {inputs.config.model} has {policy.vocab_size} tokens and {model} {second.vocab_size}. {fix}"
         )
-    other.check_layout(inputs.config.layout)
+    second.check_layout(inputs.config.layout)
     try:
         difference = first_difference(inputs.tokenizer, load_tokenizer(model))
     except FileNotFoundError:
         difference = None
     if difference is not None:
-        number, ours, theirs = difference
-        raise ValueError(f"token {number} is {ours} to the policy {inputs.config.model} and {theirs} to {model}. {fix}")
+        number, policy_token, model_token = difference
+        raise ValueError(
+            f"token {number} is {policy_token} to the policy {inputs.config.model} and {model_token} to {model}. {fix}"
+        )
     tensors = check_weights(model)
     weights = "random weights" if tensors is None else f"{tensors} tensors"
-    return f"{model}, {total_parameters(other):,} parameters, {weights}"
+    return f"{model}, {total_parameters(second):,} parameters, {weights}"

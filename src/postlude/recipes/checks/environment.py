@@ -34,22 +34,27 @@ def evaluation_set_checks(
 
 def training_overlap_checks(settings: EnvironmentSettings, evaluation: EvaluationSettings) -> Iterator[Check]:
     """Check that sets leave tasks to train on, where prompts are read from files and not generated."""
-    read = {
-        name: (each, each.environment)
-        for name, each in evaluation.sets.items()
-        if isinstance(each.environment, PromptSettings)
+    file_sets = {
+        name: (set_settings, set_settings.environment)
+        for name, set_settings in evaluation.sets.items()
+        if isinstance(set_settings.environment, PromptSettings)
     }
 
-    def look() -> str:
+    def count_evaluated() -> str:
         assert isinstance(settings, PromptSettings)
         tasks = settings.tasks()
-        sets = {name: tasks_of_set(environment.tasks(), each) for name, (each, environment) in read.items()}
+        sets = {
+            name: tasks_of_set(environment.tasks(), set_settings)
+            for name, (set_settings, environment) in file_sets.items()
+        }
         evaluated = EvaluatedTasks(tasks, evaluation.tasks, evaluation.split_by, sets)
         count = sum(index in evaluated for index in range(len(tasks)))
         return f"{count} of {len(tasks)} tasks are evaluated, and not trained on"
 
-    if read and isinstance(settings, PromptSettings):
-        yield Check("evaluation.sets", look, after=("tasks", *(f"evaluation.sets.{name}" for name in read)))
+    if file_sets and isinstance(settings, PromptSettings):
+        yield Check(
+            "evaluation.sets", count_evaluated, after=("tasks", *(f"evaluation.sets.{name}" for name in file_sets))
+        )
 
 
 def environment_checks(

@@ -31,7 +31,7 @@ TRIAL_SEQUENCES = tuple(
 
 def try_objective(
     objective: Objective,
-    where: str,
+    location: str,
     batch: Batch,
     config: ModelConfig,
     dtype: torch.dtype,
@@ -41,15 +41,15 @@ def try_objective(
 ) -> None:
     """Calls an objective and its backward. Raises if it fails on all of `devices`.
 
-    `where` is path/to/file.py:name, or the name of a built-in objective; messages call it a `kind`. With `value_head`
-    the head has one.
+    `location` is path/to/file.py:name, or the name of a built-in objective; messages call it a `kind`. `value_head` is
+    whether the model has a value head.
     """
     for last, device in enumerate(devices, start=1):
         try:
             _call(objective, batch, config, dtype, device, value_head)
         except (Exception, SystemExit) as error:
             if last == len(devices):
-                raise UserCodeError(_failure(error, kind, where, batch)) from error
+                raise UserCodeError(_failure(error, kind, location, batch)) from error
         else:
             return
 
@@ -100,9 +100,9 @@ def _call(
         value.backward()
 
 
-def _failure(error: BaseException, kind: str, where: str, batch: Batch) -> str:
-    path = where.rpartition(":")[0]
+def _failure(error: BaseException, kind: str, location: str, batch: Batch) -> str:
+    path = location.rpartition(":")[0]
     reason = describe_error(error, Path(path).expanduser().absolute()) if path else describe_error(error)
     names = [name for name in batch.columns if name != "routing"]
     listed = "" if all(name in reason for name in names) else f" The columns there are {', '.join(names)}."
-    return f"the {kind} {where} failed in its trial call: {reason}.{listed} Fix it, and start again."
+    return f"the {kind} {location} failed in its trial call: {reason}.{listed} Fix it, and start again."

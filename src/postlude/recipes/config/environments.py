@@ -132,8 +132,8 @@ class DatasetSettings(PromptSettings, WorkerSettings):
             for name, settings in self.rewards.items():
                 rewards[name] = Weighted(settings.build(calls), settings.weight)
         except BaseException:
-            for each in rewards.values():
-                each.reward.close()
+            for weighted in rewards.values():
+                weighted.reward.close()
             raise
         return SingleTurn(tasks, WeightedSum(rewards))
 

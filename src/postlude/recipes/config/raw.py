@@ -156,10 +156,10 @@ def _read_file(file: Path, named: str) -> RawValue:
     if file.is_dir():
         raise ConfigError(f'"{file}"{named} is a directory; give the config file itself.')
     if not file.is_file():
-        others = {Path(name).stem: Path(name) for name in config_names()}
-        others |= {path.stem: path for path in file.parent.glob("*.y*ml")}
-        near = difflib.get_close_matches(file.stem, others, 1)
-        hint = f'did you mean "{others[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
+        known_files = {Path(name).stem: Path(name) for name in config_names()}
+        known_files |= {path.stem: path for path in file.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(file.stem, known_files, 1)
+        hint = f'did you mean "{known_files[near[0]]}"?' if near else f"the current directory is {Path.cwd()}."
         raise ConfigError(f'there is no config file "{file}"{named}; {hint}')
     try:
         node = Loader(file.read_text("utf-8")).get_single_node()

@@ -346,7 +346,7 @@ def describe(config: type) -> str:
         if option.path.startswith(tuple(repeated)):
             continue
         kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
-        first = described.setdefault(tuple(each["title"] for each in nested.values()), option.path)
+        first = described.setdefault(tuple(section["title"] for section in nested.values()), option.path)
         if len(nested) > 1 and first != option.path and "*" in option.path:
             repeated.append(f"{option.path}.")
             lines += [

@@ -175,11 +175,11 @@ def downsample(series: Series, points: int) -> Series:
     if count <= points:
         return series
     edges = np.linspace(0, count, max(points // 2, 1) + 1).astype(int)
-    kept: set[int] = set()
+    indices: set[int] = set()
     for first, last in pairwise(edges):
         stretch = series.values[first:last]
-        kept |= {int(first + stretch.argmin()), int(first + stretch.argmax())}
-    index = np.array(sorted(kept))
+        indices |= {int(first + stretch.argmin()), int(first + stretch.argmax())}
+    index = np.array(sorted(indices))
     return Series(series.steps[index], series.values[index])
 
 

@@ -57,9 +57,9 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> Path:
 
 
 def _page(runs: Sequence[RunData]) -> str:
-    here = Path(__file__)
+    this_file = Path(__file__)
     title = " · ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
-    style, code = (here.with_suffix(suffix).read_text() for suffix in (".css", ".js"))
+    style, code = (this_file.with_suffix(suffix).read_text() for suffix in (".css", ".js"))
     sections = [
         summaries(runs),
         held_out(runs),

@@ -106,8 +106,8 @@ def _shade(logprob: float) -> str:
 
 
 def _cut(text: str) -> str:
-    left = len(text) - LONGEST_TEXT
-    return text if left <= 0 else f"{text[:LONGEST_TEXT]} … {left:,} characters left out"
+    omitted = len(text) - LONGEST_TEXT
+    return text if omitted <= 0 else f"{text[:LONGEST_TEXT]} … {omitted:,} characters left out"
 
 
 def _number(value: Any) -> str:

@@ -52,7 +52,7 @@ class EvaluatedTasks:
     def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Mapping[str, Sequence[Task]]) -> None:
         self.tasks, self.split_by = tasks, split_by
         self.held_out = hold_out(tasks, count, split_by)
-        self._digests = {task_digest(task, split_by) for its_tasks in sets.values() for task in its_tasks}
+        self._digests = {task_digest(task, split_by) for set_tasks in sets.values() for task in set_tasks}
         if all(index in self for index in range(len(tasks))):
             names = ", ".join(sets)
             raise ValueError(
@@ -81,12 +81,12 @@ def open_sets(
 ) -> list[EvaluationSet]:
     """Returns the sets with their environments, which `keep_open` closes. Tasks are generated from `seed` + 1."""
     sets = []
-    for name, each in settings.items():
+    for name, set_settings in settings.items():
         environment = keep_open(
-            build_environment(each.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
+            build_environment(set_settings.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
         )
         source = prompt_source(environment, tokenizer, sampling, budget)
-        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, each), each))
+        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings), set_settings))
     return sets
 
 
@@ -98,11 +98,11 @@ def tasks_of_set(tasks: Tasks, settings: EvaluationSetSettings) -> list[Task]:
 
 def evaluate(sampler: RolloutSampler, sets: Sequence[EvaluationSet], *, step: int) -> dict[str, float]:
     """Samples all sets together, on rank 0. Returns their metrics."""
-    groups = [each.groups(sampler, step) for each in sets]
-    sampler.sample_groups([group for each in groups for group in each])
+    groups_by_set = [evaluation_set.groups(sampler, step) for evaluation_set in sets]
+    sampler.sample_groups([group for groups in groups_by_set for group in groups])
     metrics: dict[str, float] = {}
-    for each, its_groups in zip(sets, groups, strict=True):
-        metrics |= each.metrics([trajectory for group in its_groups for trajectory in group.trajectories])
+    for evaluation_set, groups in zip(sets, groups_by_set, strict=True):
+        metrics |= evaluation_set.metrics([trajectory for group in groups for trajectory in group.trajectories])
     return metrics
 
 

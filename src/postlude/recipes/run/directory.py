@@ -191,8 +191,8 @@ class RunDirectory:
         old = self.checkpoints()[:-keep]
         for path in old:
             path.rename(path.with_name(f".{path.name}{DELETING}"))
-        for left in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # also those that a kill left
-            shutil.rmtree(left)
+        for renamed in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # also those that a kill left
+            shutil.rmtree(renamed)
         return old
 
     def close(self) -> None:
@@ -272,9 +272,9 @@ def open_run(
     if not is_rank0():
         on_rank0(lambda: None)
         return ReadOnlyRun(directory)
-    held: list[tuple[RunLock, dict[str, Any]]] = []
-    on_rank0(lambda: held.append(prepare()))
-    lock, changed = held[0]
+    prepared: list[tuple[RunLock, dict[str, Any]]] = []
+    on_rank0(lambda: prepared.append(prepare()))
+    lock, changed = prepared[0]
     return RunDirectory(directory, loggers=loggers, lock=lock, changed=changed)
 
 

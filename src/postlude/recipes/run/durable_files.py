@@ -26,11 +26,11 @@ class JSONLinesFile:
             self._cut_torn_line()
             self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        left = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair must not end the run
+        unwritten = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair must not end the run
         before = os.fstat(self._file.fileno()).st_size
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             self._file.truncate(before)  # leaves no partial line, even on a full disk
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -111,5 +111,6 @@ def _from_file(line: dict[str, Any]) -> dict[str, Any]:
         return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
     return {
-        key: [number(one) for one in value] if isinstance(value, list) else number(value) for key, value in line.items()
+        key: [number(item) for item in value] if isinstance(value, list) else number(value)
+        for key, value in line.items()
     }

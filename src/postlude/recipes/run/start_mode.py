@@ -53,10 +53,10 @@ def find_checkpoint(text: str) -> Path:
 
 def resume_command(words: Sequence[str]) -> str:
     """Returns the command that resumes a run: the one that started it, without --resume-from and without secrets."""
-    kept: list[str] = []
+    arguments: list[str] = []
     skipping = False
     for word in words:
         if not skipping and word != "--resume-from" and not word.startswith("--resume-from="):
-            kept.append(word)
+            arguments.append(word)
         skipping = word == "--resume-from"
-    return shlex.join(["postlude", *mask_arguments(kept)])
+    return shlex.join(["postlude", *mask_arguments(arguments)])

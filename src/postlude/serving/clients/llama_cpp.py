@@ -70,5 +70,5 @@ def _completion(reply: Any, stop_tokens: tuple[int, ...]) -> Completion:
     end = next((index for index, token in enumerate(completion.tokens, 1) if token in stop_tokens), None)
     if end is None:
         return completion
-    kept = {name: getattr(completion, name)[:end] for name in ("tokens", "logprobs", "sampled_logprobs")}
-    return dataclasses.replace(completion, finish_reason="stop", text=None, **kept)
+    truncated = {name: getattr(completion, name)[:end] for name in ("tokens", "logprobs", "sampled_logprobs")}
+    return dataclasses.replace(completion, finish_reason="stop", text=None, **truncated)

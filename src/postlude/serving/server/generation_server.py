@@ -338,8 +338,8 @@ class GenerationServer:
             _resolve(future, error=HTTPError(500, f"there are no weights until others are read: {error}"))
             return
         except Exception as error:  # before the first weight was changed
-            why = str(error) if isinstance(error, USER_ERRORS) else repr(error)
-            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {why}"))
+            reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
+            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {reason}"))
             return
         self.weights = _WeightsInfo(version, checksums[0])
         _resolve(future, None)
@@ -355,8 +355,8 @@ class GenerationServer:
         try:
             self._session.update_weights(load, body.version)
         except Exception as error:  # before the adapter was changed
-            why = str(error) if isinstance(error, USER_ERRORS) else repr(error)
-            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {why}"))
+            reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
+            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {reason}"))
             return
         self.weights = replace(self.weights, version=body.version)
         _resolve(future, None)
