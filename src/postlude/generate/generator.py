@@ -29,6 +29,7 @@ from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
+from postlude.model.batch_invariant import check_batch_invariant
 from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.ops.kernels.capabilities import gpu_of, why_not
@@ -101,10 +102,9 @@ class Generator:
         if routing:
             check_routing_record(model.config)
         check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
-        if model.batch_invariant and kv_cache_dtype == "fp8":
-            raise ValueError(
-                'kv_cache_dtype="fp8" rounds keys that the trainer does not round, so a batch_invariant model cannot '
-                'agree with it. Use kv_cache_dtype="auto".'
+        if model.batch_invariant:
+            check_batch_invariant(
+                model.config, model.layout, {"kv_cache_dtype": kv_cache_dtype != "auto"}, model.block_types
             )
         self.model = model
         self.tokenizer = tokenizer

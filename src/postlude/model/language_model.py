@@ -15,7 +15,6 @@ from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRAGroup
 from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
-from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
@@ -89,15 +88,11 @@ class LanguageModel(FSDPUnit):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.routers = config.routers
-        self.mesh = mesh or Mesh.single_rank()
+        self.config, self.routers = config, config.routers
+        self.mesh, self.stage = mesh or Mesh.single_rank(), stage or Stage()
         self.recompute, self.scans, self.head_config = recompute, scans, head
         self.block_types, self.batch_invariant = blocks, batch_invariant
-        if batch_invariant:
-            check_batch_invariant(config, self.layout, {"lora": bool(adapters)}, blocks)
         check_recompute(recompute)
-        self.stage = stage or Stage()
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
         add_adapters(self, self.blocks, adapters)

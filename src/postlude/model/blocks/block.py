@@ -48,8 +48,7 @@ class Block(nn.Module):
     """The groups of its linear layers, by name, and of all others (""). Any module may have it; the nearest counts."""
     supports_decoding: ClassVar[bool] = False
     """Whether it can decode with a cache (`context.decode_state`)."""
-    batch_invariant: ClassVar[bool] = False
-    """Whether decoding gives the bits of its forward in the mode of `ops/batch_invariant.py`."""
+    batch_invariant: ClassVar[bool] = False  # whether decoding gives the bits of its forward: `ops/batch_invariant.py`
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__()
