@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from tests.process_groups import CALL_GROUPS
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face Hub; tests/hub_server.py stands in for it
 torch.backends.mkldnn.enabled = False  # see ops/cpu_matmul.py: the models of tests are small
 
@@ -29,7 +31,7 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")  # a busy machine is slow, and nothing else is wrong with it
 
 PATIENCE = 300  # seconds; a rank that waits longer is stuck, however busy the machine is
-CALLS = 40  # of a pool, before its ranks are new ones: a group of theirs wakes a hundred times a second, and none ends
+CALLS = 200  # of a pool, before its ranks are new ones: meshes that are kept have groups that wake all the time
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step
     [
@@ -123,7 +125,8 @@ def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> Non
     timeout = datetime.timedelta(seconds=PATIENCE)
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    answer_calls(rank, connection)
+    with CALL_GROUPS.shared():
+        answer_calls(rank, connection)
 
 
 def answer_calls(rank: int, connection: Connection) -> None:
@@ -133,6 +136,7 @@ def answer_calls(rank: int, connection: Connection) -> None:
             function, arguments = connection.recv()
         except EOFError:  # the tests are over
             return
+        CALL_GROUPS.begin_call()
         try:
             connection.send((function(dist.group.WORLD, *arguments), None))
         except Exception:

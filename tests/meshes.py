@@ -9,11 +9,13 @@ from postlude.layout import Layout
 from postlude.verify.cases import Case
 from postlude.verify.compare import Report, compare
 from postlude.world.mesh import Mesh
+from tests.process_groups import CALL_GROUPS
 
 
 @functools.cache
 def mesh(layout: Layout) -> Mesh:
-    return Mesh(layout)
+    with CALL_GROUPS.kept():
+        return Mesh(layout)
 
 
 def verify(group: Any, case: Case) -> Report | None:
