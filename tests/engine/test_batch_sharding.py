@@ -20,7 +20,7 @@ from tests.equality import assert_equal
 from tests.meshes import mesh
 
 CPU = torch.device("cpu")
-DENSE = config("tiny-dense")
+DENSE = config("tiny-dense", num_hidden_layers=2)
 MODEL = model_from_hf(DENSE)[1]
 HOLDERS = (1, 0, 0, 1, 1, 0, 1, 0, 1, 1)
 

@@ -104,7 +104,7 @@ def test_a_failure_while_two_microbatches_take_turns(ranks, failure: str) -> Non
 
 
 def reference_that_fails(group: dist.ProcessGroup) -> None:
-    engine = build("", config("tiny-dense"))
+    engine = build("", config("tiny-dense", num_hidden_layers=2))
     reference = engine.reference()
     then = engine.logprobs(batch(4)).logprob
     train(engine, [1, 2])
@@ -125,7 +125,7 @@ def test_a_reference_that_fails_gives_the_weights_back(ranks) -> None:
 
 
 def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
-    engine = build(layout, config("tiny-dense"))
+    engine = build(layout, config("tiny-dense", num_hidden_layers=2))
     assert FAULT in told(lambda: FAILURES[failure](engine))
     calls: list[Callable[[], Any]] = [
         lambda: engine.forward_backward(batch(1), policy),
@@ -152,7 +152,7 @@ def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str,
 
 
 def beyond_mending(group: dist.ProcessGroup) -> str:
-    engine = build("", config("tiny-dense"))
+    engine = build("", config("tiny-dense", num_hidden_layers=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageBuilder, "_build_on_meta", lambda *_: torch.zeros(-1))
         assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT
@@ -172,7 +172,11 @@ def fail_in_between(device: str) -> list[Tensor]:
     found = []
     for fails in (False, True):
         engine = Engine(
-            config("tiny-moe"), budget=32, optimizer=SGD(lr=1.0), compute_dtype=torch.float32, device=device
+            config("tiny-moe", num_hidden_layers=2),
+            budget=32,
+            optimizer=SGD(lr=1.0),
+            compute_dtype=torch.float32,
+            device=device,
         )
         found.append(torch.cat(engine.logprobs(batch(4)).logprob))
         engine.forward_backward(batch(2), policy)
@@ -192,7 +196,10 @@ def test_a_gpu_is_whole_after_a_failure() -> None:
 
 
 def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
-    one, other = build("", config("tiny-dense")), build("", config("tiny-dense"))
+    one, other = (
+        build("", config("tiny-dense", num_hidden_layers=2)),
+        build("", config("tiny-dense", num_hidden_layers=2)),
+    )
     one.save(directory)
     one.forward_backward(batch(1), policy)
     hook = one.optimizer.register_step_post_hook(lambda *_: fault())

@@ -59,8 +59,8 @@ def train(group: Any, layout: str, source: Any, options: dict[str, Any]) -> dict
 
 
 SOURCES = {
-    "dense": config("tiny-dense"),
-    "moe": config("tiny-moe"),
+    "dense": config("tiny-dense", num_hidden_layers=2),
+    "moe": config("tiny-moe", num_hidden_layers=2),
     "hybrid": small_config("[*-][M-][GE]", vocab_size=256, initializer_range=0.1),
     "latent": small_config(
         "[+-][*E]", vocab_size=256, blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12)}

@@ -25,7 +25,7 @@ from tests.meshes import verify
 
 
 def few(experts: int) -> Any:
-    return config("tiny-moe", num_experts=experts, num_experts_per_tok=2)
+    return config("tiny-moe", num_hidden_layers=2, num_experts=experts, num_experts_per_tok=2)
 
 
 def sizes(engine: Engine) -> set[int]:
@@ -143,7 +143,9 @@ def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
     """Losses, norms and weights of some steps, and how many sums a step makes: each microbatch's gradients, or once."""
     found = []
     for once in (False, True):
-        engine = build(layout, config("tiny-moe"), gather_once=once, overlap=overlap, optimizer=DAMPED)
+        engine = build(
+            layout, config("tiny-moe", num_hidden_layers=2), gather_once=once, overlap=overlap, optimizer=DAMPED
+        )
         train(engine, [1])
         sums = mock.Mock(side_effect=groups.foreach_reduce)
         with mock.patch.object(groups, "foreach_reduce", sums):

@@ -89,7 +89,7 @@ KINDS = {
 
 def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
     """The gaps after 0, 1 and 2 small steps, and what ended the sampling."""
-    hf = config(model, tie_word_embeddings=False)
+    hf = config(model, num_hidden_layers=2, tie_word_embeddings=False)
     return sampled(kind, build(layout, hf, compute_dtype=getattr(torch, dtype), optimizer=SMALL_STEPS))
 
 
@@ -128,7 +128,7 @@ def test_a_generator_with_the_trainers_weights_is_used(ranks: Any, model: str, l
 @pytest.mark.parametrize("kind", ["SyncedGenerator", "KeepsOldWeights"])
 def test_on_a_gpu_in_bf16_old_weights_are_told_from_rounding(kind: str) -> None:
     with started(device="cuda"):
-        gaps, problem = sampled(kind, Engine(config("tiny-moe"), budget=64, optimizer=SMALL_STEPS))
+        gaps, problem = sampled(kind, Engine(config("tiny-moe", num_hidden_layers=2), budget=64, optimizer=SMALL_STEPS))
     assert (len(gaps), bool(problem)) == ((3, False) if kind == "SyncedGenerator" else (1, True))
 
 
@@ -155,7 +155,7 @@ def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: st
 
 def probed_adapter(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
     """As `probed`, of an engine with adapters."""
-    hf = config(model, tie_word_embeddings=False)
+    hf = config(model, num_hidden_layers=2, tie_word_embeddings=False)
     options: dict[str, Any] = {"compute_dtype": getattr(torch, dtype), "optimizer": AdamW(lr=2e-3)}
     return sampled(kind, build(layout, hf, lora=LoRA(rank=4, alpha=16.0), **options))
 

@@ -79,7 +79,7 @@ class LoRAServer(TinyVLLM):
 
 
 def build(lora: LoRA | None) -> Engine:
-    hf = config("tiny-dense", tie_word_embeddings=False)
+    hf = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
     return Engine(hf, mesh=mesh(Layout()), budget=64, lora=lora, optimizer=AdamW(lr=5e-3))
 
 
@@ -136,7 +136,7 @@ def test_vllm_gets_the_model_once_and_then_adapters(ranks: Ranks, tmp_path: Path
 
 
 def test_our_own_server_gets_adapters(ranks: Ranks, tmp_path: Path) -> None:
-    model = load_model(config("tiny-dense", tie_word_embeddings=False))
+    model = load_model(config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False))
     with serving(Generator(model, byte_tokenizer(), eos_tokens=())) as (served, url):
         (found,) = ranks(1, synced, url, str(tmp_path), 3)
         assert served.generator.adapters.names == (POLICY,)

@@ -22,7 +22,7 @@ from tests.engine.test_weights import ODD
 from tests.engine.training import batch, build, config, policy
 from tests.serving.fake_receiver import Dies, Hangs, Refuses, Remote, digest
 
-MOE = config("tiny-moe", num_experts=4)
+MOE = config("tiny-moe", num_hidden_layers=2, num_experts=4)
 SEND_BYTES = 8_000
 ORDER = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
 

@@ -29,7 +29,7 @@ from tests.engine.training import build, config, train
 from tests.serving.fake_vllm import FakeVLLM, Refusal, foretold
 from tests.serving.test_generation_server import serving
 
-MODEL = config("tiny-dense", tie_word_embeddings=False)
+MODEL = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
 
 
 class KeepsOldWeights(GenerationServer):
