@@ -16,12 +16,11 @@ from tests.hf.families import randomise
 ROOT = Path(__file__).parents[2]
 RECIPES = PACKAGED / "models"
 
-# Every degree of the small layouts divides these, and four layers make four stages.
+# Every degree of the small layouts divides these.
 SIZES = {
     "vocab_size": BYTE_VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -40,24 +39,30 @@ SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "n_groups": 2,
     "ssm_state_size": 16,
     "chunk_size": 8,
-    "hybrid_override_pattern": "M-M*-M",
+    "hybrid_override_pattern": "M-*-",
     "bos_token_id": None,
     "pad_token_id": None,
     "eos_token_id": END,
 }
-OWN = {"moonlight-16b-a3b": {"num_key_value_heads": 4}, "nemotron-h-8b": {"num_hidden_layers": 6}}
+OWN = {"moonlight-16b-a3b": {"num_key_value_heads": 4}}
 
 
-def tiny_model(name: str, directory: Path) -> Path:
-    """Writes the model, every parameter random and large enough to matter, and returns its directory."""
+def tiny_model(name: str, directory: Path, layers: int = 2) -> Path:
+    """Writes the model, every parameter random and large enough to matter, and returns its directory.
+
+    Two layers are one of each kind, and two stages. A layer of Nemotron-H is half a layer of the others.
+    """
     published = json.loads((RECIPES / "configs" / name / "config.json").read_text())
     small = {key: size for key, size in SIZES.items() if published.get(key) is not None} | OWN.get(name, {})
+    small["num_hidden_layers"] = len(small.get("hybrid_override_pattern", "*" * layers))
+    if "layer_types" in published:
+        small["layer_types"] = (["sliding_attention", "full_attention"] * layers)[:layers]
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(published | small))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
