@@ -24,6 +24,7 @@ from postlude.model.blocks import BLOCKS, MoEConfig
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
+from tests.engine.training import config
 from tests.meshes import verify
 from tests.model.small import small_config
 
@@ -49,7 +50,7 @@ def cases() -> list[Any]:
             more = more or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
             more = more or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
             name = f"{label(layout)}-{model}-{objective}"
-            case = Case(model, layout, objective, initializer_range=0.1)
+            case = Case(config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout, objective)
             mark = pytest.mark.thorough if more else pytest.mark.slow
             found.append(pytest.param(case, id=name, marks=() if quick else mark))
     return found
@@ -84,17 +85,24 @@ def test_a_hybrid_of_all_blocks_equals_one_rank(ranks: Any, case: Case) -> None:
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
-SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4, "initializer_range": 0.3}
+SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "initializer_range": 0.3}
 MILDER = {**SIZES, "initializer_range": 0.2}  # the experts of these scale what they add, and so its rounding
 VARIANTS = {
     "mistral": MistralConfig(**SIZES, **HEADS, sliding_window=5),
     "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False),
-    "olmo3": Olmo3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=5, pad_token_id=0),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        pad_token_id=0,
+    ),
     "nemotron_h": NemotronHConfig(
         **{name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {"initializer_range": 0.1},
         **HEADS,
-        layers_block_type=["linear_attention", "full_attention", "moe", "mlp", "linear_attention", "moe"],
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
         mamba_num_heads=8,
         mamba_head_dim=4,
         ssm_state_size=6,
@@ -126,7 +134,7 @@ VARIANTS = {
         **HEADS,
         rms_norm_eps=1e-3,
         rope_parameters={"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.4},
-        layer_types=["linear_attention", "full_attention"] * 2,
+        layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=4,
         linear_num_value_heads=8,
         linear_key_head_dim=5,
@@ -161,7 +169,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2), marks=pytest.mark.thorough),
         pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.thorough),
         pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
         pytest.param(Layout(tp=4), marks=pytest.mark.thorough),
@@ -179,7 +187,7 @@ def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> N
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow)], ids=label)
 def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
-    report = check(ranks, Case("tiny-dense", layout, "sft", tied=tied, initializer_range=0.1))
+    report = check(ranks, Case(config("tiny-dense", num_hidden_layers=2), layout, "sft", tied=tied))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -187,7 +195,7 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, ep=2), Layout(pp=2, cp=2)], ids=label)
 @pytest.mark.slow
 def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
-    report = check(ranks, Case("tiny-moe", layout, "grpo", recompute, initializer_range=0.1))
+    report = check(ranks, Case(config("tiny-moe", num_hidden_layers=2), layout, "grpo", recompute))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 

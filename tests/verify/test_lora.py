@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
@@ -30,6 +31,16 @@ MODELS = {
 }
 
 
+def with_four_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns it with a layer for each of four stages; Nemotron-H has four."""
+    deeper = copy.deepcopy(config)
+    if config.num_hidden_layers == 2:
+        deeper.num_hidden_layers = 4
+        if getattr(config, "layer_types", None):
+            deeper.layer_types = 2 * config.layer_types
+    return deeper
+
+
 @dataclass(frozen=True)
 class Run:
     """A layout with its options, and the families of `make test`; the others are thorough."""
@@ -44,9 +55,10 @@ class Run:
 
     def case(self, family: str) -> Case:
         """The comparison of one family."""
+        layout = Layout.parse(self.layout)
         return Case(
-            MODELS[family],
-            Layout.parse(self.layout),
+            MODELS[family] if layout.vpp == 1 else with_four_layers(MODELS[family]),
+            layout,
             self.objective,
             self.recompute,
             self.overlap,
