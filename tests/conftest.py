@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import signal
@@ -125,6 +126,7 @@ def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> Non
     timeout = datetime.timedelta(seconds=PATIENCE)
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    gc.freeze()  # what was imported stays: a collection looks at what the calls make
     with CALL_GROUPS.shared():
         answer_calls(rank, connection)
 
