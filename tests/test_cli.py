@@ -24,6 +24,7 @@ from postlude.hf.read_model import read_description, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
+from tests.conftest import Ranks
 
 
 def test_info_counts_every_parameter(capsys) -> None:
@@ -326,14 +327,19 @@ def test_the_installed_command_answers() -> None:
     assert all(name in result.stdout for name in ("info", "convert", "logprobs"))
 
 
-class TestVerify:
-    @pytest.mark.slow
-    def test_the_exit_code_tells(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        reports = []
-        started = verify.run_on_ranks
+def call(group: Any, function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
 
-        def run_on_ranks(*arguments: Any, **options: Any) -> Any:  # once: the second time what was found the first
-            reports.extend([] if reports else started(*arguments, **options))
+
+class TestVerify:
+    def test_the_exit_code_tells(
+        self, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reports: list[Report] = []
+
+        def run_on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
+            if not reports:  # the second time what was found the first
+                reports.extend(ranks(nproc, call, function, *arguments)[0])
             return reports
 
         monkeypatch.setattr(verify, "run_on_ranks", run_on_ranks)
