@@ -70,7 +70,7 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         check(engine)
         until(lambda: engine.pool.count_up() == 2)
         (new,) = {server for server in engine.pool.servers if server.url not in first}
-        assert (new.version, engine.pool.expected, engine.supervisor.restarted) == ("start.1", 0, 1)
+        assert (new.version, engine.pool.pending_replacements, engine.supervisor.restarted) == ("start.1", 0, 1)
         assert "was ended by signal 9" in caplog.text
         assert "It is restarted." in caplog.text
 
@@ -88,7 +88,7 @@ def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.pool.expected or engine.supervisor.restarted)
+        until(lambda: engine.pool.pending_replacements or engine.supervisor.restarted)
         check(engine)
 
 
@@ -115,7 +115,7 @@ def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monk
 
         monkeypatch.setattr(running, "stop", refuse)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.pool.removed)
+        until(lambda: engine.pool.unreplaced)
         with pytest.raises(ServerError, match="it could not be restarted: its node does not answer"):
             engine.generate(PROMPTS[:1], THREE)
 
@@ -206,7 +206,7 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
         pool=SimpleNamespace(servers=[]),
         remove_server=lambda url, problem: heard.append(f"{url} {problem}"),
         add_server=heard.append,
-        cancel_expected=heard.append,
+        cancel_replacement=heard.append,
     )
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(supervisor, "EXIT_DELAY", 0.01)

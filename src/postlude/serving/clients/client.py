@@ -177,9 +177,9 @@ class GenerationClient:
     def directories_in_use(self) -> set[str]:
         """Returns the directories that servers may read: that of the newest weights, and those being read now."""
         newest = self.pool.weights
-        reading = (server.reading for server in self.pool.servers)
-        needed = () if newest is None else (newest.directory, newest.adapter)
-        return {directory for directory in (*needed, *reading) if directory}
+        reading = (server.reading_directory for server in self.pool.servers)
+        newest_directories = () if newest is None else (newest.directory, newest.adapter_directory)
+        return {directory for directory in (*newest_directories, *reading) if directory}
 
     def connect(self) -> list[RemoteServer]:
         """Connects every server and returns all, with their states. Raises `ServerError` if none is up."""
@@ -192,15 +192,16 @@ class GenerationClient:
         self.run(self.pool.add(self._make_server(url)))
 
     def remove_server(self, url: str, problem: str) -> None:
-        """Removes a server; its requests go to others, or wait for the next `add_server`, until `cancel_expected`.
+        """Removes a server. Its requests go to others, or wait for its replacement.
 
-        `problem` is the reason, which follows the URL in messages.
+        `add_server` adds the replacement, and `cancel_replacement` stops waiting for it. `problem` is the reason, which
+        follows the URL in messages.
         """
         self.run(self.pool.remove(url, problem))
 
-    def cancel_expected(self, problem: str) -> None:
-        """Stops waiting for the replacement of a removed server. `problem` is the reason; it begins with a URL."""
-        self.run(self.pool.cancel_expected(problem))
+    def cancel_replacement(self, problem: str) -> None:
+        """Stops waiting for a replacement. `problem` is the reason; it begins with the lost server's URL."""
+        self.run(self.pool.cancel_replacement(problem))
 
     def generate_on(self, server: RemoteServer, request: Request) -> Completion:
         """Returns a completion from this server. Raises `ServerError` if it fails."""

@@ -35,7 +35,7 @@ class Weights:
     version: str
     probe: Probe | None = field(default=None, compare=False, repr=False)
     """Compares the log-probs of servers that were given them with the trainer's."""
-    adapter: str | None = None
+    adapter_directory: str | None = None
     """The directory of an adapter, as peft writes it. `directory` then has the frozen model, which never changes."""
     adapter_name: str | None = None
     """The name of the adapter at servers, which requests give as the model."""
@@ -98,17 +98,17 @@ class RemoteServer:
         self.version: str | None = None
         """Version of its weights, as last reported."""
         self.reload_seconds = 0.0
-        self.reading: str | None = None
+        self.reading_directory: str | None = None
         """The directory that it reads weights from now."""
         self.update_unconfirmed = False
         """Whether an update began and was not confirmed: it may hold some new weights, and be paused."""
         self.probe_result: ProbeResult | None = None
         """The comparison of its log-probs with the trainer's after its last weight update."""
         self.differing_version: str | None = None
-        """The version after which they were too far apart. It is sent the same weights a second time."""
-        self.base: str | None = None
-        """The directory whose weights it has under the adapter."""
-        self.adapter: str | None = None
+        """The version for which its log-probs differed from the trainer's. It is sent the same weights a second time."""
+        self.base_directory: str | None = None
+        """The directory of the frozen model's weights that it has loaded; None without adapters."""
+        self.default_adapter: str | None = None
         """The adapter that requests use if they name none."""
         self.pending_reloads = 0
         """Reloads to finish before it gets requests."""
@@ -133,7 +133,7 @@ class RemoteServer:
         if weights is not None:
             self.version = await self.fetch_version()
             if not self.has_weights(weights) and weights.directory is not None:
-                self.base = None  # it may have been restarted
+                self.base_directory = None  # it may have been restarted
                 await self.reload(weights)
         elif await self.api.is_paused(self._send_status):
             raise InvalidResponse(
@@ -156,16 +156,18 @@ class RemoteServer:
         assert weights.directory is not None
         start = time.perf_counter()
         expected = weights.checksum() if self.api.reports_checksum else None
-        self.reading, self.update_unconfirmed = weights.adapter or weights.directory, True
+        self.reading_directory, self.update_unconfirmed = weights.adapter_directory or weights.directory, True
         try:
-            if weights.adapter is None or self.base != weights.directory:
-                self.base = self.adapter = None
+            if weights.adapter_directory is None or self.base_directory != weights.directory:
+                self.base_directory = self.default_adapter = None
                 await self.api.reload(self._send, weights.directory, weights.version)
-                self.base = weights.directory
-            if weights.adapter is not None:
+                self.base_directory = weights.directory
+            if weights.adapter_directory is not None:
                 assert weights.adapter_name is not None
-                await self.api.load_adapter(self._send, weights.adapter_name, weights.adapter, weights.version)
-                self.adapter = weights.adapter_name
+                await self.api.load_adapter(
+                    self._send, weights.adapter_name, weights.adapter_directory, weights.version
+                )
+                self.default_adapter = weights.adapter_name
             await self.confirm_version(weights)
             if expected is not None and (actual := await self.api.weights_checksum(self._send_status)) != (
                 await expected
@@ -175,13 +177,13 @@ class RemoteServer:
                 )
             await self.compare_logprobs(weights)
         except RequestRefused as error:
-            raise InvalidResponse(f"could not read new weights from {self.reading}: {error}") from error
+            raise InvalidResponse(f"could not read new weights from {self.reading_directory}: {error}") from error
         except OSError as error:  # from reading the files here
             raise ServerUnavailable(
                 f"could not be checked: the checksum of {weights.directory} cannot be computed here: {error}"
             ) from error
         finally:
-            self.reading = None
+            self.reading_directory = None
         self.update_unconfirmed = False
         self.reload_seconds = time.perf_counter() - start
 
@@ -211,8 +213,8 @@ class RemoteServer:
             self.probe_result = result
         else:
             self.connection.cancel_requests()
-            again, self.differing_version = self.differing_version == weights.version, weights.version
-            raise InvalidResponse(result.problem) if again else ServerUnavailable(result.problem)
+            is_second_attempt, self.differing_version = self.differing_version == weights.version, weights.version
+            raise InvalidResponse(result.problem) if is_second_attempt else ServerUnavailable(result.problem)
 
     async def _generate_when_free(self, request: Request) -> Completion:
         while True:
@@ -226,19 +228,21 @@ class RemoteServer:
         assert self.model is not None
         version = self.version
         try:
-            completion = await self.api.generate(self._send, request.adapter or self.adapter or self.model, request)
+            completion = await self.api.generate(
+                self._send, request.adapter or self.default_adapter or self.model, request
+            )
         except (AttributeError, LookupError, TypeError, OverflowError) as error:  # unexpected JSON
             raise InvalidResponse(f"gave a reply that cannot be read: {error!r}") from error
         except RequestRefused as error:
             if error.status == NOT_FOUND:  # it may be starting, or has another model
                 raise ServerUnavailable(f"replies with {error}") from error
             raise
-        self._check(completion, request)
+        self._check_completion(completion, request)
         if completion.versions or version is None or version != self.version:
             return completion  # with the versions it reports, or none if weights changed during the request
         return replace(completion, versions=(VersionSpan(version, 0, len(completion.tokens)),))
 
-    def _check(self, completion: Completion, request: Request) -> None:
+    def _check_completion(self, completion: Completion, request: Request) -> None:
         """Raises for a completion that is not valid for this request."""
         limit = request.sampling.max_new_tokens
         if self.api.exact_tokens and len(completion.tokens) > limit:

@@ -15,7 +15,7 @@ ALIVE = ("connecting", "up", "needs_weights")  # states of servers that may take
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _QueuedRequest:
     server_future: asyncio.Future[RemoteServer]
     avoided: AbstractSet[RemoteServer]
 
@@ -31,7 +31,7 @@ class RequestQueue:
         self, servers: Sequence[RemoteServer], has_capacity: Callable[[RemoteServer], bool], outage: Callable[[], str]
     ) -> None:
         self.servers, self.has_capacity, self.outage = servers, has_capacity, outage
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_QueuedRequest] = deque()
         self._assigned = 0
 
     async def assign(self, avoided: AbstractSet[RemoteServer]) -> RemoteServer:
@@ -40,18 +40,18 @@ class RequestQueue:
         It is the one with the fewest outstanding requests; ties are broken round-robin. Servers in `avoided` are used
         only if there are no others.
         """
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), avoided)
-        self._queue.append(waiting)
+        queued = _QueuedRequest(asyncio.get_running_loop().create_future(), avoided)
+        self._queue.append(queued)
         self.dispatch()
         try:
-            return await waiting.server_future
+            return await queued.server_future
         except asyncio.CancelledError:
             if (
-                waiting.server_future.done()
-                and not waiting.server_future.cancelled()
-                and not waiting.server_future.exception()
+                queued.server_future.done()
+                and not queued.server_future.cancelled()
+                and not queued.server_future.exception()
             ):
-                waiting.server_future.result().outstanding -= 1
+                queued.server_future.result().outstanding -= 1
                 self.dispatch()
             raise
 
@@ -63,27 +63,27 @@ class RequestQueue:
             return
         if outage := self.outage():
             while self._queue:
-                waiting = self._queue.popleft()
-                if not waiting.server_future.done():
-                    waiting.server_future.set_exception(ServerError(outage))
+                queued = self._queue.popleft()
+                if not queued.server_future.done():
+                    queued.server_future.set_exception(ServerError(outage))
             return
         skipped = []
         while self._queue:
             available = [server for server in self.servers if self.has_capacity(server)]
             if not available:
                 break
-            waiting = self._queue.popleft()
-            if waiting.server_future.done():
+            queued = self._queue.popleft()
+            if queued.server_future.done():
                 continue
-            preferred = [server for server in self.servers if server.state in ALIVE and server not in waiting.avoided]
-            if waiting.avoided and preferred:
+            preferred = [server for server in self.servers if server.state in ALIVE and server not in queued.avoided]
+            if queued.avoided and preferred:
                 available = [server for server in preferred if server in available]
             if not available:
-                skipped.append(waiting)
+                skipped.append(queued)
                 continue
             self._assigned += 1
             round_robin = {server: (index - self._assigned) % len(available) for index, server in enumerate(available)}
             server = min(available, key=lambda server: (server.outstanding, round_robin[server]))
             server.outstanding += 1
-            waiting.server_future.set_result(server)
+            queued.server_future.set_result(server)
         self._queue.extendleft(reversed(skipped))

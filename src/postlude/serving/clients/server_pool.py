@@ -81,12 +81,12 @@ class ServerPool:
         self.retries, self.backoff, self.concurrency = retries, backoff, concurrency
         self.outage_timeout = outage_timeout
         self.weights: Weights | None = None
-        self.expected = 0
-        """The number of servers that are being started and will be added."""
-        self.supervisor_delay = 0.0
-        """Seconds to wait, after all servers are lost, for a supervisor to announce a new one; 0 without one."""
-        self.removed: list[str] = []
-        """Messages about servers that will not be replaced. Each begins with the server's URL."""
+        self.pending_replacements = 0
+        """The number of servers that are being started to replace lost ones."""
+        self.replacement_timeout = 0.0
+        """Seconds that a supervisor has to start a replacement after all servers are lost; 0 without a supervisor."""
+        self.unreplaced: list[str] = []
+        """Messages about lost servers that are not replaced. Each begins with the server's URL."""
         self.counts = Counts()
         self._queue = RequestQueue(servers, self._has_capacity, self._check_outage)
         self._connecting: dict[RemoteServer, asyncio.Task[None]] = {}
@@ -95,7 +95,7 @@ class ServerPool:
         self._completed = 0
         self._outage_start: float | None = None
         self._outage_logged = False
-        self._supervisor_wait: asyncio.Task[None] | None = None
+        self._replacement_timer: asyncio.Task[None] | None = None
 
     def count_up(self) -> int:
         """Returns how many servers take requests."""
@@ -115,7 +115,7 @@ class ServerPool:
             attempts.count += 1
             try:
                 completion = await server.generate(request)
-                self._check(server, completion)
+                self._check_usable(server, completion)
                 self._succeeded(server)
                 return completion
             except RequestRefused as error:
@@ -219,7 +219,7 @@ class ServerPool:
             server.pending_reloads -= 1
             await self._notify()
 
-    async def servers_without(self, weights: Weights) -> list[RemoteServer]:
+    async def servers_to_update(self, weights: Weights) -> list[RemoteServer]:
         """Returns the servers that reply and lack these weights, so that the caller sends them.
 
         Unavailable servers are tried once per version. A server that connects later gets the next update.
@@ -234,10 +234,10 @@ class ServerPool:
             await asyncio.wait(first_connects, timeout=STATUS_TIMEOUT)
         await asyncio.gather(*(self._check_version(server) for server in self.servers if server.state == "up"))
         async with self._changed:
-            while not (present := [server for server in self.servers if server.state in ("up", "needs_weights")]):
+            while not (alive := [server for server in self.servers if server.state in ("up", "needs_weights")]):
                 self._raise_outage()
                 await self._changed.wait()
-        return [server for server in present if not server.has_weights(weights)]
+        return [server for server in alive if not server.has_weights(weights)]
 
     async def _check_version(self, server: RemoteServer) -> None:
         """Detects a server that was restarted, and so has different weights."""
@@ -265,25 +265,25 @@ class ServerPool:
 
     async def add(self, server: RemoteServer) -> None:
         """Adds a server. It gets the newest weights before its first request."""
-        self.expected = max(0, self.expected - 1)
+        self.pending_replacements = max(0, self.pending_replacements - 1)
         self.servers.append(server)
         self._start_connecting(server)
 
     async def remove(self, url: str, problem: str) -> None:
-        """Removes the server at `url`, which is to be replaced: requests wait for the next `add`."""
+        """Removes the server at `url`. Requests wait for its replacement, which `add` adds."""
         for server in [server for server in self.servers if server.url == url]:
             self.servers.remove(server)
             server.state, server.problem = "excluded", problem
             self.counts.failed += 1
             server.connection.cancel_requests()
             server.connection.close()
-        self.expected += 1
+        self.pending_replacements += 1
         await self._notify()
 
-    async def cancel_expected(self, problem: str) -> None:
-        """Expects one server fewer, for the reason `problem`, which begins with the server's URL."""
-        self.expected = max(0, self.expected - 1)
-        self.removed.append(problem)
+    async def cancel_replacement(self, problem: str) -> None:
+        """Stops waiting for a replacement. `problem` is the reason; it begins with the lost server's URL."""
+        self.pending_replacements = max(0, self.pending_replacements - 1)
+        self.unreplaced.append(problem)
         await self._notify()
 
     async def close(self) -> None:
@@ -322,43 +322,43 @@ class ServerPool:
 
         Until `outage_timeout` has passed it connects to unavailable servers again.
         """
-        if self.expected or any(server.state in ALIVE for server in self.servers):
-            if self._supervisor_wait is not None:
-                self._supervisor_wait.cancel()
-                self._supervisor_wait = None
+        if self.pending_replacements or any(server.state in ALIVE for server in self.servers):
+            if self._replacement_timer is not None:
+                self._replacement_timer.cancel()
+                self._replacement_timer = None
             return ""
-        if self.supervisor_delay and self.servers:
-            return self._outage_sentence() if self._supervisor_wait_over() else ""
+        if self.replacement_timeout and self.servers:
+            return self._outage_sentence() if self._replacement_overdue() else ""
         now = asyncio.get_running_loop().time()
         self._outage_start = now if self._outage_start is None else self._outage_start
         seconds_left = self._outage_start + self.outage_timeout - now
-        retried = [server for server in self.servers if server.state == "unavailable" or server.may_retry]
-        if self.supervisor_delay or not retried or seconds_left <= 0:
-            waited = f" The run waited for {self.outage_timeout:g} s." if self._outage_logged else ""
-            return self._outage_sentence() + waited
+        candidates = [server for server in self.servers if server.state == "unavailable" or server.may_retry]
+        if self.replacement_timeout or not candidates or seconds_left <= 0:
+            wait_note = f" The run waited for {self.outage_timeout:g} s." if self._outage_logged else ""
+            return self._outage_sentence() + wait_note
         if not self._outage_logged:
             self._outage_logged = True
             LOG.warning(
                 "%s Waiting for one of them, up to %g s more (rollout.outage_timeout).",
                 *(self._outage_sentence(), seconds_left),
             )
-        for server in retried:
+        for server in candidates:
             pause = max(MIN_BACKOFF, self._backoff_seconds(self.retries + 1))
             self._start_connecting(server, min(seconds_left, pause))
         return ""
 
-    def _supervisor_wait_over(self) -> bool:
-        """Returns whether `supervisor_delay` has passed since all servers were lost."""
-        if self._supervisor_wait is None:
-            self._supervisor_wait = asyncio.create_task(self._wait_for_supervisor())
-        return self._supervisor_wait.done()
+    def _replacement_overdue(self) -> bool:
+        """Returns whether `replacement_timeout` has passed since all servers were lost."""
+        if self._replacement_timer is None:
+            self._replacement_timer = asyncio.create_task(self._notify_after_timeout())
+        return self._replacement_timer.done()
 
-    async def _wait_for_supervisor(self) -> None:
-        await asyncio.sleep(self.supervisor_delay)
+    async def _notify_after_timeout(self) -> None:
+        await asyncio.sleep(self.replacement_timeout)
         asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._notify()))
 
     def _outage_sentence(self) -> str:
-        reasons = [*(f"{server.url} {server.problem}" for server in self.servers), *self.removed]
+        reasons = [*(f"{server.url} {server.problem}" for server in self.servers), *self.unreplaced]
         excluded = any(server.state == "excluded" for server in self.servers)
         if len(reasons) == 1:
             return f"the only server {'cannot be used' if excluded else 'does not reply'} any more: {reasons[0]}."
@@ -372,7 +372,7 @@ class ServerPool:
         limit = 1 if server.failures else min(self.concurrency, int(min(server.capacity, 1 << 20)))
         return server.outstanding < limit
 
-    def _check(self, server: RemoteServer, completion: Completion) -> None:
+    def _check_usable(self, server: RemoteServer, completion: Completion) -> None:
         """Raises for a completion of an excluded server, or one sampled with weights that the server was not given."""
         if server.state == "excluded":
             raise RequestCancelled(f"was excluded while it generated, as it {server.problem}")

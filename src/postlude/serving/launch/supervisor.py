@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2
 EXIT_DELAY = 0.5  # seconds after which the exit of a server that cannot be reached is known
 WARN_SECONDS = 30.0  # between two warnings that a server has no machine yet
 REPLY_TIMEOUT = 5.0
-NOTICE_SECONDS = 10.0  # after which the end of a server is noticed, on a busy machine
+REPLACEMENT_TIMEOUT = 10.0  # seconds; on a busy machine the exit of a server is noticed within this time
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know our addresses
 LOG = logging.getLogger("postlude")
 
@@ -132,21 +132,21 @@ class ServerSupervisor:
     def _replace(self, slot: _ServerSlot, problem: str, client: GenerationClient, *, in_use: bool) -> None:
         """Restarts the server of a slot, if it has restarts left."""
         assert slot.process is not None
-        name, again = slot.name, slot.restarts_left > 0
-        LOG.warning("%s %s. %s", name, problem, "It is restarted." if again else "It has no restarts left.")
+        name, can_restart = slot.name, slot.restarts_left > 0
+        LOG.warning("%s %s. %s", name, problem, "It is restarted." if can_restart else "It has no restarts left.")
         if in_use:
             client.remove_server(slot.process.url, problem)
-        old, slot.process = slot.process, None
+        old_process, slot.process = slot.process, None
         try:
-            old.stop()
-            if again:
+            old_process.stop()
+            if can_restart:
                 slot.restarts_left -= 1
                 self._start(slot)
                 self.restarted += 1
                 return
         except Exception as error:  # from any launcher
             problem = f"{problem}; it could not be restarted: {error}"
-        client.cancel_expected(f"{name} {problem}")
+        client.cancel_replacement(f"{name} {problem}")
 
 
 @dataclass
@@ -176,7 +176,7 @@ class SupervisedClient(GenerationClient):
         except BaseException:
             supervisor.close()
             raise
-        self.pool.supervisor_delay = NOTICE_SECONDS
+        self.pool.replacement_timeout = REPLACEMENT_TIMEOUT
         supervisor.watch(self)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class AdapterSync(DiskSync):
         except OSError as error:
             raise ServerError(f"the adapter for servers could not be written: {error}") from error
         self.metrics["servers/write_seconds"] = time.perf_counter() - start
-        weights = Weights(str(base), version, self._probe, adapter=str(path), adapter_name=POLICY)
+        weights = Weights(str(base), version, self._probe, adapter_directory=str(path), adapter_name=POLICY)
         return on_rank0(lambda: self._reload(weights, path), self.group)
 
     def _make_adapter_root(self) -> Path:

@@ -46,7 +46,7 @@ class TransferCoordinator:
         Raises `ServerError` when no server is left.
         """
         pool = self.client.pool
-        self._servers = {server.url: server for server in self.client.run(pool.servers_without(self.weights))}
+        self._servers = {server.url: server for server in self.client.run(pool.servers_to_update(self.weights))}
 
         def count_workers(url: str) -> Command:
             async def count(api: ServerAPI, send: SendRequest) -> None:

@@ -74,7 +74,7 @@ class WeightTransfer:
         targets, known = on_rank0(lambda: _not_none(coordinator).targets(), self.group)
         self._close([url for url in self.channels if url not in known])
         ready = self._connect(coordinator, targets)
-        sent, failed, sums = 0, dict[str, str](), list[Tensor]()
+        sent_bytes, failed, checksums = 0, dict[str, str](), list[Tensor]()
         if ready:
             for specs, data in self._broadcasts():
                 ready = self._announce(coordinator, specs, failed)
@@ -83,11 +83,11 @@ class WeightTransfer:
                 local_channels = {url: self.channels[url] for url in ready if url in self.channels}
                 failed = send_all(local_channels, data, self.timeout)
                 self._close(failed)
-                sent += data.numel()
-                sums.append(word_sum(data))
+                sent_bytes += data.numel()
+                checksums.append(word_sum(data))
             ready = self._merge_on_rank0(failed, lambda failures: _not_none(coordinator).finish(failures))
-        checksum = " ".join(map(str, torch.stack(sums).tolist())) if sums else ""
-        return TransferResult(len(ready), sent, time.perf_counter() - start, checksum)
+        checksum = " ".join(map(str, torch.stack(checksums).tolist())) if checksums else ""
+        return TransferResult(len(ready), sent_bytes, time.perf_counter() - start, checksum)
 
     def close(self) -> None:
         """Closes the channels."""
@@ -98,14 +98,16 @@ class WeightTransfer:
         urls = [target.url for target in targets]
         self.sender_ranks |= assign_ranks(urls, self.sender_ranks, dist.get_world_size())
         local_targets = [target for target in targets if self.sender_ranks[target.url] == dist.get_rank()]
-        new = [target for target in local_targets if self.connect_counts.get(target.url) != target.connect_count]
-        self._close([target.url for target in new])
-        rendezvous = {target.url: self._rendezvous(target) for target in new}
+        new_targets = [
+            target for target in local_targets if self.connect_counts.get(target.url) != target.connect_count
+        ]
+        self._close([target.url for target in new_targets])
+        rendezvous = {target.url: self._rendezvous(target) for target in new_targets}
         infos = {url: channel.info for url, channel in rendezvous.items()}
         self._merge_on_rank0(infos, lambda all_infos: _not_none(coordinator).join(all_infos))
         opened, failed = open_all(rendezvous, self.timeout)
         self.channels |= opened
-        self.connect_counts |= {target.url: target.connect_count for target in new if target.url in opened}
+        self.connect_counts |= {target.url: target.connect_count for target in new_targets if target.url in opened}
         return self._merge_on_rank0(failed, lambda failures: _not_none(coordinator).begin(failures))
 
     def _rendezvous(self, target: TransferTarget) -> ChannelRendezvous:
