@@ -264,9 +264,9 @@ class FarMoE(MoE):
     def steps(self) -> tuple[LayerStep, ...]:
         def between() -> Iterator[LayerStep]:
             for step in super(FarMoE, self).steps():
-                yield from [exchange("dispatch", "rows", along="to_experts")] if step.name == "experts" else []
+                yield from [exchange("dispatch", "rows", plan_name="to_experts")] if step.name == "experts" else []
                 yield replace(step, syncs_host=True) if step.name == "plan" else step
-                yield from [exchange("combine", "rows", along="to_tokens")] if step.name == "experts" else []
+                yield from [exchange("combine", "rows", plan_name="to_tokens")] if step.name == "experts" else []
 
         return tuple(between())
 

@@ -38,11 +38,13 @@ def run(options: argparse.Namespace) -> int:
     from postlude.world.launcher import run_on_ranks
 
     device = options.device or default_device()
-    needed = getattr(config, "layout", Layout()).world_size
-    size = needed if options.nproc is None else options.nproc
+    layout_size = getattr(config, "layout", Layout()).world_size
+    world_size = layout_size if options.nproc is None else options.nproc
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine checks for all
         on_this_machine = options.ray in (None, LOCAL)
-        launch = LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), on_this_machine, options.ray is not None)
+        launch = LaunchInfo(
+            device, int(os.environ.get("WORLD_SIZE", world_size)), on_this_machine, options.ray is not None
+        )
         inputs = PreflightInputs(config, launch)
         lines, console = preflight(recipe.checks(inputs)), Console()
         if options.dry_run:
@@ -57,12 +59,12 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_DONE
     if options.ray is None:
         outcome = run_on_ranks(
-            recipe.run, config, device, start_mode, nproc=size, timeout=options.timeout, device=device
+            recipe.run, config, device, start_mode, nproc=world_size, timeout=options.timeout, device=device
         )
     else:
         from postlude.cluster.driver import RayJob, run_on_ray
 
-        outcome = run_on_ray(RayJob(recipe, config, device, start_mode, size, options.timeout), options.ray)
+        outcome = run_on_ray(RayJob(recipe, config, device, start_mode, world_size, options.timeout), options.ray)
     if outcome.message:
         print_error(f"postlude {options.command}: {outcome.message}")
     return outcome.exit_code

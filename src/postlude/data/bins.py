@@ -118,12 +118,12 @@ def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) ->
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    for group, part in members.items():
-        total = sum(lengths[index] for index in part)
+    for group, group_members in members.items():
+        total = sum(lengths[index] for index in group_members)
         if total > budget:
             raise ValueError(
-                f"sequences {', '.join(map(str, part))} of group {group!r} stay together and have {total} tokens, over "
-                f"the budget of {budget}. Raise the budget to at least {total}, or shorten them."
+                f"sequences {', '.join(map(str, group_members))} of group {group!r} stay together and have {total} "
+                f"tokens, over the budget of {budget}. Raise the budget to at least {total}, or shorten them."
             )
     return list(members.values())
 
@@ -172,19 +172,19 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list
         length = lengths[member]
         position = bisect_left(rooms, length)
         if position == len(rooms):
-            chosen, room = len(bins), budget
+            bin_index, room = len(bins), budget
             bins.append([])
         else:
             room = rooms[position]
-            chosen = bins_by_room[room].pop()
+            bin_index = bins_by_room[room].pop()
             if not bins_by_room[room]:
                 del bins_by_room[room], rooms[position]
-        bins[chosen].append(member)
+        bins[bin_index].append(member)
         if room > length:
             if room - length not in bins_by_room:
                 bins_by_room[room - length] = []
                 insort(rooms, room - length)
-            bins_by_room[room - length].append(chosen)
+            bins_by_room[room - length].append(bin_index)
     return bins
 
 
@@ -215,7 +215,7 @@ def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, cou
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
-    open_bins = [(0, chosen) for chosen in range(count)]  # (cost, bin)
+    open_bins = [(0, bin_index) for bin_index in range(count)]  # (cost, bin)
     set_aside: list[tuple[int, int, int]] = []  # (-room, cost, bin)
     heapify(open_bins)
     for member in order:
@@ -223,12 +223,12 @@ def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, cou
         while set_aside and -set_aside[0][0] >= length:
             heappush(open_bins, heappop(set_aside)[1:])
         while open_bins and room[open_bins[0][1]] < length:
-            cost, chosen = heappop(open_bins)
-            heappush(set_aside, (-room[chosen], cost, chosen))
+            cost, bin_index = heappop(open_bins)
+            heappush(set_aside, (-room[bin_index], cost, bin_index))
         if not open_bins:
             return None
-        cost, chosen = heappop(open_bins)
-        bins[chosen].append(member)
-        room[chosen] -= length
-        heappush(open_bins, (cost + _cost(length), chosen))
+        cost, bin_index = heappop(open_bins)
+        bins[bin_index].append(member)
+        room[bin_index] -= length
+        heappush(open_bins, (cost + _cost(length), bin_index))
     return bins

@@ -75,9 +75,9 @@ class ConsistencyCheck:
         negated = [UNKNOWN if value == UNKNOWN else -value for value in values]
         numbers = for_backend(torch.tensor([failed_rank, *values, *negated], dtype=torch.int64, device=self.device))
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        failed_rank, *both = numbers.tolist()
-        self.highest = both[: len(values)]
-        self.lowest = [UNKNOWN if value == UNKNOWN else -value for value in both[len(values) :]]
+        failed_rank, *maxima = numbers.tolist()
+        self.highest = maxima[: len(values)]
+        self.lowest = [UNKNOWN if value == UNKNOWN else -value for value in maxima[len(values) :]]
         return failed_rank
 
 

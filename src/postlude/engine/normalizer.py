@@ -230,7 +230,7 @@ class MetricAccumulator:
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
             self.metric_index.add(local)
-        sums, highest = self._reduced(local, single_rank)
+        sums, highest = self._all_reduce(local, single_rank)
         if highest[FAILED_RANK] >= 0 and not single_rank:
             message: list[str | None] = [None if self.loss_error is None else str(self.loss_error)]
             dist.broadcast_object_list(message, src=int(highest[FAILED_RANK]))
@@ -240,7 +240,7 @@ class MetricAccumulator:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names_by_rank, list(local))
             self.metric_index.add(name for names in names_by_rank for name in names)
-            sums, highest = self._reduced(local, single_rank)
+            sums, highest = self._all_reduce(local, single_rank)
         self.layer_totals = sums[3 * self.metric_index.size :]
         values = {}
         for (name, reduction), slot in self.metric_index.slots.items():
@@ -249,7 +249,7 @@ class MetricAccumulator:
                 values[name] = _final_value(reduction, first, second, highest[METRICS + slot])
         return values
 
-    def _reduced(
+    def _all_reduce(
         self, local: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
     ) -> tuple[list[float], list[float]]:
         """Returns three sums per slot, followed by the layers' sums; and maxima.
@@ -258,27 +258,27 @@ class MetricAccumulator:
         number per slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the
         digests differ.
         """
-        known, size = self.metric_index.has(local), self.metric_index.size
+        has_slots, size = self.metric_index.has(local), self.metric_index.size
         device = next(
             (first.device for first, _, _ in local.values()), torch.device("cpu") if single_rank else group_device()
         )
         sums = torch.zeros(size, 3, dtype=torch.float64, device=device)
         highest = torch.full((METRICS + size,), float("-inf"), dtype=torch.float64, device=device)
         highest[DIGEST].fill_(float(self.metric_index.digest))
-        highest[NEGATED_DIGEST].fill_(-float(self.metric_index.digest) if known else 0.0)
+        highest[NEGATED_DIGEST].fill_(-float(self.metric_index.digest) if has_slots else 0.0)
         if self.loss_error is not None:
             highest[FAILED_RANK].fill_(0.0 if single_rank else float(dist.get_rank()))
-        for name, (first, second, extreme) in local.items() if known else ():
+        for name, (first, second, extreme) in local.items() if has_slots else ():
             slot = self.metric_index.slots[name]
             sums[slot, 0], sums[slot, 1], highest[METRICS + slot] = first, second, extreme
             sums[slot, 2].fill_(1.0)
         summed = [sums.flatten()] + ([] if self.layer_sums is None else [self.layer_sums.to(device)])
-        both, end = torch.cat((*summed, highest)), sum(map(len, summed))
+        flat, end = torch.cat((*summed, highest)), sum(map(len, summed))
         if not single_rank:
-            both = both.cpu() if dist.get_backend() == "gloo" else both
-            dist.all_reduce(both[:end])
-            dist.all_reduce(both[end:], dist.ReduceOp.MAX)
-        numbers = both.tolist()
+            flat = flat.cpu() if dist.get_backend() == "gloo" else flat
+            dist.all_reduce(flat[:end])
+            dist.all_reduce(flat[end:], dist.ReduceOp.MAX)
+        numbers = flat.tolist()
         return numbers[:end], numbers[end:]
 
 

@@ -320,19 +320,19 @@ class LanguageModel(FSDPUnit):
         CPU and GPU give different random numbers. With `only`, other tensors are unchanged.
         """
         std = self.config.initializer_range
-        owners = {f"{block.name}.": block for block in self.blocks}
+        blocks_by_prefix = {f"{block.name}.": block for block in self.blocks}
         for name, parameter in self.named_parameters():
             if only is not None and name not in only:
                 continue
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            owner = next((prefix for prefix in owners if name.startswith(prefix)), None)
+            owner = next((prefix for prefix in blocks_by_prefix if name.startswith(prefix)), None)
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if is_adapter(name):
                 reset_adapter(name, full, generator)
             elif owner is None:
                 reset_parameter(role_of(self, name), full, std, generator, norm=1.0 - self.config.norm_offset)
             else:
-                owners[owner].reset(name.removeprefix(owner), full, std, generator)
+                blocks_by_prefix[owner].reset(name.removeprefix(owner), full, std, generator)
             local_shard(parameter).copy_(full[region(parameter)])
         for buffer in self.buffers() if only is None else ():
             buffer.zero_()

@@ -152,14 +152,14 @@ class SchedulePlan:
         recorder, values = self.context.recorder, dict[str, Value]()
         for part in self.parts:
             if isinstance(part, AsyncExchange):
-                moved, along = part.step.reads
-                part.sent, part.plan = values[moved], values[along].tensor
+                tensor_name, plan_name = part.step.reads
+                part.sent, part.plan = values[tensor_name], values[plan_name].tensor
                 assert part.plan is not None
                 wait = part.plan.start(part.sent.tensor.detach(), "exchange", part.name, recorder)
                 yield
                 received = wait().requires_grad_(part.sent.edge is not None)
                 part.sent.tensor = None  # not needed after it was sent
-                part.received = values[moved] = Value(received)
+                part.received = values[tensor_name] = Value(received)
                 continue
             if part.steps[0].step.syncs_host:
                 yield

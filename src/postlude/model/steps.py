@@ -53,13 +53,13 @@ def compute(
     return LayerStep(name, "compute", _reads(run), run, recompute_selective, never_recompute, syncs_host)
 
 
-def exchange(name: str, moved: str, *, along: str) -> LayerStep:
-    """Builds a step that sends the tensor named `moved` by the `AllToAllPlan` named `along`."""
+def exchange(name: str, tensor_name: str, *, plan_name: str) -> LayerStep:
+    """Builds a step that sends the tensor named `tensor_name` by the `AllToAllPlan` named `plan_name`."""
 
     def run(rows: Tensor, plan: AllToAllPlan, context: ForwardContext) -> Mapping[str, Tensor]:
-        return {moved: plan(rows, name, context.recorder)}
+        return {tensor_name: plan(rows, name, context.recorder)}
 
-    return LayerStep(name, "exchange", (moved, along), run)
+    return LayerStep(name, "exchange", (tensor_name, plan_name), run)
 
 
 def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContext) -> Tensor:

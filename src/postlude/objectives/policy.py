@@ -128,12 +128,12 @@ class PolicyGradient:
         has_weight = targets != IGNORE
         columns = self.columns(microbatch, weights, has_weight)
         if self.token_separable:
-            columns, correction_weights = self._corrected(microbatch, columns, columns.old, has_weight)
+            columns, correction_weights = self._with_correction(microbatch, columns, columns.old, has_weight)
             result = head.objective(inputs.hidden, targets, self.token_losses, columns, **options)
             return Loss(result.loss, self.over, self.metrics(microbatch, result.stats, columns, correction_weights))
         stats = head.logprobs(inputs.hidden, targets, **options)
         old = stats.logprob.detach() if columns.old is None else columns.old
-        columns, correction_weights = self._corrected(microbatch, columns, old, has_weight)
+        columns, correction_weights = self._with_correction(microbatch, columns, old, has_weight)
         if self.ratio == "sequence":
             log_ratios = sequence_mean(microbatch, stats.logprob - old, has_weight)
             columns = replace(columns, log_ratio=broadcast_to_tokens(microbatch, log_ratios))
@@ -234,7 +234,7 @@ class PolicyGradient:
             }
         return metrics
 
-    def _corrected(
+    def _with_correction(
         self, microbatch: Microbatch, columns: PolicyColumns, old: Tensor | None, has_weight: Tensor
     ) -> tuple[PolicyColumns, CorrectionWeights | None]:
         if self.correction is None or old is None:

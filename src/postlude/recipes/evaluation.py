@@ -91,7 +91,9 @@ def run(
         trajectories: list[Trajectory] = []  # on rank 0
 
         def sample_chunk(first: int) -> dict[str, Any]:
-            trajectories.extend(rollout_sampler.sample(tasks[first : first + CHUNK], samples, step=0, first=first))
+            trajectories.extend(
+                rollout_sampler.sample(tasks[first : first + CHUNK], samples, step=0, first_group=first)
+            )
             return trajectory_metrics(trajectories)
 
         with runtime.view(count, title=f"eval {config.model}", unit="task") as live:

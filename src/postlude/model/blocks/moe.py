@@ -238,9 +238,9 @@ class MoE(Block):
             compute("route", self.route, recompute_selective=not self.config.router_fp32),
             compute("exchange_sizes", self.exchange_sizes, never_recompute=True),
             compute("plan", self.plan, never_recompute=True, syncs_host=between),
-            *([exchange("dispatch", "rows", along="to_experts")] if between else []),
+            *([exchange("dispatch", "rows", plan_name="to_experts")] if between else []),
             compute("experts", self.run_experts, recompute_selective=False),
-            *([exchange("combine", "rows", along="to_tokens")] if between else []),
+            *([exchange("combine", "rows", plan_name="to_tokens")] if between else []),
             compute("merge", self.merge),
         )
 

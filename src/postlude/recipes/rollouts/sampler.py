@@ -119,12 +119,12 @@ class RolloutSampler:
         )
 
     def sample(
-        self, tasks: Sequence[Task], samples: int, *, step: int, first: int = 0, seed_stream: int = TRAINING_SEEDS
+        self, tasks: Sequence[Task], samples: int, *, step: int, first_group: int = 0, seed_stream: int = TRAINING_SEEDS
     ) -> list[Trajectory]:
-        """Returns `samples` trajectories of each task, group by group. Groups are numbered from `first`."""
+        """Returns `samples` trajectories of each task, group by group. Groups are numbered from `first_group`."""
         return self.sample_groups(
             [
-                self.make_group(task, first + index, samples, step=step, seed_stream=seed_stream)
+                self.make_group(task, first_group + index, samples, step=step, seed_stream=seed_stream)
                 for index, task in enumerate(tasks)
             ]
         )
@@ -240,8 +240,9 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     if drafted := sum(completion.drafted for completion in completions):
         metrics[DRAFTS] = sum(completion.accepted for completion in completions) / drafted
     kinds = (REWARD_FAILED, *FAILURE_KINDS)
-    failures = [{kind: parts[kind] for kind in kinds if kind in parts} for parts in _parts(trajectories)]
-    return metrics | _means(PARTS, _parts(scored)) | _means(PARTS, failures)
+    parts = [trajectory.parts for trajectory in trajectories]
+    failures = [{kind: values[kind] for kind in kinds if kind in values} for values in parts]
+    return metrics | _means(PARTS, [trajectory.parts for trajectory in scored]) | _means(PARTS, failures)
 
 
 def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
@@ -262,10 +263,6 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
             )
         )
     return rows
-
-
-def _parts(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
-    return [trajectory.parts for trajectory in trajectories]
 
 
 def _means(prefix: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
