@@ -105,7 +105,7 @@ class RemoteServer:
         self.probe_result: ProbeResult | None = None
         """The comparison of its log-probs with the trainer's after its last weight update."""
         self.differing_version: str | None = None
-        """The version for which its log-probs differed from the trainer's. It is sent the same weights a second time."""
+        """The version for which its log-probs differed from the trainer's. The same weights are sent a second time."""
         self.base_directory: str | None = None
         """The directory of the frozen model's weights that it has loaded; None without adapters."""
         self.default_adapter: str | None = None
