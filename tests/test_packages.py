@@ -92,26 +92,30 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_up_the_list(path: Path) -> None:
-    package = package_of(path)
-    if not package:
-        return  # postlude/__init__.py re-exports the public names
-    assert package in PACKAGES, f"{package} is not in PACKAGES; add it there and to docs/architecture.md"
-    allowed = MAY_IMPORT.get(package, set(PACKAGES[: PACKAGES.index(package)])) | {package}
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("postlude.")}
-    assert used <= allowed, f"{path.relative_to(ROOT)} in {package} imports {sorted(used - allowed)}"
-    assert "postlude" not in imports(path), (
-        f"{path.relative_to(ROOT)} imports postlude itself; import the module that defines the name"
-    )
+def test_imports_point_up_the_list() -> None:
+    mistakes = []
+    for path in modules():
+        package, used = package_of(path), imports(path)
+        if not package:
+            continue  # postlude/__init__.py re-exports the public names
+        assert package in PACKAGES, f"{package} is not in PACKAGES; add it there and to docs/architecture.md"
+        allowed = MAY_IMPORT.get(package, set(PACKAGES[: PACKAGES.index(package)])) | {package}
+        below = {name.split(".")[1] for name in used if name.startswith("postlude.")} - allowed
+        if below:
+            mistakes.append(f"{path.relative_to(ROOT)} in {package} imports {sorted(below)}")
+        if "postlude" in used:
+            mistakes.append(
+                f"{path.relative_to(ROOT)} imports postlude itself; import the module that defines the name"
+            )
+    assert not mistakes
 
 
 LONGEST_FILE = 500  # lines
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_too_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE, "split it by what it does"
+def test_no_file_is_too_long() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}, "split it by what it does"
 
 
 def name_of(path: Path) -> str:
@@ -139,29 +143,32 @@ def test_there_is_no_import_cycle() -> None:
     assert not needed, f"these files import each other: {needed}"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in modules() if package_of(p) in TORCH_ONLY], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_the_core_needs_torch_alone(path: Path) -> None:
+def test_the_core_needs_torch_alone() -> None:
     import sys
 
-    outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"postlude"}
-    assert outside <= OUTSIDE, f"{path.relative_to(ROOT)} imports {sorted(outside - OUTSIDE)}"
+    known = {*sys.stdlib_module_names, *OUTSIDE, "postlude"}
+    core = [path for path in modules() if package_of(path) in TORCH_ONLY]
+    assert {package_of(path) for path in core} == set(TORCH_ONLY)
+    others = {str(path.relative_to(ROOT)): {name.split(".")[0] for name in imports(path)} - known for path in core}
+    assert not {name: outside for name, outside in others.items() if outside}
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if package_of(p) == "model"], ids=lambda p: p.name)
-def test_no_word_of_reinforcement_learning_in_the_model(path: Path) -> None:
-    text = path.read_text().lower()
-    assert not [word for word in RL_WORDS if re.search(rf"\b{word}", text)]
+def test_no_word_of_reinforcement_learning_in_the_model() -> None:
+    texts = {path.name: path.read_text().lower() for path in modules() if package_of(path) == "model"}
+    assert texts
+    assert not [(name, word) for name, text in texts.items() for word in RL_WORDS if re.search(rf"\b{word}", text)]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_patched_forwards_and_no_globals(path: Path) -> None:
-    for node in nodes(path):
-        assert not isinstance(node, ast.Global), f"{path.relative_to(ROOT)}:{node.lineno} has a global"
-        if isinstance(node, ast.Assign):
-            targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
-            assert "forward" not in targets, f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward"
+def test_no_patched_forwards_and_no_globals() -> None:
+    mistakes = []
+    for path in modules():
+        for node in nodes(path):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.Global):
+                mistakes.append(f"{path.relative_to(ROOT)}:{node.lineno} has a global")
+            if "forward" in [target.attr for target in targets if isinstance(target, ast.Attribute)]:
+                mistakes.append(f"{path.relative_to(ROOT)}:{node.lineno} rebinds a forward")
+    assert not mistakes
 
 
 PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # each says why torch has no public name for what it needs
@@ -169,15 +176,15 @@ PRIVATE = {"ops/attention.py", "ops/foreach.py"}  # each says why torch has no p
 
 def private_names_of_torch(path: Path) -> set[str]:
     """Returns the private torch names that a file uses, such as `torch._foreach_norm`."""
-    dotted = (ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute))
-    named = {name for name in dotted if name.startswith("torch.")} | imports(path)
+    private = [node for node in nodes(path) if isinstance(node, ast.Attribute) and node.attr.startswith("_")]
+    named = {name for name in map(ast.unparse, private) if name.startswith("torch.")} | imports(path)
     return {name for name in named if re.search(r"^torch\b.*\._[a-z]", name)}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_of_torch_stand_in_one_place_each(path: Path) -> None:
-    found = private_names_of_torch(path)
-    assert bool(found) == (str(path.relative_to(ROOT)) in PRIVATE), f"{path.relative_to(ROOT)} uses {sorted(found)}"
+def test_private_names_of_torch_stand_in_one_place_each() -> None:
+    found = {str(path.relative_to(ROOT)): private_names_of_torch(path) for path in modules()}
+    used = {name: sorted(names) for name, names in found.items() if names}
+    assert used.keys() == PRIVATE, used
 
 
 TORCH_ALONE = """
