@@ -34,18 +34,13 @@ from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 
-pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+pytest.importorskip("reasoning_gym", reason="some of the tasks are reasoning-gym's")
 
 UNKEPT = ("--save_every=0", "--export=false")
 SMALL = """
 model: tiny-dense
 budget: 256
-environment:
-  kind: reasoning_gym
-  task: chain_sum
-  settings: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}
-  template: "{metadata[expression]} = "
-  size: 64
+environment: {kind: dataset, path: sums.jsonl, reward: exact, workers: 0}
 warm_start: {steps: 2, batch_size: 8, optimizer: {lr: 1e-3}}
 steps: 3
 prompts_per_step: 4
@@ -57,11 +52,22 @@ save_every: 2
 """
 
 
+SUMS = [{"prompt": f"{one} + {other} = ", "answer": str(one + other)} for one in range(8) for other in range(8)]
+GYM = (  # a run of these starts a process that makes the tasks, which imports reasoning-gym for seconds
+    "--environment=reasoning_gym",
+    "--environment.task=chain_sum",
+    "--environment.settings={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
+    "--environment.template={metadata[expression]} = ",
+)
+
+
 def config_of(directory: Path, *overrides: str) -> GRPOConfig:
-    file, own = directory / "small.yaml", directory / f"small.{os.getpid()}"
-    own.write_text(SMALL)
-    own.replace(file)  # whole at once: ranks write it at the same time
-    return load(GRPOConfig, file, ["--run", str(directory / "run"), *overrides])
+    texts = {"small.yaml": SMALL, "sums.jsonl": "".join(json.dumps(row) + "\n" for row in SUMS)}
+    for name, text in texts.items():
+        own = directory / f"{name}.{os.getpid()}"
+        own.write_text(text)
+        own.replace(directory / name)  # whole at once: ranks write it at the same time
+    return load(GRPOConfig, directory / "small.yaml", ["--run", str(directory / "run"), *overrides])
 
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
@@ -175,7 +181,7 @@ def test_every_layout_gives_the_same_losses(
 
 def prompts(group: Any, directory: str) -> tuple[list[str], set[str]]:
     """What a run asks that is held out, and in two epochs of training, of 200 prompts that 1,000 tasks share."""
-    config = config_of(Path(directory), "--environment.size=1000", "--evaluation.tasks=64")
+    config = config_of(Path(directory), *GYM, "--environment.size=1000", "--evaluation.tasks=64")
     with closing(GRPOTrainer(config, "cpu")) as trainer:
         trained = {str(trainer.tasks[index].prompt) for index in trainer.task_sampler.take(1000)}
         return [str(task.prompt) for task in trainer.held_out], trained
@@ -281,7 +287,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         ("--environment.template=5", None),
     ):
         if sentence is None:
-            assert config_of(tmp_path, override).environment.template == "5"  # type: ignore[union-attr]
+            assert config_of(tmp_path, *GYM, override).environment.template == "5"  # type: ignore[union-attr]
             continue
         with pytest.raises(ConfigError, match=sentence):
             config_of(tmp_path, override)

@@ -23,7 +23,7 @@ from postlude.plan.memory import estimate_memory
 from postlude.recipes.checks.preflight import Check, PreflightError, check_teacher_tokens, preflight
 from tests.conftest import Ranks
 
-ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(6)]
+ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}", "answer": f"{number + 1}"} for number in range(6)]
 
 
 def dataset(directory: Path, rows: Any = ROWS) -> Path:
@@ -147,6 +147,9 @@ def over_nothing(inputs):
 SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--loggers=[]")
 GRPO = (
     "grpo",
+    "--environment=dataset",
+    "--environment.reward=exact",
+    "--environment.workers=0",
     "--prompts_per_step=2",
     "--samples_per_prompt=2",
     "--sampling.max_new_tokens=4",
@@ -169,7 +172,8 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(OBJECTIVES)
-    assert main([*GRPO, f"--objective={mine}:{name}", f"--run={tmp_path}/run"]) == 2
+    tasks = f"--environment.path={dataset(tmp_path)}"
+    assert main([*GRPO, tasks, f"--objective={mine}:{name}", f"--run={tmp_path}/run"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"postlude grpo: the objective {mine}:{name} failed in its trial call: ")
     assert says in told
@@ -199,7 +203,7 @@ def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_pa
             "--batch_size=2",
             *SHORT,
         ],
-    }.get(recipe, [recipe.split(maxsplit=1)[0], *GRPO[1:], *recipe.split()[1:]])
+    }.get(recipe, [recipe.split(maxsplit=1)[0], *GRPO[1:], f"--environment.path={data}", *recipe.split()[1:]])
     assert main([*beside, *mine, f"--objective.settings.over={over}"]) == 0
     first, *others = seen.read_text().splitlines()
     assert others, "a step was made"
