@@ -16,6 +16,7 @@ import pytest
 import postlude
 from postlude.recipes.config.schema import options
 from postlude.recipes.registry import RECIPES
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -96,36 +97,27 @@ def tutorial() -> list[str]:
 SHORT = {"sft": "--steps 2", "grpo": "--steps 1 --prompts_per_step 4 --samples_per_prompt 2 --evaluation.tasks 4"}
 
 
-@pytest.mark.slow  # five commands, each of which imports torch
+@pytest.mark.slow  # five commands, two of which train
 def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
     """In its order, in an empty directory. Training is cut short, and all else is as it is written."""
-    bin_directory = tmp_path / "bin"
-    bin_directory.mkdir()
-    for name, words in (("postlude", [sys.executable, "-m", "postlude"]), ("python", [sys.executable])):
-        (bin_directory / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        (bin_directory / name).chmod(0o755)
-    path = f"{bin_directory}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    (tmp_path / "new").mkdir()
-    outputs = []
+    (tmp_path / "python").symlink_to(sys.executable)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    place = tmp_path / "new"
+    place.mkdir()
+    outputs = {}
     for block in tutorial():
-        script = re.sub(
-            r"^(postlude (sft|grpo) [^\n]*)$", lambda line: f"{line[1]} {SHORT[line[2]]}", block, flags=re.M
-        )
-        done = subprocess.run(
-            ["bash", "-euc", script],
-            cwd=tmp_path / "new",
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert done.returncode == 0, block + done.stdout + done.stderr
-        outputs.append(done.stdout)
-    assert "kernels" in outputs[0]
-    assert (tmp_path / "new" / "runs" / "sums" / "report.html").is_file()
-    assert len(outputs) == 7
+        lines = block.splitlines()
+        commands = [shlex.split(line)[1:] for line in lines if line.startswith("postlude ")]
+        script = "\n".join(line for line in lines if not line.startswith("postlude "))
+        subprocess.run(["bash", "-euc", script], cwd=place, env=environment, check=True, timeout=600)
+        for words in commands:
+            done = run_command([*words, *shlex.split(SHORT.get(words[0], ""))], place)
+            assert done.returncode == 0, block + done.stdout + done.stderr
+            outputs[" ".join(words[:1] + words[2:])] = done.stdout
+    assert "kernels" in outputs["env"]
+    assert (place / "runs" / "sums" / "report.html").is_file()
+    assert len(tutorial()) == 7
+    assert len(outputs) == 5
 
 
 @pytest.mark.slow  # each trains or starts ranks
