@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async docs test test-all test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
+.PHONY: help demo demo-async docs test test-all run-tests test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -58,15 +58,20 @@ demo-async: $(READY)
 
 # A worker runs whole files, those with slow tests first: the order of tests/conftest.py is kept.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+HERE   := not gpu and not serving and not peers and not tinker
 
-test: lint
-	$(PYTEST) -m "not gpu and not serving and not peers and not tinker and not thorough"
+# Lint runs beside the tests: alone it would leave a core idle.
+test: $(READY)
+	$(MAKE) -j 2 lint run-tests MARKS="$(HERE) and not thorough"
 
-test-all: lint
-	$(PYTEST) -m "not gpu and not serving and not peers and not tinker"
+test-all: $(READY)
+	$(MAKE) -j 2 lint run-tests MARKS="$(HERE)"
+
+run-tests: $(READY)
+	$(PYTEST) -m "$(MARKS)"
 
 test-fast: $(READY)
-	$(PYTEST) -m "not gpu and not serving and not peers and not tinker and not slow and not thorough" -x -q
+	$(PYTEST) -m "$(HERE) and not slow and not thorough" -x -q
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
