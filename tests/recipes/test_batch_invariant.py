@@ -66,9 +66,10 @@ def test_without_the_mode_bfloat16_differs(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("--model", "tiny-moe"), "has 'E' (MoE)"),
+        (("--model", "tiny-hybrid"), "has 'M' (Mamba)"),
         (("--layout", "tp=2"), "batch_invariant needs tp=1, but tp is 2"),
-        (("--lora.rank", "4"), "batch_invariant has no lora"),
+        (("--rollout.kv_cache_dtype", "fp8"), "batch_invariant is not possible with rollout.kv_cache_dtype=fp8"),
+        (("--lora.rank", "4"), "batch_invariant is not possible with lora=LoRA(rank=4"),
     ],
 )
 def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: tuple[str, ...], why: str) -> None:

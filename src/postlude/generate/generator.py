@@ -103,9 +103,8 @@ class Generator:
             check_routing_record(model.config)
         check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
         if model.batch_invariant:
-            check_batch_invariant(
-                model.config, model.layout, {"kv_cache_dtype": kv_cache_dtype != "auto"}, model.block_types
-            )
+            options = {"kv_cache_dtype": kv_cache_dtype if kv_cache_dtype != "auto" else ""}
+            check_batch_invariant(model.config, model.layout, options, model.block_types)
         self.model = model
         self.tokenizer = tokenizer
         self.fp8_kv = kv_cache_dtype == "fp8"
@@ -127,6 +126,8 @@ class Generator:
 
         `hf.read_peft.from_peft` returns `configs` and `pairs` of peft's files.
         """
+        if self.model.batch_invariant:
+            raise ValueError(f"adapter {name!r} cannot be loaded: a batch_invariant model has no LoRA.")
         self.adapters.load(name, configs, pairs)
 
     def remove_adapter(self, name: str) -> None:

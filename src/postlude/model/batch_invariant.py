@@ -28,8 +28,8 @@ def check_batch_invariant(
     for symbol in config.symbols:
         if not blocks[symbol].batch_invariant:
             raise ValueError(
-                f"batch_invariant needs blocks whose decoding computes what their forward computes, to the bit, but "
-                f"pattern {config.pattern} has {symbol!r} ({blocks[symbol].__name__}). {OFF}, or use a model of "
+                f"batch_invariant needs blocks that decode with the bits of their forward, but pattern "
+                f"{config.pattern} has {symbol!r} ({blocks[symbol].__name__}). {OFF}, or use a model of "
                 f"{', '.join(repr(other) for other, block in blocks.items() if block.batch_invariant)}."
             )
     if config.logit_softcap is not None or config.logit_scale != 1.0:
@@ -39,4 +39,4 @@ def check_batch_invariant(
         )
     for name, value in options.items():
         if value:
-            raise ValueError(f"batch_invariant has no {name}, but {name} is {value}. {OFF}, or leave {name} out.")
+            raise ValueError(f"batch_invariant is not possible with {name}={value}. {OFF}, or leave {name} out.")

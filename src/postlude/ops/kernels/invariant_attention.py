@@ -89,13 +89,14 @@ def attend_pages(
     score_config: ScoreConfig,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
-    count, kv_heads, _ = key.shape
+    count, kv_heads, width = key.shape
     output = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
-    for new, store in ((key, keys), (value, values)):
-        _store_kernel[(count, kv_heads)](
-            *(new, *new.stride()[:2], store, *store.stride()[:3], table, table.stride(0), lengths),
-            PAGE=store.shape[1], WIDTH=new.shape[-1], WIDE=triton.next_power_of_2(new.shape[-1]), num_warps=1,
-        )  # fmt: skip
+    _store_kernel[(count, kv_heads)](
+        *(key, *key.stride()[:2], keys, *keys.stride()[:3], value, *value.stride()[:2], values, *values.stride()[:3]),
+        *(table, table.stride(0), lengths),
+        PAGE=keys.shape[1], WIDTH=width, WIDE=triton.next_power_of_2(width), VALUE=value.shape[-1],
+        VALUE_WIDE=triton.next_power_of_2(value.shape[-1]), num_warps=1,
+    )  # fmt: skip
     strides = keys.stride()[:3], values.stride()[:3]
     _launch(query, keys, values, *strides, output, None, lengths, table, keys.shape[1], score_config)
     return output
@@ -142,18 +143,23 @@ def key_block(width: int, element_size: int, shared_memory: int) -> tuple[int, i
 @Kernel
 @triton.jit
 def _store_kernel(
-    new, new_token, new_head, store, store_page, store_slot, store_head, table, table_row, lengths,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    key, key_token, key_head, keys, keys_page, keys_slot, keys_head,
+    value, value_token, value_head, values, values_page, values_slot, values_head, table, table_row, lengths,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Writes the newest key or value of a row to its page. An idle row writes nothing.
+    # Writes the newest key and value of a row to its page. An idle row writes nothing.
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(lengths + row).to(tl.int32) - 1
     if last >= 0:
-        feature = tl.arange(0, WIDE)
         page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
-        loaded = tl.load(new + row * new_token + head * new_head + feature, mask=feature < WIDTH, other=0.0)
-        at = store + page * store_page + last % PAGE * store_slot + head * store_head + feature
-        tl.store(at, loaded, mask=feature < WIDTH)
+        feature = tl.arange(0, WIDE)
+        newest = tl.load(key + row * key_token + head * key_head + feature, mask=feature < WIDTH, other=0.0)
+        at = keys + page * keys_page + last % PAGE * keys_slot + head * keys_head + feature
+        tl.store(at, newest, mask=feature < WIDTH)
+        feature = tl.arange(0, VALUE_WIDE)
+        newest = tl.load(value + row * value_token + head * value_head + feature, mask=feature < VALUE, other=0.0)
+        at = values + page * values_page + last % PAGE * values_slot + head * values_head + feature
+        tl.store(at, newest, mask=feature < VALUE)
 
 
 @Kernel

@@ -330,8 +330,8 @@ def _layout(inputs: PreflightInputs) -> str:
 
 def _batch_invariant(inputs: PreflightInputs) -> str:
     config, device = inputs.config, torch.device(inputs.launch.device)
-    fp8_keys = getattr(getattr(config, "rollout", None), "kv_cache_dtype", "auto") == "fp8"
-    options = {"lora": config.lora is not None, "overlap": config.overlap, "rollout.kv_cache_dtype=fp8": fp8_keys}
+    keys = getattr(getattr(config, "rollout", None), "kv_cache_dtype", "auto")
+    options = {"lora": config.lora, "overlap": config.overlap, "rollout.kv_cache_dtype": keys if keys != "auto" else ""}
     check_batch_invariant(inputs.model[1], config.layout, options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"
