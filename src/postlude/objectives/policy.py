@@ -21,7 +21,8 @@ from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_c
 from postlude.objectives.checks import check_per_token
 from postlude.objectives.correction import CorrectionWeights, RolloutCorrection
 from postlude.objectives.kl import ReferenceKL, clamp_log_ratio, estimate_kl
-from postlude.objectives.loss import Loss, Metric, largest, mean
+from postlude.objectives.loss import Loss, Metric, mean
+from postlude.objectives.mismatch import mismatch_metrics, ratio_metrics
 from postlude.objectives.weights import broadcast_to_tokens, sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class PolicyGradient:
             low, high = low & (advantages < 0), high & (advantages > 0)
         metrics = {
             "ratio": mean(ratio, over),
-            "ratio_max": largest(ratio, over),
+            **ratio_metrics(ratio, over),
             "kl_old": mean(estimate_kl(old, logprob), over),  # KL(old ‖ policy), at tokens sampled from the old policy
             "entropy": mean(entropy, over),
         }
@@ -224,9 +225,7 @@ class PolicyGradient:
         if self.kl is not None and columns.reference is not None:
             metrics["kl"] = mean(estimate_kl(logprob, columns.reference, self.kl.estimator), over)
         if ROLLOUT in microbatch.columns:
-            rollout = microbatch.column(ROLLOUT).float()
-            metrics["rollout_kl"] = mean(estimate_kl(rollout, old), over)
-            metrics["rollout_logprob_diff_max"] = largest((old - rollout).abs(), over)
+            metrics |= mismatch_metrics(microbatch.column(ROLLOUT).float(), old, over)
         if correction_weights is not None:
             metrics |= {
                 "correction": mean(correction_weights.weights, over),

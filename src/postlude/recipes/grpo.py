@@ -58,6 +58,8 @@ from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks
 from postlude.world.agreement import on_rank0
 
+# Metrics of the mismatch, and the equal ones of the ratio where the rollout's log-probs are the old ones.
+FROM_ROLLOUT = {"rollout_kl": "kl_old"} | {f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}
 REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
 
 
@@ -259,7 +261,8 @@ class GRPOTrainer(Trainer):
         # The weights that sampled the first minibatch also train on it. The old log-probs are the rollout's own, so
         # their difference, 0, is not reported.
         if self.config.starts_from_rollout and "kl_old" in results[0]:
-            metrics |= {"rollout_kl": results[0]["kl_old"], "rollout_logprob_diff_max": None}
+            metrics |= dict.fromkeys(("rollout_logprob_diff_mean", "rollout_logprob_diff_max"))
+            metrics |= {name: results[0][same] for name, same in FROM_ROLLOUT.items()}
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
     def _begin_step(self, step: int) -> None:

@@ -269,9 +269,11 @@ class Trainer(ABC):
         self.run.log_layers(self.step, self.layer_vectors)
         self.run.log(self.step, metrics, phase=phase)
         self.health.check_step(metrics, self.step)
-        every = self.config.save_every
-        if self.step == self.total_steps or (every and self.step % every == 0):
+        every, mismatch = self.config.save_every, self.health.mismatch(metrics, self.step)
+        if mismatch or self.step == self.total_steps or (every and self.step % every == 0):
             self.save()
+        if mismatch:
+            raise UnhealthyRun(mismatch)
         return metrics
 
     def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:

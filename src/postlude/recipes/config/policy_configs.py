@@ -16,6 +16,7 @@ from postlude.recipes.config.settings import (
     ModelSource,
     ObjectiveFile,
     OptimizerSettings,
+    RolloutLimits,
     SamplingSettings,
     TrainingConfig,
     check_sampling,
@@ -92,6 +93,8 @@ class PolicyConfig(TrainingConfig):
     overlong_buffer: NonNegativeInt = 0
     """Tokens before max_new_tokens over which the penalty grows from 0 to overlong_penalty (DAPO); 0 penalises only
     truncated completions."""
+    limits: RolloutLimits = RolloutLimits()
+    """When a run ends, and when it warns."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before the first rollout."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -114,6 +117,11 @@ class PolicyConfig(TrainingConfig):
             raise ValueError("sampling.temperature is 0, but a group of equal completions has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):
             self._check_objective(self.objective)
+        elif self.limits.rollout_kl is not None or self.limits.rollout_chi2 is not None:
+            raise ValueError(
+                "limits.rollout_kl and limits.rollout_chi2 are limits of metrics that objective: policy reports, but "
+                "the objective is yours. Leave them out."
+            )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
                 f"minibatches is {self.minibatches}, which does not divide prompts_per_step={self.prompts_per_step}."

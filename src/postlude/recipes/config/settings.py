@@ -19,7 +19,7 @@ from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
-from postlude.recipes.config.schema import InputPath, NonNegative, Settings, TaggedUnion
+from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 from postlude.recipes.report.metrics import PARTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
@@ -243,6 +243,16 @@ class Limits(Settings):
     """Mean entropy of the policy, in nats per token, below which the run warns."""
     patience: PositiveInt = 5
     """Steps in a row before the run ends for failed rewards, or warns of low entropy or equal rewards."""
+
+
+class RolloutLimits(Limits):
+    """The limits of recipes that train on rewards."""
+
+    rollout_kl: Positive | None = None
+    """Maximum KL of generator and trainer in a step (metric rollout_kl), above which the run saves its state and ends;
+    none is no limit."""
+    rollout_chi2: Positive | None = None
+    """The same for χ² (metric rollout_chi2), which large importance ratios raise more than the KL."""
 
 
 class MTPSettings(Settings):

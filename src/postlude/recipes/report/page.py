@@ -34,6 +34,7 @@ CURVES = (  # the first curves, in this order
     "grad_norm",
     "rollout_kl",
     "rollout_logprob_diff_max",
+    "rollout_chi2",
     "ratio",
     "clip_ratio/low",
     "clip_ratio/high",

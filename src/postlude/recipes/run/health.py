@@ -89,6 +89,18 @@ class Health:
             "optimizer.lr, or add objective.entropy or objective.kl.",
         )
 
+    def mismatch(self, metrics: Mapping[str, Any], step: int) -> str:
+        """Returns why the run ends: the generator samples from another policy than is trained; "" if it may go on."""
+        for name in ("rollout_kl", "rollout_chi2"):
+            limit, value = getattr(self.limits, name, None), metrics.get(name)
+            if limit is not None and value is not None and not value <= limit:
+                return (
+                    f"{name} is {value:.3g} at step {step}, and limits.{name} is {limit:g}: the generator samples from "
+                    "another policy than is trained. Leave out rollout.quantization or rollout.kv_cache_dtype, or "
+                    "bound the ratios with objective.correction and raise the limit"
+                )
+        return ""
+
     def _warn_if_persistent(self, name: str, present: bool, message: str) -> None:
         """Warns once when a condition has held for `patience` steps in a row."""
         self._persisting[name] = self._persisting.get(name, 0) + 1 if present else 0
