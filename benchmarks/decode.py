@@ -5,6 +5,7 @@ Weights are random, and every completion has the requested length. In the uneven
 The time of every case includes prompts; completions of one token show their cost.
 transformers samples the same number of tokens with a static cache and a compiled step, from prompts of equal
 length. In the uneven case each of its rows ends at its own length, and all run until the last has ended.
+With `--fp8 kv weights both` it also samples with keys and values, weights, or both in FP8.
 With `--lora 32` the generator also samples with an adapter of rank 32 on all linear layers, which is not merged.
 """
 
@@ -57,6 +58,8 @@ def main(arguments: argparse.Namespace) -> None:
             "postlude": postlude,
             f"postlude, rank {arguments.lora}": partial(postlude, rank=arguments.lora),
         } | makers
+    for name in arguments.fp8:
+        makers[f"postlude, fp8 {name}"] = partial(postlude, **FP8[name])
     for name, make in makers.items():
         if name.partition(",")[0] not in arguments.cases:
             continue
@@ -88,10 +91,10 @@ def profile_step(run: Callable[..., None], case: Case, device: str) -> None:
     profile(lambda: run(asked, [9] * len(asked)), device)
 
 
-def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0) -> Callable[..., None]:
+def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0, **fp8: str) -> Callable[..., None]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(config, dtype=dtype, device=device)
-    generator = Generator(model, max_batch_tokens=budget, max_sequences=most)
+    generator = Generator(model, max_batch_tokens=budget, max_sequences=most, **fp8)
     adapter = load_adapter(generator, rank) if rank else None
 
     def run(asked: list[list[int]], lengths: list[int]) -> None:
@@ -151,4 +154,6 @@ def transformers(config: Any, device: str, budget: int, most: int) -> Callable[.
     return run
 
 
+FP8: dict[str, dict[str, str]] = {"kv": {"kv_cache_dtype": "fp8"}, "weights": {"quantization": "fp8"}}
+FP8["both"] = FP8["kv"] | FP8["weights"]
 MAKERS = {"postlude": postlude, "transformers": transformers}

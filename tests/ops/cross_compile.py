@@ -28,6 +28,7 @@ from postlude.ops.kernels import (
     activation,
     adamw,
     attention,
+    block_fp8,
     capabilities,
     convolution,
     decode_linear,
@@ -180,6 +181,16 @@ def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
     decode_linear.product(bf16(16, 3 * width), down, 16, residual=rows, counters=counters, low_rank=second)
 
 
+def call_block_fp8(rows: int) -> None:
+    values, scales = block_fp8.quantize(bf16(rows, 4096), Norm(bf16(4096), 1e-6, 0.0))
+    weight, weight_scales = torch.empty(6144, 4096, dtype=FP8), fp32(48, 32)
+    block_fp8.product(values, scales, weight, weight_scales, BF16)
+    values, scales = block_fp8.quantize(bf16(rows, 12288))
+    weight, weight_scales = torch.empty(4096, 12288, dtype=FP8), fp32(32, 96)
+    counters = whole(1024, dtype=torch.int32)
+    block_fp8.product(values, scales, weight, weight_scales, BF16, residual=bf16(rows, 4096), counters=counters)
+
+
 def call_low_rank(rank: int, count: int) -> None:
     rows, product = bf16(count, 4096), bf16(count, 2 * 12288)
     adapters = LowRank(bf16(2 * rank, 4096), bf16(2 * 12288, rank), (12288, 12288))
@@ -284,6 +295,8 @@ CALLS = (
     Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),
     Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),
     Call("decode_linear", "rank 256 of 512 rows", partial(call_low_rank, 256, 512)),
+    Call("block_fp8", "16 rows", partial(call_block_fp8, 16)),
+    Call("block_fp8", "128 rows", partial(call_block_fp8, 128)),
     Call("sample_next", "151936", call_sample),
     Call("adamw_step", "fp32", partial(call_adamw, False, FP32, False)),
     Call("adamw_step", "8 bits", partial(call_adamw, True, BF16, True)),

@@ -236,6 +236,8 @@ ELSEWHERE = {
     "limits.weight_growth": "test_health.py",
     "limits.entropy": "test_health.py",
     "limits.patience": "test_health.py",
+    "limits.rollout_kl": "test_fp8_rollout.py",
+    "limits.rollout_chi2": "test_fp8_rollout.py",
     "reference": "test_grpo.py: test_an_objective_of_your_own",
     "objective.kind": "test_an_objective_of_your_own",
     "objective.file": "test_an_objective_of_your_own",
@@ -297,6 +299,11 @@ ELSEWHERE = {
     **{
         f"{within}rollout.share_gpu": "it changes no number; test_share_gpu.py, tests/engine/test_offload.py"
         for within in ("", "data.")
+    },
+    **{
+        f"{within}rollout.{name}": f"tests/generate/test_{tested}.py, test_fp8_rollout.py"
+        for within in ("", "data.")
+        for name, tested in (("kv_cache_dtype", "kv_cache_fp8"), ("quantization", "fp8_weights"))
     },
     **{
         f"{within}rollout.probe_limit": "test_probe.py: test_the_limit_is_set_and_taken_away_in_a_config"

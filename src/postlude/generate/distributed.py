@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +20,9 @@ from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller, gather_and_decide
 
+FP8_LIMIT = 0.5
+"""The largest gap in FP8, in nats: four units of e4m3's precision. Whether the weights are the right ones
+does not depend on it."""
 POLICY = "policy"  # the name of the engine's adapter in a synced generator
 Item = TypeVar("Item")
 
@@ -121,6 +124,8 @@ class SyncedGenerator(ReplicatedGenerator):
 
     If the engine has adapters, the frozen model is copied once, and then only the adapter in use, which is not merged.
     With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
+    Weights in FP8 are made anew from each copy. With FP8 the probe checks three things: the log-probs without it,
+    within the usual limit; that every FP8 number is the rounded weight; and the log-probs in FP8, within `FP8_LIMIT`.
     """
 
     def __init__(
@@ -129,6 +134,8 @@ class SyncedGenerator(ReplicatedGenerator):
         self.engine, self.probe = engine, probe
         self.gap: float | None = None
         """The largest gap of a rank at the last comparison."""
+        self.fp8_gap: float | None = None
+        """The same in FP8."""
         self._probe_result: ProbeResult | None = None
         self._pending_probe: Probe | None = None
         with torch.device("meta"):
@@ -148,6 +155,7 @@ class SyncedGenerator(ReplicatedGenerator):
         """Copies the engine's weights, if they changed since the last copy."""
         if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.in_use):
             self._copy()
+            self.generator.update_weights()
             self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.in_use
             self._pending_probe = None if self.probe is None else self.probe.score()
 
@@ -164,8 +172,9 @@ class SyncedGenerator(ReplicatedGenerator):
         self.adapter = POLICY
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the gap of the last comparison."""
-        return {} if self.gap is None else {"sync/gap": self.gap}
+        """Returns the gaps of the last comparison."""
+        gaps = {"sync/gap": self.gap, "sync/fp8_gap": self.fp8_gap}
+        return {name: gap for name, gap in gaps.items() if gap is not None}
 
     def _generate_local(self, call: _Call) -> list[list[Completion]]:
         """Generates with the engine's current weights. A large cache is freed for training."""
@@ -180,21 +189,33 @@ class SyncedGenerator(ReplicatedGenerator):
     def _compare(self, probe: Probe) -> None:
         """Compares the log-probs of all ranks with the engine's. Every rank raises `WeightsDiffer` if one differs."""
 
-        def compare() -> ProbeResult:
-            requests = probe.requests
-            prompts = [list(request.prompt) for request in requests]
-            samplings = [request.sampling for request in requests]
-            by_prompt = self.generator.generate(prompts, samplings, adapter=self.adapter)
-            completions = [completion for (completion,) in by_prompt]
-            result = probe.compare(completions, self._probe_result)
+        generator, prompts = self.generator, [list(request.prompt) for request in probe.requests]
+        samplings = [request.sampling for request in probe.requests]
+
+        def complete() -> list[Completion]:
+            return [completion for (completion,) in generator.generate(prompts, samplings, adapter=self.adapter)]
+
+        def compare() -> tuple[ProbeResult, float]:
+            with generator.without_fp8():
+                result = probe.compare(complete(), self._probe_result)
             if not result.problem:
                 self._probe_result = result
-            return result
+            if not generator.uses_fp8 or result.problem:
+                return result, 0.0
+            gap = probe.gap(complete())
+            problem = "" if generator.fp8_weights is None else generator.fp8_weights.problem()
+            if not problem and not gap <= FP8_LIMIT:
+                problem = (
+                    f"computes something else in FP8: its log-probs differ by {gap:.2g} from the trainer's, "
+                    f"and rounding explains {FP8_LIMIT:g}"
+                )
+            return replace(result, problem=problem), gap
 
-        def largest_gap(results: list[ProbeResult]) -> float:
-            for rank, result in enumerate(results):
+        def largest_gaps(results: list[tuple[ProbeResult, float]]) -> tuple[float, float]:
+            for rank, (result, _) in enumerate(results):
                 if result.problem:
                     raise WeightsDiffer(f"the native generator of rank {rank} {result.problem}.")
-            return max(result.gap for result in results)
+            return max(result.gap for result, _ in results), max(gap for _, gap in results)
 
-        self.gap = gather_and_decide(compare, largest_gap, self.controller.group, raise_cause=True)
+        self.gap, gap = gather_and_decide(compare, largest_gaps, self.controller.group, raise_cause=True)
+        self.fp8_gap = gap if generator.uses_fp8 else None

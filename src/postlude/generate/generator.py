@@ -30,10 +30,12 @@ from postlude.generate.text_stream import StopStrings, completion_text
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
+from postlude.model.fp8_weights import FP8Weights, check_quantization
+from postlude.model.parallel import is_dtensor
 from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.ops.kernels.capabilities import gpu_of, why_not
-from postlude.options import KVCacheDtype
+from postlude.options import KVCacheDtype, Quantization
 
 Draft = Literal["mtp"]
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Generator:
     kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds as many tokens more: see
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
+    quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `update_weights` makes them
+        anew after the model's weights have changed.
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, if all blocks are `cuda_graphable` and the rank has
     the whole model. The cache and the graphs are kept for the next call; see `release`.
@@ -77,6 +81,7 @@ class Generator:
         draft: Draft | None = None,
         routing: bool = False,
         kv_cache_dtype: KVCacheDtype = "auto",
+        quantization: Quantization | None = None,
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -103,8 +108,14 @@ class Generator:
             check_routing_record(model.config)
         check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
         if model.batch_invariant:
-            options = {"kv_cache_dtype": kv_cache_dtype if kv_cache_dtype != "auto" else ""}
+            options = {
+                "kv_cache_dtype": kv_cache_dtype if kv_cache_dtype != "auto" else "",
+                "quantization": quantization,
+            }
             check_batch_invariant(model.config, model.layout, options, model.block_types)
+        check_quantization(quantization, model.config, model.embedding.weight.device)
+        if quantization is not None and any(is_dtensor(parameter) for parameter in model.parameters()):
+            raise ValueError(f"quantization={quantization!r} needs the whole model on each rank, but ranks share it.")
         self.model = model
         self.tokenizer = tokenizer
         self.fp8_kv = kv_cache_dtype == "fp8"
@@ -117,6 +128,9 @@ class Generator:
             eos_tokens = (tokenizer.eos_token_id,)
         self.eos_tokens = frozenset(eos_tokens or ())
         self.adapters = NamedAdapters(model)
+        self.fp8_weights = FP8Weights(model) if quantization is not None else None
+        self._has_fp8_weights = False
+        self._exact = False
         if self.fp8_kv and model.embedding.weight.is_cuda and (why := self.why_no_cuda_graph()) is not None:
             log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', why)
         self._buffers: GraphBuffers | None = None
@@ -129,6 +143,12 @@ class Generator:
         if self.model.batch_invariant:
             raise ValueError(f"adapter {name!r} cannot be loaded: a batch_invariant model has no LoRA.")
         self.adapters.load(name, configs, pairs)
+
+    def update_weights(self) -> None:
+        """Makes the FP8 copies of the model's current weights, if it has any. Call it when the weights have changed."""
+        if self.fp8_weights is not None:
+            self.fp8_weights.write()
+            self._has_fp8_weights = True
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter."""
@@ -175,11 +195,32 @@ class Generator:
 
     @contextlib.contextmanager
     def inference_mode(self, adapter: str | None) -> Iterator[None]:
-        """Enters evaluation mode without gradients and selects this adapter, which stays in use afterwards."""
+        """Enters evaluation mode without gradients and selects this adapter, which stays in use afterwards.
+
+        The model's products use its FP8 weights, if it has any, inside only.
+        """
         self.adapters.use(adapter)
         dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)
-        with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(dtype), invariant:
+        if not self._has_fp8_weights:
+            self.update_weights()
+        attached = contextlib.nullcontext() if self.fp8_weights is None else self.fp8_weights.attached()
+        with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(dtype), invariant, attached:
             yield
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether weights, or keys and values, are in FP8."""
+        return self.fp8_kv or self.fp8_weights is not None
+
+    @contextlib.contextmanager
+    def without_fp8(self) -> Iterator[None]:
+        """Generates without FP8 inside, if it uses any, and without CUDA graphs then."""
+        before = self.fp8_kv, self.fp8_weights, self._exact
+        self._exact, self.fp8_kv, self.fp8_weights = self.uses_fp8, False, None
+        try:
+            yield
+        finally:
+            self.fp8_kv, self.fp8_weights, self._exact = before
 
     def why_no_cuda_graph(self) -> str | None:
         """Returns why decode steps cannot be captured as CUDA graphs; None if they can.
@@ -206,7 +247,7 @@ class Generator:
             self._buffers = None
 
     def _scheduler(self, completions: Sequence[CompletionState], capacity_of: CapacityOf) -> Scheduler:
-        if not completions or self.why_no_cuda_graph() is not None:
+        if not completions or self._exact or self.why_no_cuda_graph() is not None:
             return EagerScheduler(
                 self.model,
                 completions,

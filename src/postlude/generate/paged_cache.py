@@ -81,7 +81,7 @@ class PagedCache(DecodeCache):
     def _stores_for(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:
             stores = [
-                new_page_store(self.pages, *part.shape[1:], FP8 if self.fp8 else part.dtype, part.device)
+                new_page_store(self.pages, part.shape[1], part.shape[2], FP8 if self.fp8 else part.dtype, part.device)
                 for part in new
             ]
             if self.fp8:

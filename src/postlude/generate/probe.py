@@ -77,9 +77,13 @@ class Probe:
 
     def compare(self, completions: Sequence[Completion], previous: ProbeResult | None = None) -> ProbeResult:
         """Compares a sampler's completions of `requests`. `previous` is its last result without a problem."""
-        sampled = [(completion.tokens[0], completion.logprobs[0]) for completion in completions]
+        sampled = _sampled(completions)
         gap = _gap(self.scores, sampled)
         return ProbeResult(self.scores.step, sampled, gap, self._problem(sampled, gap, previous))
+
+    def gap(self, completions: Sequence[Completion]) -> float:
+        """Returns the gap between a sampler's completions of `requests` and the trainer: see `ProbeResult`."""
+        return _gap(self.scores, _sampled(completions))
 
     def _problem(self, sampled: Sequence[tuple[int, float]], gap: float, previous: ProbeResult | None) -> str:
         step, stale = self.scores.step, self._stale_scores(sampled, gap, previous)
@@ -156,6 +160,10 @@ def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -
     added = set(tokenizer.added_tokens_decoder) if tokenizer is not None else set()
     candidates = [token for token in range(vocab_size // 8, vocab_size // 2 + 1) if token not in added]
     return [candidates[rng_key(position) % len(candidates)] for position in range(count)]
+
+
+def _sampled(completions: Sequence[Completion]) -> list[tuple[int, float]]:
+    return [(completion.tokens[0], completion.logprobs[0]) for completion in completions]
 
 
 def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:

@@ -21,6 +21,7 @@ from postlude.model.fp8_layer import FP8Layer
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.activation import Activation, gated_activation, gated_linear
 from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
+from postlude.ops.block_fp8 import FP8Weight, fp8_linears, joined
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.experts import grouped_linear
 from postlude.ops.linear import adjacent_view, linear, linear_group
@@ -211,6 +212,7 @@ class Linear(FP8Layer):
         self.weight = sharded_parameter(out_features, in_features, axis=tp, dim=self.weight_dim)
         self.bias = sharded_parameter(out_features, axis=tp, dim=0 if self.weight_dim == 0 else None) if bias else None
         self.adapter: Adapter | None = None
+        self.fp8_weight: FP8Weight | None = None  # used instead of the weight: see `FP8Weights`
 
     def add_adapter(self, config: AdapterConfig) -> None:
         """Gives the layer a new adapter."""
@@ -222,12 +224,14 @@ class Linear(FP8Layer):
 
     def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
-        if self.adapter is not None:
+        if self.adapter is not None or self.fp8_weight is not None:
             output: Tensor = self(gated_activation(gate, up, activation))
             return output
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias), fp8=self.fp8)
 
     def _product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.fp8_weight is not None:
+            return apply_linears(rows, self)[0]
         weight = local(self.weight)
         if self.adapter is None:
             return linear(rows, weight, bias, fp8=self.fp8)
@@ -330,24 +334,27 @@ def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) ->
         return tuple(next(outputs[layer.fp8 is None]) for layer in layers)
     weights, biases = [local(layer.weight) for layer in layers], [_local_or_none(layer.bias) for layer in layers]
     adapters = [None if layer.adapter is None else layer.adapter.operand() for layer in layers]
+    if copies := [layer.fp8_weight for layer in layers if layer.fp8_weight is not None]:
+        return fp8_linears(hidden, copies, biases, adapters)
     if any(adapters):
         return adapted_linears(hidden, weights, biases, adapters, one=single_gemm, fp8=fp8)
     return linear_group(hidden, weights, biases, one=single_gemm, fp8=fp8)
 
 
-def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor, LowRank | None] | None:
+def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor | FP8Weight, LowRank | None] | None:
     """Returns the weights of the layers as one, after `fuse_weights`, and their adapters as one, if there are any.
 
     None if a layer has a bias, or only some have adapters, or those are not adjacent in memory as a generator has them.
     """
-    weight = adjacent_view([local(layer.weight) for layer in layers])
+    fp8 = [layer.fp8_weight for layer in layers if layer.fp8_weight is not None]
+    weight = joined(fp8) if fp8 else adjacent_view([local(layer.weight) for layer in layers])
     if weight is None or any(layer.bias is not None for layer in layers):
         return None
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if not adapters:
         return weight, None
     same = {(adapter.a.dtype, adapter.config.rank, adapter.config.scale) for adapter in adapters}
-    if len(adapters) < len(layers) or same != {(weight.dtype, adapters[0].config.rank, 1.0)}:
+    if len(adapters) < len(layers) or same != {(layers[0].weight.dtype, adapters[0].config.rank, 1.0)}:
         return None
     a, b = (adjacent_view([local(getattr(adapter, side)) for adapter in adapters]) for side in ("a", "b"))
     if a is None or b is None:

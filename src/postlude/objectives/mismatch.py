@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from postlude.objectives.kl import clamp_log_ratio, estimate_kl
@@ -35,3 +36,13 @@ def mismatch_metrics(rollout: Tensor, trainer: Tensor, over: str) -> dict[str, M
         "rollout_logprob_diff_max": largest(gap, over),
         **ratio_metrics(clamp_log_ratio(trainer - rollout).exp(), over, "rollout_"),
     }
+
+
+def mismatch_of_ratio(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Returns the metrics of `mismatch_metrics` where the old log-probs are the rollout engine's own.
+
+    Those of the ratio to them are equal to these in the first update of a step. Absolute differences are not reported.
+    """
+    same = {"rollout_kl": "kl_old", **{f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}}
+    missing: dict[str, float | None] = dict.fromkeys(("rollout_logprob_diff_mean", "rollout_logprob_diff_max"))
+    return missing | {name: metrics[other] for name, other in same.items()}

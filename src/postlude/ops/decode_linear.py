@@ -15,6 +15,7 @@ from torch import Tensor
 
 from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.batch_invariant import is_batch_invariant
+from postlude.ops.block_fp8 import FP8Weight, fp8_linear
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import forward_product
 from postlude.ops.low_rank import LowRank
@@ -28,9 +29,11 @@ MOST_RANK = 64  # of adapters: with more, tiles of A take too much shared memory
 
 
 def norm_linear(
-    rows: Tensor, norm: Norm, weight: Tensor, low_rank: LowRank | None = None, *, backend: Backend = "auto"
+    rows: Tensor, norm: Norm, weight: Tensor | FP8Weight, low_rank: LowRank | None = None, *, backend: Backend = "auto"
 ) -> Tensor:
     """Returns norm(`rows` [T, in]) · `weight`ᵀ [out, in], with what adapters add: [T, out]."""
+    if isinstance(weight, FP8Weight):
+        return add_low_rank(fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank))
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product  # needs triton
 
@@ -43,12 +46,14 @@ def norm_gated_linear(
     rows: Tensor,
     norm: Norm,
     activation: Activation,
-    weight: Tensor,
+    weight: Tensor | FP8Weight,
     low_rank: LowRank | None = None,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
     """Returns activation(gate) · up, [T, out], of (gate, up) = `norm_linear` with `weight` [2 · out, in]."""
+    if isinstance(weight, FP8Weight):
+        return gated_low_rank(fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank), activation)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
@@ -60,7 +65,7 @@ def norm_gated_linear(
 def linear_add(
     residual: Tensor,
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | FP8Weight,
     low_rank: LowRank | None = None,
     counters: Tensor | None = None,
     *,
@@ -73,6 +78,8 @@ def linear_add(
     `counters` [COUNTERS] int32 are zero before and after: programs that share a sum count themselves there. Calls that
     run at the same time need different ones. Without counters, programs share no sum.
     """
+    if isinstance(weight, FP8Weight):
+        return add_low_rank(fp8_linear(rows, weight, residual=residual, counters=counters), rows, low_rank)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
@@ -80,6 +87,11 @@ def linear_add(
     if is_batch_invariant():  # rounds the product before the sum, as the trainer's forward does
         return residual + add_low_rank(forward_product(rows, weight), rows, low_rank)
     return add_low_rank(residual.addmm_(rows, weight.t()), rows, low_rank)
+
+
+def _normed(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:
+    """Returns the norm of the rows if there are adapters to apply to it, and the adapters."""
+    return rows if low_rank is None else rms_norm(rows, norm.weight, norm.eps, norm.offset), low_rank
 
 
 def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend: Backend) -> bool:

@@ -20,14 +20,13 @@ BIAS. 448 is 1.75 · 2**8, and CARRY overflows the mantissas above 1.75."""
 def quantize_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `heads` [..., width] divided by their scales, in FP8, and the exponents of the scales, [..., 1] int8."""
     wide = heads.float()
-    bits = wide.abs().amax(-1, keepdim=True).view(torch.int32)
-    exponents = (((bits + CARRY) >> 23) - BIAS).clamp(LEAST_EXPONENT, MOST_EXPONENT)
-    return (wide * _power_of_two(-exponents)).to(FP8), exponents.to(torch.int8)
+    exponents = scale_exponents(wide.abs().amax(-1, keepdim=True))
+    return (wide * power_of_two(-exponents)).to(FP8), exponents.to(torch.int8)
 
 
 def dequantize_heads(quantized: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns what `quantize_heads` rounded to, [..., width]."""
-    return (quantized.float() * _power_of_two(exponents.int())).to(dtype)
+    return (quantized.float() * power_of_two(exponents.int())).to(dtype)
 
 
 def round_heads(heads: Tensor) -> Tensor:
@@ -35,6 +34,11 @@ def round_heads(heads: Tensor) -> Tensor:
     return dequantize_heads(*quantize_heads(heads), heads.dtype)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def scale_exponents(largest: Tensor) -> Tensor:
+    """Returns the exponents of the scales of numbers up to `largest`, fp32 of any shape; int32."""
+    return (((largest.view(torch.int32) + CARRY) >> 23) - BIAS).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
     """Returns 2**exponents in fp32, exactly; int32 of any shape."""
     return ((exponents + 127) << 23).view(torch.float32)

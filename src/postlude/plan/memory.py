@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from postlude.layout import Layout, Stage
-from postlude.model import ModelConfig
+from postlude.model import LanguageModel, ModelConfig
 from postlude.model.block_config import BlockConfig
+from postlude.model.fp8_weights import FP8Weights
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
@@ -45,11 +48,13 @@ class MemoryEstimate:
     """Logits that exist at a time, and the gradients of the head and of its input."""
     summed: int
     """Gradients outside the layers, while they are reduced at the end."""
+    generator: int = 0
+    """Weights of the native generator, a whole copy of the model on each rank, and of their copies in FP8."""
 
     @property
     def lasting(self) -> int:
         """The memory that a run needs all the time."""
-        return self.parameters + self.gradients + self.optimizer + self.frozen
+        return self.parameters + self.gradients + self.optimizer + self.frozen + self.generator
 
     @property
     def total(self) -> int:
@@ -116,6 +121,14 @@ def estimate_memory(
             )
         )
     return estimates
+
+
+def generator_bytes(config: ModelConfig, compute_bytes: int, *, fp8: bool) -> int:
+    """Returns the bytes of the weights of a native generator."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * compute_bytes
+    return weights + (FP8Weights(model).size_in_bytes if fp8 else 0)
 
 
 def schedule_of(layout: Layout, microbatches: int | None, *, overlap: Overlap) -> tuple[tuple[ScheduleEntry, ...], ...]:

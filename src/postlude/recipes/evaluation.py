@@ -137,5 +137,6 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
         draft=draft,
         eos_tokens=eos_tokens,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
+        quantization=config.rollout.quantization,
         **generator_limits(config.budget),
     )

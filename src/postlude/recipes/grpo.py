@@ -19,6 +19,7 @@ from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
+from postlude.objectives.mismatch import mismatch_of_ratio
 from postlude.recipes.checks.critic import second_model_check
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
@@ -58,8 +59,6 @@ from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks
 from postlude.world.agreement import on_rank0
 
-# Metrics of the mismatch, and the equal ones of the ratio where the rollout's log-probs are the old ones.
-FROM_ROLLOUT = {"rollout_kl": "kl_old"} | {f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}
 REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
 
 
@@ -261,8 +260,7 @@ class GRPOTrainer(Trainer):
         # The weights that sampled the first minibatch also train on it. The old log-probs are the rollout's own, so
         # their difference, 0, is not reported.
         if self.config.starts_from_rollout and "kl_old" in results[0]:
-            metrics |= dict.fromkeys(("rollout_logprob_diff_mean", "rollout_logprob_diff_max"))
-            metrics |= {name: results[0][same] for name, same in FROM_ROLLOUT.items()}
+            metrics |= mismatch_of_ratio(results[0])
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
     def _begin_step(self, step: int) -> None:

@@ -268,12 +268,10 @@ class Trainer(ABC):
         metrics |= self.timer.take()
         self.run.log_layers(self.step, self.layer_vectors)
         self.run.log(self.step, metrics, phase=phase)
-        self.health.check_step(metrics, self.step)
-        every, mismatch = self.config.save_every, self.health.mismatch(metrics, self.step)
-        if mismatch or self.step == self.total_steps or (every and self.step % every == 0):
+        self.health.check_step(metrics, self.step, self.save)
+        every = self.config.save_every
+        if self.step == self.total_steps or (every and self.step % every == 0):
             self.save()
-        if mismatch:
-            raise UnhealthyRun(mismatch)
         return metrics
 
     def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:

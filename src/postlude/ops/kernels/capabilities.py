@@ -137,6 +137,11 @@ KERNELS: Mapping[str, KernelSpec] = {
     "invariant_attention": KernelSpec(
         "attention of the batch-invariant mode", "each query is a product by itself, hundreds of times as slow"
     ),
+    "block_fp8": KernelSpec(
+        "products of weights in FP8, in the generator",
+        "weights are restored to bf16 for every product, which is slower than without FP8",
+        oldest=FP8_SINCE,
+    ),
     "sample_next": KernelSpec("sampling of the next tokens, in the generator"),
     "adamw_step": KernelSpec("the update of AdamW"),
     # `launch.Launcher` repeats a private part of these releases: 3.6 was run on a GPU, 3.9 was read.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,10 +29,11 @@ from postlude.model import ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
 from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
-from postlude.plan.memory import MemoryEstimate, estimate_memory
+from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_bytes
 from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.lora import adapters_of, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
+from postlude.recipes.config.rollout import NativeRollout
 from postlude.recipes.config.schema import default_values, plain
 from postlude.recipes.config.settings import (
     MTPSettings,
@@ -147,7 +148,11 @@ class PreflightInputs:
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each pipeline stage."""
         config: TrainingConfig = self.config
-        return estimate_memory(
+        rollout, generator = getattr(config, "rollout", None), 0
+        if isinstance(rollout, NativeRollout):
+            fp8 = rollout.quantization is not None
+            generator = generator_bytes(self.model[1], self.dtype.itemsize, fp8=fp8)
+        estimates = estimate_memory(
             self.model[1],
             config.layout,
             budget=config.budget,
@@ -162,6 +167,7 @@ class PreflightInputs:
             gather_once=config.gather_once,
             sizes=count_parameters(self.model[1], config.layout, adapters=adapters_of(config, *self.model)),
         )
+        return [replace(estimate, generator=generator) for estimate in estimates]
 
 
 def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
@@ -330,8 +336,10 @@ def _layout(inputs: PreflightInputs) -> str:
 
 def _batch_invariant(inputs: PreflightInputs) -> str:
     config, device = inputs.config, torch.device(inputs.launch.device)
-    keys = getattr(getattr(config, "rollout", None), "kv_cache_dtype", "auto")
+    rollout = getattr(config, "rollout", None)
+    keys, quantization = getattr(rollout, "kv_cache_dtype", "auto"), getattr(rollout, "quantization", None)
     options = {"lora": config.lora, "overlap": config.overlap, "rollout.kv_cache_dtype": keys if keys != "auto" else ""}
+    options["rollout.quantization"] = quantization
     check_batch_invariant(inputs.model[1], config.layout, options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"

@@ -15,6 +15,7 @@ from postlude.generate.generator import check_kv_cache_dtype
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.export import has_hf_config
+from postlude.model.fp8_weights import check_quantization
 from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, Rollout, RunningServers
 from postlude.recipes.config.settings import SamplingSettings
@@ -62,12 +63,12 @@ def server_checks(
 ) -> Iterator[Check]:
     """Yields the check that servers reply and can do what the recipe needs, or can be launched.
 
-    Of the native generator it yields the check of keys and values in FP8, if it has them.
+    Of the native generator it yields the check of FP8, if it has any.
 
     `gets_weights`: they get the trainer's weights. `compares_logprobs`: theirs are compared with the trainer's.
     """
     if isinstance(rollout, NativeRollout):
-        if rollout.kv_cache_dtype != "auto":
+        if rollout.kv_cache_dtype != "auto" or rollout.quantization is not None:
             yield Check("rollout", lambda: _check_native(inputs, rollout), after=("device", "model"))
         return
 
@@ -91,7 +92,9 @@ def server_checks(
 def _check_native(inputs: PreflightInputs, rollout: NativeRollout) -> str:
     device = torch.device(inputs.launch.device if inputs.launch.on_this_machine else "cpu")
     check_kv_cache_dtype(rollout.kv_cache_dtype, inputs.model[1], device)
-    return f"native, keys and values in {rollout.kv_cache_dtype}"
+    check_quantization(rollout.quantization, inputs.model[1], device)
+    in_fp8 = ["weights"] * (rollout.quantization is not None) + ["keys and values"] * (rollout.kv_cache_dtype == "fp8")
+    return f"native, {', '.join(in_fp8)} in FP8"
 
 
 def _check_running(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from postlude.options import KVCacheDtype
+from postlude.options import KVCacheDtype, Quantization
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
 
 
@@ -48,6 +48,9 @@ class NativeRollout(SharingSettings, ProbeSettings):
     """Compute every token with the same bits, whatever is generated or trained beside it: completions do not depend on
     their batch, and trainer and generator agree exactly (rollout_kl is 0). It is slower. For models of attention and
     MLP, without tensor, context or pipeline parallelism."""
+    quantization: Quantization | None = None
+    """fp8 generates with copies of the linear layers' weights in FP8, made anew at every weight update. The generator
+    then samples from another policy than is trained: use objective.correction, and see rollout_chi2."""
 
 
 class ConnectionSettings(SharingSettings, ProbeSettings):

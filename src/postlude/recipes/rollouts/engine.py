@@ -73,6 +73,7 @@ def make_rollout_engine(
             draft=sampling.draft,
             routing=routing,
             kv_cache_dtype=rollout.kv_cache_dtype,
+            quantization=rollout.quantization,
             **generator_limits(budget),
         )
     untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from postlude.recipes.config.settings import Limits
@@ -78,8 +78,11 @@ class Health:
                 f"limits.weight_growth is {self.limits.weight_growth:g}. Lower optimizer.lr"
             )
 
-    def check_step(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Checks the metrics of a step."""
+    def check_step(self, metrics: Mapping[str, Any], step: int, save: Callable[[], None] = lambda: None) -> None:
+        """Checks the metrics of a step. Where they end the run and its weights are good, calls `save` first."""
+        if mismatch := self.mismatch(metrics, step):
+            save()
+            raise UnhealthyRun(mismatch)
         entropy = metrics.get("entropy")
         self._warn_if_persistent(
             "entropy",

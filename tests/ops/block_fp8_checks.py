@@ -1,0 +1,103 @@
+"""What the kernels of block-scaled FP8 must do. `test_block_fp8.py` runs this file: on a GPU, or through Triton's
+interpreter, which must be chosen before triton is first imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from postlude.ops import decode_linear
+from postlude.ops.adapted_linear import AdapterOperand
+from postlude.ops.block_fp8 import FP8Weight, fp8_linear, fp8_linears, round_rows
+from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear, norm_linear
+from postlude.ops.low_rank import LowRank
+from postlude.ops.norm import Norm, rms_norm
+from tests.equality import assert_equal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def outlier_rows(count: int, width: int) -> Tensor:
+    """Tokens of which every third is 1,000 times as large, with a feature 100 times as large as the others."""
+    rows = normal(count, width, seed=1)
+    rows[::3] *= 1e3
+    rows[:, 5] *= 100
+    return rows
+
+
+def fp8(weight: Tensor) -> FP8Weight:
+    quantized = FP8Weight.like(weight)
+    quantized.write(weight)
+    return quantized
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("count", [1, 16, 70, 130])
+@pytest.mark.parametrize("case", ["plain", "norm", "residual"])
+def test_products_equal_those_of_rounded_tensors_in_float64(backend, count: int, case: str) -> None:
+    width, features = (512, 256) if case == "residual" else (256, 384)
+    rows, weight = outlier_rows(count, width), normal(features, width, seed=2)
+    weight[:, 7] *= 300  # an outlier feature
+    quantized = fp8(weight)
+    norm = Norm(1 + 0.1 * normal(width, seed=3), 1e-6, 0.0) if case == "norm" else None
+    residual = normal(count, features, seed=4) if case == "residual" else None
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if case == "residual" else None
+    expected = round_rows(rows if norm is None else rms_norm(rows, norm.weight, norm.eps)).double()
+    expected = expected @ quantized.rounded(torch.float64).t()
+    if residual is not None:
+        expected += residual.double()
+    before = None if residual is None else residual.clone()
+    actual = fp8_linear(rows, quantized, norm=norm, residual=before, counters=counters, backend=backend)
+    scale = expected.abs().amax(-1, keepdim=True)
+    # A norm's last bit moves a value to the next FP8 number now and then: by an eighth of one of the products.
+    # A Hopper's FP8 tensor cores add 128 products with 13 bits below the largest, here an outlier's.
+    tolerance = 2e-2 if norm is not None else 4e-3 if backend == "triton" and DEVICE == "cuda" else 1e-5
+    assert ((actual - expected).abs() / scale).max() < tolerance
+    if counters is not None:
+        assert not counters.any()
+
+
+def test_a_weight_is_within_a_sixteenth_of_itself() -> None:
+    weight = normal(300, 200, seed=5)
+    weight[130] *= 1e3
+    quantized = fp8(weight)
+    rounded = quantized.rounded(torch.float32)
+    assert ((rounded - weight).abs() <= (weight.abs() / 16).maximum(weight.abs().amax() * 2**-17)).all()
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    again = fp8(rounded)
+    assert torch.equal(again.values.view(torch.uint8), quantized.values.view(torch.uint8))
+
+
+def test_adapters_and_biases_are_added_in_their_own_dtype() -> None:
+    rows, weight, bias = outlier_rows(6, 256), normal(384, 256, seed=2), normal(128, seed=3)
+    whole = fp8(weight)
+    parts = whole.split([256, 128])
+    adapter = AdapterOperand(normal(4, 256, seed=5), normal(256, 4, seed=6), 0.5)
+    first, second = fp8_linears(rows, parts, [None, bias], [adapter, None])
+    product = fp8_linear(rows, whole, backend="torch")
+    assert_equal(first, product[:, :256] + 0.5 * rows @ adapter.a.t() @ adapter.b.t(), "adapter")
+    assert_equal(second, product[:, 256:] + bias, "bias")
+
+
+def test_layers_of_decoding_take_fp8_weights() -> None:
+    """As their parts: a norm, the product, adapters, an activation or the residual."""
+    rows, norm = normal(5, 256, seed=1), Norm(1 + 0.1 * normal(256, seed=2), 1e-6, 0.0)
+    gate_up, down = fp8(normal(512, 256, seed=3)), fp8(normal(256, 256, seed=4))
+    low = LowRank(normal(8, 256, seed=5), normal(512, 4, seed=6), (256, 256))
+    low_down = LowRank(normal(4, 256, seed=7), normal(256, 4, seed=8), (256,))
+    normed = rms_norm(rows, norm.weight, norm.eps)
+    product = fp8_linear(normed, gate_up)
+    assert_equal(norm_linear(rows, norm, gate_up), product, "norm")
+    adapted = decode_linear.add_low_rank(product.clone(), normed, low)
+    assert_equal(norm_linear(rows, norm, gate_up, low), adapted, "adapters")
+    gated = F.silu(adapted[:, :256]) * adapted[:, 256:]
+    assert_equal(norm_gated_linear(rows, norm, "silu", gate_up, low), gated, "gated")
+    residual = normal(5, 256, seed=9)
+    expected = residual + fp8_linear(gated, down) + gated @ low_down.a.t() @ low_down.b.t()
+    assert_equal(linear_add(residual.clone(), gated, down, low_down), expected, "residual")
