@@ -103,8 +103,8 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
     steps, run = [], DecodeGraphs.__call__
 
     def note(graphs: DecodeGraphs, step: DecodeStep) -> None:
-        shared, table = graphs.rows.shared.of_first(step.size), graphs.rows.table[: step.size].cpu()
-        if step.shared:
+        if step.shared is not None:
+            shared, table = graphs.rows.shared.part(step.shared, step.size), graphs.rows.table[: step.size].cpu()
             steps.append(shared.pages.tolist())
             assert torch.equal(SharedPages(shared.tiles.cpu(), shared.pages.cpu()).read_through(table), table)
         run(graphs, step)
@@ -304,9 +304,7 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     generator = Generator(model)
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert generator._buffers is not None
-    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [
-        [DecodeStep(8, False, False)]
-    ]
+    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [[DecodeStep(8, False, None)]]
     assert generator.why_no_cuda_graph() is None
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 

@@ -148,7 +148,7 @@ def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = 
     store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
     table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
     exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
-    for shared in (None, SharedPages.none(rows, torch.device("cpu"))):
+    for shared in (None, SharedPages(whole(2, 8, dtype=torch.int32), whole(rows, dtype=torch.int32))):
         paged_attention.attend(
             *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
             exponents=(exponents, exponents) if fp8 else None,

@@ -16,6 +16,7 @@ from postlude.generate.paged_cache import PagedCache
 from postlude.model import LanguageModel
 from postlude.model.parallel import is_dtensor
 from postlude.ops.kernels.capabilities import why_no_triton
+from postlude.ops.shared_pages import TileShape
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class DecodeStep:
     size: int
     filtered: bool
     """Whether a row may have top-k, top-p or min-p: see `sample_next`."""
-    shared: bool
-    """Whether rows read the pages that they share together."""
+    shared: TileShape | None
+    """The shape of the tiles of rows that read shared pages together; None if every row reads its own."""
 
 
 class DecodeGraphs:
@@ -108,7 +109,8 @@ class DecodeGraphs:
     def _step(self, step: DecodeStep) -> None:
         rows, size = self.rows, step.size
         lengths = rows.numbers[LENGTH, :size]
-        self.cache.begin_decode(rows.table[:size], lengths, rows.shared.of_first(size) if step.shared else None)
+        shared = None if step.shared is None else rows.shared.part(step.shared, size)
+        self.cache.begin_decode(rows.table[:size], lengths, shared)
         microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
         sample_next(logits, rows.all[:size], rows, filtered=step.filtered)

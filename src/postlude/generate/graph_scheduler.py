@@ -23,9 +23,8 @@ from postlude.generate.pages import PagePool, RunningCompletion, pages_for
 from postlude.generate.scheduler import Scheduler, max_stops
 from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
-from postlude.ops.packing import to_device
 from postlude.ops.paged_attention import PAGE_SIZE
-from postlude.ops.shared_pages import SharedPages, shared_tiles
+from postlude.ops.shared_pages import SharedPages, TileShape, shared_tiles
 
 SMALL_FRACTION = 1 / 8  # a cache of at most this fraction of the device's memory is small
 
@@ -136,7 +135,7 @@ class GraphScheduler(Scheduler):
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.table_changed = False
         self.rows_changed = False  # by completions that joined, left or moved
-        self.shares_pages = False
+        self.shared: TileShape | None = None  # of the tiles of rows that share pages
         self.filtered = False
         self.add(completions)
 
@@ -159,7 +158,7 @@ class GraphScheduler(Scheduler):
         size = bucket(len(self.running))
         self._compact(size)
         self._send_table()
-        self.graphs(DecodeStep(size, self.filtered, self.shares_pages))
+        self.graphs(DecodeStep(size, self.filtered, self.shared))
         self._send_results(self.running)
         for running in self.running:
             running.scheduled_length = min(running.scheduled_length + 1, running.state.max_length)
@@ -183,11 +182,11 @@ class GraphScheduler(Scheduler):
     def _send_shared_pages(self) -> None:
         """Finds out which rows share their first pages, unless too few to gain by reading them together."""
         tiles = shared_tiles({running.row: running.pages for running in self.running})
-        self.shares_pages = sum(tile.saved for tile in tiles) >= self.least_saved
-        if self.shares_pages:
+        self.shared = None
+        if sum(tile.saved for tile in tiles) >= self.least_saved:
             shared = SharedPages.of(self.rows.size, tiles)
-            self.rows.shared.tiles.copy_(to_device(shared.tiles, self.device), non_blocking=True)
-            self.rows.shared.pages.copy_(to_device(shared.pages, self.device), non_blocking=True)
+            self.rows.shared.copy_(shared)
+            self.shared = shared.shape
 
     def _may_join(self) -> bool:
         """Whether enough rows are free for waiting completions: an eighth of all, since a prefill is a forward."""

@@ -9,8 +9,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from postlude.ops.packing import to_device
+
 TILE_ROWS = 32
 """Rows that read shared pages together at most."""
+TileShape = tuple[int, int]
+"""The number of tiles, and of rows in each."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,10 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class SharedPages:
-    """Tiles of rows whose first pages are the same. All of it is on the device, of a fixed size.
+    """Tiles of rows whose first pages are the same, on the device.
 
-    `tiles` [tiles, TILE_ROWS] int32 are the rows of each tile, then -1 where it has fewer; an unused tile has none.
+    `tiles` [tiles, members] int32 are the rows of each tile, then -1 where it has fewer; an unused tile has none. Both
+    sizes are powers of two, and at most `TILE_ROWS` rows are in a tile.
     `pages` [n] int32 is how many first pages a row has in common with the others of its tile; 0 if it is in none.
     """
 
@@ -39,24 +44,36 @@ class SharedPages:
 
     @staticmethod
     def none(rows: int, device: torch.device) -> SharedPages:
-        """Returns room for the tiles of so many rows, which share nothing."""
+        """Returns room for all tiles that so many rows can have: each group has at least two rows."""
         return SharedPages(
-            torch.full((most_tiles(rows), TILE_ROWS), -1, dtype=torch.int32, device=device),
+            torch.full((_power_of_two(rows // 2), TILE_ROWS), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
     @staticmethod
     def of(rows: int, tiles: Sequence[Tile]) -> SharedPages:
         """Returns these tiles of so many rows, on the host."""
-        shared = SharedPages.none(rows, torch.device("cpu"))
+        members = _power_of_two(max(len(tile.rows) for tile in tiles))
+        shared = torch.full((_power_of_two(len(tiles)), members), -1, dtype=torch.int32)
+        pages = torch.zeros(rows, dtype=torch.int32)
         for place, tile in enumerate(tiles):
-            shared.tiles[place, : len(tile.rows)] = torch.tensor(tile.rows, dtype=torch.int32)
-            shared.pages[tile.rows] = tile.pages
-        return shared
+            shared[place, : len(tile.rows)] = torch.tensor(tile.rows, dtype=torch.int32)
+            pages[tile.rows] = tile.pages
+        return SharedPages(shared, pages)
 
-    def of_first(self, rows: int) -> SharedPages:
-        """Returns those of the first rows, which share pages with each other only."""
-        return SharedPages(self.tiles[: most_tiles(rows)], self.pages[:rows])
+    @property
+    def shape(self) -> TileShape:
+        """The number of tiles and of rows in each."""
+        return self.tiles.shape[0], self.tiles.shape[1]
+
+    def copy_(self, host: SharedPages) -> None:
+        """Copies tiles of any shape from the host."""
+        self.part(host.shape, len(self.pages)).tiles.copy_(to_device(host.tiles, self.tiles.device))
+        self.pages.copy_(to_device(host.pages, self.pages.device))
+
+    def part(self, shape: TileShape, rows: int) -> SharedPages:
+        """Returns the tiles of this shape that `copy_` wrote, of the first rows."""
+        return SharedPages(self.tiles.view(-1)[: shape[0] * shape[1]].view(shape), self.pages[:rows])
 
     def read_through(self, table: Tensor) -> Tensor:
         """Returns the table with each row's shared pages taken from the first row of its tile, as kernels read them."""
@@ -68,9 +85,8 @@ class SharedPages:
         return table
 
 
-def most_tiles(rows: int) -> int:
-    """Returns how many tiles rows can have: each group has at least two rows."""
-    return rows // 2
+def _power_of_two(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def shared_tiles(pages_by_row: Mapping[int, Sequence[int]]) -> list[Tile]:

@@ -20,6 +20,13 @@ from torch import Tensor
 
 from postlude.ops.kernels.activation import activated
 from postlude.ops.kernels.capabilities import gpu_of
+from postlude.ops.kernels.dependent_launch import (
+    launch_options,
+    prefetch,
+    start_next,
+    starts_early,
+    wait_for_previous,
+)
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
@@ -64,8 +71,9 @@ def product(
     tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters, a, b)
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    constants = (*strides, width, features, most, columns, block, splits, activation, STAGES, *ranks)
-    _product((tiles, splits, 1), tensors, numbers, constants, WARPS)
+    constants = (*strides, width, features, most, columns, block, splits, activation, STAGES, WARPS, *ranks)
+    early = starts_early(rows.device)
+    _product((tiles, splits, 1), tensors, numbers, (*constants, early), WARPS, **launch_options(rows.device))
     return output
 
 
@@ -85,41 +93,54 @@ def _product_kernel(  # noqa: PLR0912, PLR0915
     rows, weight, norm, residual, output, parts, counters, a, b, count, eps, offset,
     STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    # Each warp takes its own features of a block, [WARPS, ...], and their sums are added at the end.
     tile, split = tl.program_id(0), tl.program_id(1)
     token, column = tl.arange(0, TOKENS), tile * COLUMNS + tl.arange(0, COLUMNS)
     live, inside = (token < count)[:, None], (column < FEATURES)[None, :]
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    up = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    squares = tl.zeros((TOKENS, BLOCK), tl.float32)  # summed up once, at the end
+    each: tl.constexpr = WIDTH // SPLITS
+    of_warp: tl.constexpr = BLOCK // WARPS
+    first_feature = split * each + tl.arange(0, WARPS)[:, None] * of_warp + tl.arange(0, of_warp)[None, :]
+    start_next(EARLY)
+    if EARLY:  # weights are read while the kernel before this one ends
+        for start in range(0, each, BLOCK):
+            line = split * each + start + tl.arange(0, (BLOCK + 63) // 64) * 64  # of 128 bytes
+            at = weight + tl.minimum(column, FEATURES - 1)[None, :].to(tl.int64) * WIDTH + line[:, None]
+            prefetch(at)
+            if ACTIVATION is not None:
+                prefetch(at + FEATURES * WIDTH)
+    wait_for_previous(EARLY)
+    total = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
+    up = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
+    squares = tl.zeros((WARPS, TOKENS, of_warp), tl.float32)  # summed up once, at the end
     rank = tl.arange(0, RANKS)
     known = rank < RANK
-    low = tl.zeros((TOKENS, RANKS), tl.float32)
-    low_up = tl.zeros((TOKENS, RANKS), tl.float32)
+    low = tl.zeros((WARPS, TOKENS, RANKS), tl.float32)
+    low_up = tl.zeros((WARPS, TOKENS, RANKS), tl.float32)
     first_row = _layer(tile * COLUMNS, SECOND, THIRD, FOURTH) * RANK if ACTIVATION is None else 0
-    each: tl.constexpr = WIDTH // SPLITS
     for start in tl.range(0, each, BLOCK, num_stages=STAGES):
-        place = split * each + start + tl.arange(0, BLOCK)
-        weight_at = weight + column[None, :].to(tl.int64) * WIDTH + place[:, None]
-        values = tl.load(rows + token[:, None] * STRIDE + place[None, :], mask=live, other=0.0)
-        weights = tl.load(weight_at, mask=inside, other=0.0)  # the gate's, where there is one
+        place = first_feature + start
+        weight_at = weight + column[None, None, :].to(tl.int64) * WIDTH + place[:, :, None]
+        values = tl.load(rows + token[None, :, None] * STRIDE + place[:, None, :], mask=live[None], other=0.0)
+        weights = tl.load(weight_at, mask=inside[None], other=0.0)  # the gate's, where there is one
         if norm is not None:
             wide = values.to(tl.float32)
             squares += wide * wide
-            values = (wide * (tl.load(norm + place).to(tl.float32) + offset)[None, :]).to(values.dtype)
+            values = (wide * (tl.load(norm + place).to(tl.float32) + offset)[:, None, :]).to(values.dtype)
         total = tl.dot(values, weights, total)
         if ACTIVATION is not None:
-            weights = tl.load(weight_at + FEATURES * WIDTH, mask=inside, other=0.0)
+            weights = tl.load(weight_at + FEATURES * WIDTH, mask=inside[None], other=0.0)
             up = tl.dot(values, weights, up)
         if a is not None:
-            a_at = a + (first_row + rank)[None, :] * WIDTH + place[:, None]
-            low = tl.dot(values, tl.load(a_at, mask=known[None, :], other=0.0), low)
+            a_at = a + (first_row + rank)[None, None, :] * WIDTH + place[:, :, None]
+            low = tl.dot(values, tl.load(a_at, mask=known[None, None, :], other=0.0), low)
             if ACTIVATION is not None:
-                low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, :], other=0.0), low_up)
+                low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, None, :], other=0.0), low_up)
+    total, up, low, low_up = tl.sum(total, 0), tl.sum(up, 0), tl.sum(low, 0), tl.sum(low_up, 0)
     if norm is not None:
-        inverse = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None]
+        inverse = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / WIDTH + eps)[:, None]
         total, up, low, low_up = total * inverse, up * inverse, low * inverse, low_up * inverse
     if a is not None:
         held, b_at = inside & known[:, None], b + column[None, :] * RANK + rank[:, None]

@@ -21,13 +21,21 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
+from postlude.ops.kernels.dependent_launch import (
+    launch_options,
+    prefetch,
+    start_next,
+    starts_early,
+    wait_for_previous,
+)
 from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Kernel
 from postlude.ops.shared_pages import SharedPages
 
 PROGRAMS = 512  # that a kernel should have at least: about four for each of a GPU's multiprocessors
-SHARED_PROGRAMS = 8192  # of shared pages, most of which have nothing to do: as many as if every two rows had a tile
 MOST_SPLITS = 16
+MOST_SHARED_SPLITS = 8
+STAGES = 3
 LEAST = 16  # rows of a product at least
 MOST_QUERIES = 64  # rows of a product with shared keys
 
@@ -67,17 +75,20 @@ def attend(
         "BLOCK": min(page, 64 if max(width, made) * query.element_size() <= 256 else 32),
         "SOFTCAP": score_config.softcap is not None,
         "WINDOW": score_config.window is not None,
+        "EARLY": starts_early(device),
         "num_warps": 4,
-        "num_stages": 3 if query.element_size() == 2 else 2,
+        "num_stages": STAGES if query.element_size() == 2 else 2,
+        **launch_options(device),
     }
     shared_splits, shared_parts, shared_weights = 0, None, None
     if shared is not None:
-        shared_splits = max(2, min(MOST_SPLITS, SHARED_PROGRAMS // max(1, count * kv_heads)))
-        shared_parts, shared_weights = _new_parts(count, heads, shared_splits, made, device)
-        tiles, members = shared.tiles.shape
+        tiles, members = shared.shape
         queries = MOST_QUERIES if query.element_size() == 2 else LEAST
         at_once = max(1, min(members, queries // triton.next_power_of_2(group)))
-        _shared_kernel[(tiles * (members // at_once), kv_heads, shared_splits)](
+        programs = tiles * (members // at_once)
+        shared_splits = max(1, min(MOST_SHARED_SPLITS, PROGRAMS // (programs * kv_heads)))
+        shared_parts, shared_weights = _new_parts(count, heads, shared_splits, made, device)
+        _shared_kernel[(programs, kv_heads, shared_splits)](
             *(query, *query.stride()[:2], *stored, shared.tiles, shared.pages, shared_parts, shared_weights, *score),
             AT_ONCE=at_once, HEADS=triton.next_power_of_2(group),
             ROWS=max(LEAST, at_once * triton.next_power_of_2(group)), SPLITS=shared_splits, **constants,
@@ -87,7 +98,7 @@ def attend(
         *(score_config.sinks, output, parts, weights, counters if splits > 1 else None),
         *(None if shared is None else shared.pages, shared_parts, shared_weights, *score),
         ROWS=max(LEAST, triton.next_power_of_2(group)), SPLITS=splits, SHARED_SPLITS=shared_splits,
-        SINKS=score_config.sinks is not None, **constants,
+        SINKS=score_config.sinks is not None, LINES=keys.element_size(), **constants,
     )  # fmt: skip
     return output
 
@@ -100,7 +111,7 @@ def _new_parts(count: int, heads: int, splits: int, made: int, device: torch.dev
 
 @Kernel
 @triton.jit
-def _attend_kernel(  # noqa: PLR0915
+def _attend_kernel(  # noqa: PLR0912, PLR0915
     query, query_token, query_head, key, key_token, key_head_stride, value, value_token, value_head_stride,
     keys, keys_page, keys_slot, keys_head, values, values_page, values_slot, values_head, key_exponents,
     value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row, lengths, sinks,
@@ -108,8 +119,10 @@ def _attend_kernel(  # noqa: PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr,
     VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    start_next(EARLY)
     length = tl.load(lengths + row).to(tl.int32)
     last = length - 1  # the newest token's key goes there; those before it are read
     first = tl.maximum(length - window, 0) if WINDOW else 0
@@ -124,6 +137,15 @@ def _attend_kernel(  # noqa: PLR0915
     end = tl.minimum(begin + each, blocks)
 
     member, feature, made = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, VALUES)
+    if SHARED_SPLITS == 0:  # else the kernel of shared pages has waited
+        if EARLY and SPLITS > 1:  # no kernel of a step writes lengths, tables and earlier keys
+            for block in range(begin, end):
+                page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
+                slot = (block * BLOCK % PAGE + tl.arange(0, BLOCK))[:, None]
+                line = tl.arange(0, FEATURES * LINES // 128)[None, :] * (128 // LINES)
+                prefetch(keys + page * keys_page + key_head * keys_head + slot * keys_slot + line)
+                prefetch(values + page * values_page + key_head * values_head + slot * values_slot + line)
+        wait_for_previous(EARLY)
     head = key_head * GROUP + member
     own = member < GROUP
     at = query + row * query_token + head[:, None] * query_head + feature[None, :]
@@ -132,31 +154,11 @@ def _attend_kernel(  # noqa: PLR0915
     highest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS, VALUES), tl.float32)
-    if (split == 0) & (length > 0):  # one program handles the newest token
-        newest = tl.load(key + row * key_token + key_head * key_head_stride + feature, mask=feature < WIDTH, other=0.0)
-        own_value = tl.load(
-            value + row * value_token + key_head * value_head_stride + made, mask=made < VALUE, other=0.0
-        )
-        page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
-        if key_exponents is not None:
-            newest, key_exponent = _quantized(newest)
-            own_value, value_exponent = _quantized(own_value)
-            put_at = page * exponents_page + key_head * exponents_head + (last % PAGE) * exponents_slot
-            tl.store(key_exponents + put_at, key_exponent)
-            tl.store(value_exponents + put_at, value_exponent)
-        put_at = keys + page * keys_page + key_head * keys_head + (last % PAGE) * keys_slot + feature
-        tl.store(put_at, newest, mask=feature < WIDTH)
-        put_at = values + page * values_page + key_head * values_head + (last % PAGE) * values_slot + made
-        tl.store(put_at, own_value, mask=made < VALUE)
-        newest, own_value = newest.to(tl.float32), own_value.to(tl.float32)
-        if key_exponents is not None:
-            newest *= power_of_two(key_exponent)
-            own_value *= power_of_two(value_exponent)
-        highest = tl.sum(exact.to(tl.float32) * newest[None, :], 1) * scale
-        if SOFTCAP:
-            highest = softcap * (2.0 * tl.sigmoid(2.0 * highest / softcap) - 1.0)
-        total += 1.0
-        seen += own_value[None, :]
+    writes = (split == 0) & (length > 0)  # one program handles the newest token
+    of_key, of_value = feature < tl.where(writes, WIDTH, 0), made < tl.where(writes, VALUE, 0)
+    newest = tl.load(key + row * key_token + key_head * key_head_stride + feature, mask=of_key, other=0.0)
+    newest_value = tl.load(value + row * value_token + key_head * value_head_stride + made, mask=of_value, other=0.0)
+    own_page = tl.load(table + row * table_row + tl.maximum(last, 0) // PAGE).to(tl.int64)
     for block in range(begin, end):  # each holds at least one visible key
         place = block * BLOCK + tl.arange(0, BLOCK)
         page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
@@ -169,9 +171,36 @@ def _attend_kernel(  # noqa: PLR0915
             visible, visible[None, :], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP,
         )  # fmt: skip
 
+    if writes:
+        own_key, own_value = newest, newest_value
+        if key_exponents is not None:
+            own_key, key_exponent = _quantized(newest)
+            own_value, value_exponent = _quantized(newest_value)
+            put_at = own_page * exponents_page + key_head * exponents_head + (last % PAGE) * exponents_slot
+            tl.store(key_exponents + put_at, key_exponent)
+            tl.store(value_exponents + put_at, value_exponent)
+        put_at = keys + own_page * keys_page + key_head * keys_head + (last % PAGE) * keys_slot + feature
+        tl.store(put_at, own_key, mask=feature < WIDTH)
+        put_at = values + own_page * values_page + key_head * values_head + (last % PAGE) * values_slot + made
+        tl.store(put_at, own_value, mask=made < VALUE)
+        own_key, own_value = own_key.to(tl.float32), own_value.to(tl.float32)
+        if key_exponents is not None:
+            own_key *= power_of_two(key_exponent)
+            own_value *= power_of_two(value_exponent)
+        score = tl.sum(exact.to(tl.float32) * own_key[None, :], 1) * scale
+        if SOFTCAP:
+            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+        higher = tl.maximum(highest, score)
+        before, share = tl.exp(highest - higher), tl.exp(score - higher)
+        seen = seen * before[:, None] + share[:, None] * own_value[None, :]
+        total = total * before + share
+        highest = higher
+
     heads = tl.num_programs(1) * GROUP
     at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
     held = own[:, None] & (made < VALUE)[None, :]
+    if SHARED_SPLITS > 0:  # the kernel of shared pages, which let this one start after it had waited itself
+        wait_for_previous(EARLY)
     shared_part = (row * heads + head) * SHARED_SPLITS
     with_shared = member < tl.where(tl.minimum(shared_length, length) > 0, GROUP, 0)
     if SPLITS == 1:
@@ -212,9 +241,12 @@ def _shared_kernel(
     AT_ONCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which GROUP exist.
     key_head, split = tl.program_id(1), tl.program_id(2)
+    wait_for_previous(EARLY)
+    start_next(EARLY)
     members = tiles + tl.program_id(0) * AT_ONCE
     leader = tl.load(members).to(tl.int64)
     if leader >= 0:
@@ -310,7 +342,7 @@ def _add_block(
 @triton.jit
 def _join(highest, total, seen, parts, weights, first_part, own, made, VALUE: tl.constexpr, SPLITS: tl.constexpr):
     # Adds SPLITS parts of the keys, in their order.
-    for number in range(SPLITS):
+    for number in tl.static_range(SPLITS):  # loads do not wait for each other
         part = first_part + number
         best = tl.load(weights + part * 2, mask=own, other=-1e30, cache_modifier=".cg")
         theirs = tl.load(weights + part * 2 + 1, mask=own, other=0.0, cache_modifier=".cg")
