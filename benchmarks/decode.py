@@ -1,8 +1,8 @@
 """Tokens per second of the generator on a GPU, for `generate.py --device cuda`: many sampled completions, in bf16.
 
-Weights are random, and every completion has the requested length. In the uneven case lengths are distributed as in
-`generate.py`, half of them shorter than a quarter of the longest, and no request waits for a free row.
-The time of every case includes prompts; completions of one token show their cost.
+Weights are random, and every completion has the requested length; no request waits for a free row. See
+`decode_workloads.py` for the cases. `tokens_per_second` includes prompts. `decoded_per_second` and the share of the
+roofline leave out the time of the first tokens, which is measured in a call of its own.
 transformers samples the same number of tokens with a static cache and a compiled step, from prompts of equal
 length. In the uneven case each of its rows ends at its own length, and all run until the last has ended.
 With `--fp8 kv weights both` it also samples with keys and values, weights, or both in FP8.
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from decode_workloads import Workload, workloads
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
@@ -30,26 +32,13 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.lora_targets import adapter_configs
 from postlude.lora import LoRA
 
-PROMPT = 64  # tokens
-Case = tuple[str, list[list[int]], list[int]]
-"""A name, prompts, and the length of each completion."""
+Run = Callable[[Workload], None]
 
 
 def main(arguments: argparse.Namespace) -> None:
     config, device = SHAPES[arguments.shape](), arguments.device
-    generator = torch.Generator().manual_seed(0)
-
-    def prompts(count: int) -> list[list[int]]:
-        drawn: list[list[int]] = torch.randint(config.vocab_size, (count, PROMPT), generator=generator).tolist()
-        return drawn
-
-    cases: list[Case] = [
-        (f"{count} completions", prompts(count), [arguments.length] * count) for count in arguments.completions
-    ]
-    most = max(arguments.completions)
-    shares = torch.rand(most, generator=generator).square()
-    cases.append((f"{most} uneven completions", prompts(most), (4 + shares * (arguments.length - 4)).long().tolist()))
-    cases.append((f"{most} first tokens", prompts(most), [1] * most))
+    cases = list(workloads(arguments.workloads, config.vocab_size, arguments.completions, arguments.length))
+    budget, most = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
     results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)
     makers = dict(MAKERS)
@@ -63,47 +52,57 @@ def main(arguments: argparse.Namespace) -> None:
     for name, make in makers.items():
         if name.partition(",")[0] not in arguments.cases:
             continue
-        run = make(config, device, most * (PROMPT + arguments.length + 64), most)
-        for case, asked, lengths in cases:
-            found = attempt(lambda asked=asked, lengths=lengths, run=run: timed(run, asked, lengths, clock, device))
-            results.add({"shape": arguments.shape, "engine": name, "case": case, **found})
-            print(f"{name:<28} {case:<22} {found}", flush=True)
+        run = make(config, device, budget, most)
+        for case in cases:
+            found = attempt(lambda case=case, run=run: timed(run, case, config, clock, device))
+            results.add({"shape": arguments.shape, "engine": name, "case": case.name, **found})
+            print(f"{name:<28} {case.name:<46} {found}", flush=True)
         if arguments.profile and name.startswith("postlude"):
             profile_step(run, cases[0], device)
         del run
         forget(device)
 
 
-def timed(
-    run: Callable[..., None], asked: list[list[int]], lengths: list[int], clock: Clock, device: str
-) -> dict[str, Any]:
+def timed(run: Run, case: Workload, config: Any, clock: Clock, device: str) -> dict[str, Any]:
+    """Times the workload, its first call, and its first tokens alone, which are what prompts cost."""
     forget(device)
-    seconds = clock(lambda: run(asked, lengths))
-    tokens = sum(lengths)
-    return {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds)} | {
-        "peak_gib": peak_gib(device)
+    first_call = clock.once(lambda: run(case))
+    seconds = clock(lambda: run(case))
+    prompts = clock(lambda: run(case.first_tokens()))
+    decoding = max(seconds - prompts, 1e-9)
+    return {
+        "tokens": case.tokens,
+        "seconds": round(seconds, 3),
+        "first_call_seconds": round(first_call, 3),
+        "prompts_seconds": round(prompts, 3),
+        "tokens_per_second": round(case.tokens / seconds),
+        "decoded_per_second": round((case.tokens - case.rows) / decoding),
+        "roofline_share": round(case.roofline_seconds(config) / decoding, 3),
+        "peak_gib": peak_gib(device),
     }
 
 
-def profile_step(run: Callable[..., None], case: Case, device: str) -> None:
+def profile_step(run: Run, case: Workload, device: str) -> None:
     """What a few steps of the first case are made of."""
-    _, asked, _ = case
-    profile(lambda: run(asked, [9] * len(asked)), device)
+    profile(lambda: run(replace(case, lengths=[9] * len(case.prompts))), device)
 
 
-def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0, **fp8: str) -> Callable[..., None]:
+def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0, **fp8: str) -> Run:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(config, dtype=dtype, device=device)
     generator = Generator(model, max_batch_tokens=budget, max_sequences=most, **fp8)
     adapter = load_adapter(generator, rank) if rank else None
 
-    def run(asked: list[list[int]], lengths: list[int]) -> None:
+    def run(case: Workload) -> None:
         found = generator.generate(
-            asked,
-            [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(lengths)],
+            case.prompts,
+            [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(case.lengths)],
+            n=case.group,
             adapter=adapter,
         )
-        assert [len(one.tokens) for (one,) in found] == lengths
+        assert [len(one.tokens) for group in found for one in group] == [
+            length for length in case.lengths for _ in range(case.group)
+        ]
 
     return run
 
@@ -133,16 +132,21 @@ class AtLengths(StoppingCriteria):
         return input_ids.shape[1] >= self.stops
 
 
-def transformers(config: Any, device: str, budget: int, most: int) -> Callable[..., None]:
+def transformers(config: Any, device: str, budget: int, most: int) -> Run:
     model: PreTrainedModel = peers.made(config, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
     model.generation_config.eos_token_id = None
 
     @torch.no_grad()
-    def run(asked: list[list[int]], lengths: list[int]) -> None:
-        stops = torch.tensor(lengths, device=device) + PROMPT
+    def run(case: Workload) -> None:
+        width = len(case.prompts[0])
+        if any(len(prompt) != width for prompt in case.prompts):
+            raise ValueError(f"{case.name}: prompts of different lengths are not measured with transformers.")
+        asked = [prompt for prompt in case.prompts for _ in range(case.group)]
+        lengths = [length for length in case.lengths for _ in range(case.group)]
+        stops = torch.tensor(lengths, device=device) + width
         model.generate(
             torch.tensor(asked, device=device),
-            attention_mask=torch.ones(len(asked), PROMPT, dtype=torch.int64, device=device),
+            attention_mask=torch.ones(len(asked), width, dtype=torch.int64, device=device),
             do_sample=True,
             top_k=0,
             max_new_tokens=max(lengths),

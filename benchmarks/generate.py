@@ -6,6 +6,7 @@
     PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 0.6b --completions 16 128 512 --length 256
     PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 8b --completions 128 --fp8 kv weights both
     PYTHONPATH=src python benchmarks/generate.py --device cuda --lora 32 --cases postlude   # also with an adapter
+    PYTHONPATH=src python benchmarks/generate.py --device cuda --cases postlude --workloads grpo contexts mixed
 
 64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
 neither gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import decode
+import decode_workloads
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -53,6 +55,10 @@ def options() -> argparse.Namespace:
         "--completions", type=int, nargs="+", default=[16, 128, 512], help="with --device cuda: at once"
     )
     parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of a completion")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=decode_workloads.NAMES, default=list(decode_workloads.NAMES),
+        help="with --device cuda: see decode_workloads.py",
+    )  # fmt: skip
     parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
     parser.add_argument("--lora", type=int, default=0, help="with --device cuda: also with an adapter of this rank")
     parser.add_argument(

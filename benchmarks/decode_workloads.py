@@ -1,0 +1,103 @@
+"""The workloads of `decode.py`: prompts, lengths of completions, and the least time in which a GPU could decode them.
+
+A decode step must read all weights once, and the keys and values of every running completion. Completions of one prompt
+need its keys once. The roofline is these bytes over 4.8 TB/s, the memory bandwidth of an H200. It has no time for
+prompts, products or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BANDWIDTH = 4.8e12
+PROMPT = 64  # tokens
+BYTES = 2  # of a weight or a number of the cache
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`group` completions of each prompt, of `lengths` tokens: one length for each prompt."""
+
+    name: str
+    prompts: list[list[int]]
+    lengths: list[int]
+    group: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are sampled."""
+        return self.group * sum(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        """How many completions there are."""
+        return self.group * len(self.prompts)
+
+    @property
+    def cache_tokens(self) -> int:
+        """An upper bound of the tokens in the cache, with a page to spare for each completion."""
+        return self.group * sum(
+            len(prompt) + length + 64 for prompt, length in zip(self.prompts, self.lengths, strict=True)
+        )
+
+    def first_tokens(self) -> Workload:
+        """Returns the same prompts with completions of one token."""
+        return Workload(self.name, self.prompts, [1] * len(self.prompts), self.group)
+
+    def roofline_seconds(self, config: Any) -> float:
+        """Returns the least time of the steps after the first, if all completions run from the beginning."""
+        # A token of step t attends to its prompt and to t tokens of its completion.
+        own = sum(self.group * (length - 1) * length / 2 for length in self.lengths)
+        prompts = sum((length - 1) * len(prompt) for prompt, length in zip(self.prompts, self.lengths, strict=True))
+        steps = max(self.lengths) - 1
+        return (steps * weight_bytes(config) + (own + prompts) * token_bytes(config)) / BANDWIDTH
+
+
+def weight_bytes(config: Any) -> float:
+    """Returns the bytes of the weights that a step reads: all layers of a dense model and the head."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return BYTES * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+
+
+def token_bytes(config: Any) -> float:
+    """Returns the bytes of a token's keys and values in all layers."""
+    return BYTES * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def workloads(names: list[str], vocab: int, completions: list[int], length: int) -> Iterator[Workload]:
+    """Yields the workloads of these names."""
+    generator = torch.Generator().manual_seed(0)
+    most = max(completions)
+
+    def prompts(count: int, tokens: int = PROMPT) -> list[list[int]]:
+        drawn: list[list[int]] = torch.randint(vocab, (count, tokens), generator=generator).tolist()
+        return drawn
+
+    def uniform(count: int, least: int, longest: int) -> list[int]:
+        drawn: list[int] = torch.randint(least, longest + 1, (count,), generator=generator).tolist()
+        return drawn
+
+    if "even" in names:
+        for count in completions:
+            yield Workload(f"{count} completions", prompts(count), [length] * count)
+    if "uneven" in names:  # half of them shorter than a quarter of the longest
+        shares = torch.rand(most, generator=generator).square()
+        yield Workload(f"{most} uneven completions", prompts(most), (4 + shares * (length - 4)).long().tolist())
+    if "grpo" in names:
+        for count in completions:
+            asked = prompts(max(1, count // 16), 512)
+            yield Workload(f"{count} completions, 16 of each prompt of 512", asked, [length] * len(asked), 16)
+    if "contexts" in names:
+        for context in (1024, 2048, 4096):
+            yield Workload(f"128 completions of prompts of {context}", prompts(128, context), [length] * 128)
+    if "mixed" in names:  # the load that Mini-SGLang publishes for this model
+        asked = [prompts(1, tokens)[0] for tokens in uniform(256, 100, 1024)]
+        yield Workload("256 requests, 100 to 1,024 tokens in and out", asked, uniform(256, 100, 1024))
+
+
+NAMES = ("even", "uneven", "grpo", "contexts", "mixed")
