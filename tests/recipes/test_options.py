@@ -87,6 +87,12 @@ LATER = ("--steps=2", "--optimizer.lr=1e-2")  # a second step that is not at the
 CRITIC = "--critic.model=FILES/model"
 SHORT = "--sampling.max_new_tokens=2"
 WARM = "--warm_start.steps=1"
+EVALUATED = (
+    "--evaluation.every=2",
+    "--evaluation.tasks=4",
+    "--evaluation.samples_per_prompt=2",
+    "--evaluation.temperature=1",
+)
 GYM = (
     "--environment=reasoning_gym",
     "--environment.task=chain_sum",
@@ -154,11 +160,11 @@ HEARD: dict[str, Heard] = {
         "warm_start.batch_size": ("4", WARM),
         "warm_start.optimizer.kind": ("sgd", WARM),
         "warm_start.optimizer.lr": ("1e-2", WARM),
-        "evaluation.every": ("0",),
-        "evaluation.tasks": ("7",),
-        "evaluation.samples_per_prompt": ("3",),
-        "evaluation.temperature": ("0.1",),
-        "evaluation.solved": ("2",),
+        "evaluation.every": ("0", *EVALUATED),
+        "evaluation.tasks": ("7", *EVALUATED),
+        "evaluation.samples_per_prompt": ("3", *EVALUATED),
+        "evaluation.temperature": ("0.1", *EVALUATED),
+        "evaluation.solved": ("2", *EVALUATED),
         "environment.task": (
             "basic_arithmetic",
             *GYM,
@@ -456,8 +462,7 @@ ROUND = (
     "--prompts_per_step=4",
     "--samples_per_prompt=8",
     "--warm_start.batch_size=8",
-    "--evaluation.every=2",
-    "--evaluation.tasks=4",
+    "--evaluation.every=0",
 )
 HELD_OUT = ("--batch_size=4", "--held_out.rows=3", "--held_out.every=2")
 PLAIN = {
@@ -471,16 +476,12 @@ PLAIN = {
         *TASKS,
         *ROUND,
         "--warm_start.steps=0",
-        "--evaluation.samples_per_prompt=2",
-        "--evaluation.temperature=1",
     ),
     "ppo": (
         *SMALL,
         *TASKS,
         *ROUND,
         "--warm_start.steps=0",
-        "--evaluation.samples_per_prompt=2",
-        "--evaluation.temperature=1",
     ),
     "eval": ("--budget=256", *TASKS, "--sampling.temperature=1", "--tasks=8"),
 }
