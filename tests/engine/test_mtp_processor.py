@@ -77,9 +77,9 @@ def assert_same(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("pp=2", {}),
+        pytest.param("pp=2", {}, marks=pytest.mark.thorough),
         ("tp=2", {"stop_trunk": True}),
-        ("cp=2", {}),
+        pytest.param("cp=2", {}, marks=pytest.mark.thorough),
         ("dp_shard=2,ep=2", {"overlap": True}),
         ("pp=2", {"overlap": True, "stop_trunk": True}),
     ],

@@ -49,14 +49,16 @@ SLOW = [
 ]
 
 
-def mark_of(layout: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow if Layout.parse(layout).world_size == 2 else pytest.mark.thorough
+def mark_of(layout: str, model: str) -> pytest.MarkDecorator:
+    """Thorough are more ranks, and layouts that the quick ones have with another model."""
+    more = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[1:3]
+    return pytest.mark.thorough if more else pytest.mark.slow
 
 
 def cases(quick: list[tuple[str, str]] = LAYOUTS, slow: list[tuple[str, str]] = SLOW) -> list[Any]:
     return [
         *(pytest.param(layout, model, id=f"{layout}-{model}") for layout, model in quick),
-        *(pytest.param(layout, model, id=f"{layout}-{model}", marks=mark_of(layout)) for layout, model in slow),
+        *(pytest.param(layout, model, id=f"{layout}-{model}", marks=mark_of(layout, model)) for layout, model in slow),
     ]
 
 
@@ -376,7 +378,10 @@ def recomputing(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    cases(LAYOUTS[-1:], [*LAYOUTS[:4], ("tp=2,ep=2", "moe")]),
+    [
+        *cases(LAYOUTS[-1:], LAYOUTS[:1]),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (*LAYOUTS[1:4], ("tp=2,ep=2", "moe"))),
+    ],
 )
 def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str, model: str) -> None:
     for found in run(ranks, layout, recomputing, SOURCES[model]):

@@ -55,13 +55,12 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
 
 
 def layouts() -> list[Any]:
-    """Each layout once in `make test`, with the kinds in turn."""
+    """Heads and tokens divided in `make test`, by kinds in turn; tests/verify has these blocks in the other layouts."""
     found = []
     kinds = ("shared", "alone", "three")
     for turn, layout in enumerate(("tp=2", "cp=2", "pp=2", "dp_shard=2", "cp=2,tp=2", "cp=4", "pp=2,vpp=2,tp=2")):
         for kind in kinds[:2] if Layout.parse(layout).cp * Layout.parse(layout).tp > 2 else kinds:
-            ranks = Layout.parse(layout).world_size
-            quick = ranks == 2 and kind == kinds[turn % 3]
+            quick = layout in ("tp=2", "cp=2") and kind == kinds[turn % 3]
             found.append(pytest.param(kind, layout, marks=() if quick else pytest.mark.thorough))
     return found
 

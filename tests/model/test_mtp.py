@@ -229,7 +229,7 @@ LAYOUTS = ["pp=2", "cp=2", "tp=2", "dp_shard=2,ep=2", "own stage", "pp=2,vpp=2",
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=pytest.mark.thorough if each.count("=") > 1 else ()) for each in LAYOUTS]
 )
-@pytest.mark.parametrize("depths", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depths", [pytest.param(1, marks=pytest.mark.thorough), 3])
 @pytest.mark.slow
 def test_every_layout_equals_one_rank(ranks: Any, layout: str, depths: int) -> None:
     own = layout == "own stage"
