@@ -82,7 +82,7 @@ def assert_alike(given: list[Tensor], lengths, chunk: int, tolerance: float = 5e
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) <= 400),
     chunk=st.sampled_from([1, 2, 7, 16, 64, 128]),

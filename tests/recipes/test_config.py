@@ -179,7 +179,7 @@ runs = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(runs)
 def test_what_is_written_is_read_back(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +195,7 @@ def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
         assert read[each] == getattr(run, each)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     runs, st.lists(st.tuples(st.sampled_from(["steps", "name", "objective.entropy", "layout.tp"]), st.integers(1, 9)))
 )

@@ -28,7 +28,7 @@ from tests.conftest import Ranks
 ROOT = Path(__file__).parents[2]
 SMALL = f"""
 model: tiny-dense
-budget: 64
+budget: 256
 environment:
   kind: dataset
   path: {ROOT / "examples" / "data" / "tool_sums.jsonl"}
