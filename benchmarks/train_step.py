@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_step.py --shape 0.6b --json benchmarks/results/train_step_h200.json
     PYTHONPATH=src python benchmarks/train_step.py --shape 8b --cases update trl --profile
+    PYTHONPATH=src python benchmarks/train_step.py --shape 8b --cases update update-fp8
     PYTHONPATH=src python benchmarks/train_step.py --smoke          # tiny, on any machine
 
 Every case trains once on the same sequences and steps its optimizer. workloads.py says how FLOPs are counted. If memory
@@ -116,8 +117,12 @@ def update(given: Engine, rows: Batch, objective: Objective) -> Callable[[], Non
     return step
 
 
-def postlude(objective: Objective) -> Callable[[Work], Callable[[], Any]]:
-    return lambda work: update(engine(work, work.budget), batch(work.sample), objective)
+def postlude(objective: Objective, **options: Any) -> Callable[[Work], Callable[[], Any]]:
+    def make(work: Work) -> Callable[[], Any]:
+        given = replace(work, options=work.options | options)
+        return update(engine(given, work.budget), batch(work.sample), objective)
+
+    return make
 
 
 def postlude_padded(*, alike: bool) -> Callable[[Work], Callable[[], Any]]:
@@ -128,9 +133,12 @@ def postlude_padded(*, alike: bool) -> Callable[[Work], Callable[[], Any]]:
     return make
 
 
-def postlude_logprobs(work: Work) -> Callable[[], Any]:
-    given = engine(work, work.budget)
-    return lambda: given.logprobs(batch(work.sample), entropy=True)
+def postlude_logprobs(**options: Any) -> Callable[[Work], Callable[[], Any]]:
+    def make(work: Work) -> Callable[[], Any]:
+        given = engine(replace(work, options=work.options | options), work.budget)
+        return lambda: given.logprobs(batch(work.sample), entropy=True)
+
+    return make
 
 
 def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = False) -> Callable[[Work], Any]:
@@ -165,8 +173,10 @@ def packed_flex(*, liger: bool) -> Callable[[Work], Callable[[], Any]]:
 
 CASES = {
     "update": Case("Postlude, packed: policy gradient, entropy reported", postlude(PolicyGradient())),
+    "update-fp8": Case("Postlude, packed: policy gradient, FP8 products", postlude(PolicyGradient(), fp8=True)),
     "sft": Case("Postlude, packed: SFT", postlude(SFT())),
-    "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs, passes=1),
+    "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs(), passes=1),
+    "logprobs-fp8": Case("Postlude, packed: log-probs, FP8 products", postlude_logprobs(fp8=True), passes=1),
     "padded": Case("Postlude, rows padded as for the own script below", postlude_padded(alike=False), padded=True),
     "padded-all": Case("Postlude, all rows padded to the longest of all", postlude_padded(alike=True), padded=True),
     "trl": Case(

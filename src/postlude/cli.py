@@ -299,7 +299,8 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_lora(command, "compare the gradients of adapters, and them with the merged model and with peft's own")
     _add_recompute(command)
     _add_overlap(command)
-    command.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype to compute in (default: float32)")
+    command.add_argument("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument(
         "--tolerance", type=_from_zero, help=f"tolerance relative to the largest value (default: {limits})"

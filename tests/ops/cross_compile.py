@@ -99,8 +99,8 @@ def call_experts() -> None:
 
 
 def call_fp8() -> None:
-    rows, weights = bf16(TOKENS, 12288), bf16(1, 4096, 12288)
-    values, scales = torch.empty(TOKENS, 12288, dtype=torch.float8_e4m3fn), fp32(TOKENS)
+    rows, weights = bf16(TOKENS, 24576), bf16(1, 4096, 12288)
+    values, scales = torch.empty(TOKENS, 24576, dtype=torch.float8_e4m3fn), fp32(TOKENS)
     fp8.quantize_rows(rows, None, values, scales)
     fp8.quantize_rows(rows, fp8.row_amax(rows), values, scales)
     columns = torch.empty(1, 12288, 4096, dtype=torch.float8_e4m3fn)
@@ -269,7 +269,7 @@ CALLS = (
     Call("gated_activation", "12288", call_activation),
     Call("rotate_heads", "128", call_rotary),
     Call("merge_rows", "2048", call_experts),
-    Call("fp8_quantize", "12288", call_fp8),
+    Call("fp8_quantize", "24576", call_fp8),
     Call("convolve", "10240", call_convolution),
     ssd_call(64, 128),
     ssd_call(128, 128),

@@ -50,7 +50,7 @@ def assert_same(actual: Quantized, expected: Quantized) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(7, 48), (3, 1024), (2, 20000)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 48), (3, 1024), (2, 40000)], ids=str)
 def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = random(*shape, dtype=dtype)
     if shape[0] > 4:
@@ -63,7 +63,8 @@ def test_rows_of_parts_with_strides() -> None:
     wide, other = random(7, 96), random(7, 32, seed=1)
     parts = [wide[:, 16:64], other]
     assert_same(quantize_rows(parts, backend="triton"), quantize_rows(parts, backend="torch"))
-    bits = torch.arange(7, device=DEVICE, dtype=torch.int32) + (142 << 23)
+    power = 127 + (15 if DEVICE == "cpu" else 40)  # above these numbers, but in the interpreter none becomes subnormal
+    bits = torch.arange(7, device=DEVICE, dtype=torch.int32) + (power << 23)
     assert_same(quantize_rows(parts, bits, backend="triton"), quantize_rows(parts, bits, backend="torch"))
 
 

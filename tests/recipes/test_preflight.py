@@ -60,9 +60,10 @@ def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
 ) -> None:
     data = dataset(tmp_path)
     arguments = [f"--data.path={data}", f"--run={tmp_path}/run", "--layout=pp=2,tp=2", "--dry-run"]
-    assert main(["sft", *arguments]) == 0
+    assert main(["sft", *arguments, "--fp8=true"]) == 0
     printed = capsys.readouterr().out
     assert "data: 6 rows" in printed
+    assert "fp8: emulated in fp32: cpu has no products in FP8" in printed
     assert "layout: Layout(pp=2, tp=2) on 4 ranks" in printed
     for part in ("parameters", "gradients", "optimizer", "activations", "head"):
         assert part in printed
@@ -110,6 +111,7 @@ def test_more_than_a_rank_can_hold_is_refused(
     [
         ("--head.backend=triton", "head.backend is triton, which cannot run: the tensors are on cpu, not cuda."),
         ("--head.memory_budget=0", "memory_budget is 0, but it must be a number of at least 1."),
+        ("--fp8=maybe", "fp8"),
         ("--selection_bias_rate=0.01", "selection_bias_rate is 0.01, but no router of [*-]{4} has a selection bias."),
     ],
 )

@@ -16,7 +16,7 @@ from postlude.layout import Layout
 from postlude.options import check_overlap
 from postlude.verify.adapters import AdapterReport
 from postlude.verify.cases import Case, fitting_layouts, has_routing_column, resolve_source
-from postlude.verify.choices import TOLERANCES
+from postlude.verify.choices import FP8_DTYPE, TOLERANCES
 from postlude.verify.compare import Report, compare_adapters_of, compare_all
 from postlude.world.devices import check_device, default_device
 from postlude.world.launcher import run_on_ranks
@@ -27,12 +27,13 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     source, width = resolve_source(options.model)
     family, config = read_model(source)
-    device = options.device or default_device()
+    device = options.device or ("cpu" if options.fp8 else default_device())
     check_device(device)
     if options.backend == "nccl" and device == "cpu":
         raise ValueError(
             "--backend nccl needs a GPU, but ranks compute on the CPU; use --device cuda or --backend gloo."
         )
+    dtype = _dtype(options.dtype, device, fp8=options.fp8)
     layouts = fitting_layouts(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
     if options.lora is not None:
         adapter_configs(options.lora, config, family)  # refuses targets that do not exist
@@ -47,15 +48,17 @@ def run(options: argparse.Namespace) -> int:
             objective,
             options.recompute,
             options.overlap,
-            compute_dtype=getattr(torch, options.dtype),
+            compute_dtype=getattr(torch, dtype),
             initializer_range=width,
             seed=options.seed,
             lora=options.lora,
+            fp8=options.fp8,
         )
         for layout in layouts
         for objective in objectives
     ]
-    tolerance = TOLERANCES[options.dtype] if options.tolerance is None else options.tolerance
+    default = TOLERANCES["float32" if options.fp8 else dtype]
+    tolerance = default if options.tolerance is None else options.tolerance
     by_size: dict[int, list[Case]] = {}
     for case in cases:
         by_size.setdefault(case.layout.world_size, []).append(case)
@@ -68,8 +71,12 @@ def run(options: argparse.Namespace) -> int:
     if not reports:
         return 0  # a rank other than the first, whose reports these are
     console.print(_table(reports, tolerance))
-    if has_routing_column(getattr(torch, options.dtype), config):
-        line = f"{options.dtype}: layouts and one rank were given the same random experts for each token, because "
+    if options.fp8:
+        line = f"products in FP8, everything else in {dtype}: in a shorter dtype the last bit of a number between two "
+        line += "values of e4m3 decides which of them it becomes, and layouts differ in last bits"
+        console.print(line, highlight=False, soft_wrap=True)
+    if has_routing_column(getattr(torch, dtype), config):
+        line = f"{dtype}: layouts and one rank were given the same random experts for each token, because "
         line += "rounding changes what routers choose"
         console.print(line, highlight=False, soft_wrap=True)
     adapters = [] if options.lora is None else compare_adapters_of(cases[0])
@@ -90,6 +97,18 @@ def run(options: argparse.Namespace) -> int:
     for name_of_other in wrong:
         console.print(f"one rank differs from {name_of_other} by more than {limit:g}", markup=False, highlight=False)
     return int(bool(different or wrong))
+
+
+def _dtype(chosen: str | None, device: str, *, fp8: bool) -> str:
+    """Returns the dtype to compute in. Raises ValueError for one in which layouts cannot be compared with FP8."""
+    if not fp8:
+        return chosen or "float32"
+    if device != "cpu" or chosen not in (None, FP8_DTYPE):
+        raise ValueError(
+            f"--fp8 compares in {FP8_DTYPE} on the CPU, but --device {device} --dtype {chosen or FP8_DTYPE} was asked "
+            "for: in a shorter dtype layouts round numbers to FP8 differently. Leave out --dtype and --device."
+        )
+    return FP8_DTYPE
 
 
 def _adapter_line(report: AdapterReport) -> str:

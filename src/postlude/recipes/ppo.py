@@ -49,6 +49,7 @@ class PPOTrainer(GRPOTrainer):
                     compute_dtype=self.engine.compute_dtype,
                     device=device,
                     recompute=config.recompute,
+                    fp8=config.fp8,
                     critic=True,
                     overlap=config.overlap,
                     gather_once=config.gather_once,

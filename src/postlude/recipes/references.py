@@ -35,6 +35,7 @@ def open_frozen_model(source: str, policy: Engine, config: TrainingConfig) -> En
         budget=config.budget,
         compute_dtype=policy.compute_dtype,
         device=policy.device,
+        fp8=config.fp8,
         seed=config.seed,
         mesh=policy.mesh,
     )

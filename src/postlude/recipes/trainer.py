@@ -125,6 +125,7 @@ class Trainer(ABC):
             overlap=config.overlap,
             gather_once=config.gather_once,
             weights=config.weights,
+            fp8=config.fp8,
             lora=config.lora,
             selection_bias_rate=config.selection_bias_rate,
             batch_invariant=config.batch_invariant,

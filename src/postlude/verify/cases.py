@@ -89,7 +89,7 @@ def has_routing_column(compute_dtype: torch.dtype, config: ModelConfig) -> bool:
     In half precision, rounding decides between experts of nearly equal scores. Two layouts, which round differently,
     would send a few tokens to different experts, and so not compute the same function.
     """
-    return compute_dtype != torch.float32 and bool(config.routers)
+    return compute_dtype.itemsize < torch.float32.itemsize and bool(config.routers)
 
 
 def batches(

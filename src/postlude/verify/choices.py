@@ -16,6 +16,12 @@ OVERLAPS = (ZERO_BUBBLE,)  # other than true and false
 # Relative to the largest value. Half precision rounds each rank's part, so layouts differ by a few roundings.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
 
+# With FP8 products layouts are compared in this dtype, within the tolerance of float32. Where a number lies between two
+# values of e4m3, its last bit decides which of them it becomes. Two layouts in float32 round a few numbers differently,
+# and one is enough to change a gradient by a hundredth; in bfloat16 they differ by what a wrong scale would change.
+# In float64 no number is rounded differently, and what remains is that gradients are stored in float32.
+FP8_DTYPE = "float64"
+
 # Every axis alone and combined. A model without experts skips those with ep.
 GRID = tuple(
     Layout.parse(text)

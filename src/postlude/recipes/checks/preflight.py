@@ -25,8 +25,10 @@ from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
 from postlude.hf.tokenizer import first_difference
-from postlude.model import ModelConfig
+from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
+from postlude.model.fp8 import use_fp8
+from postlude.ops.fp8 import MULTIPLE, check_fp8
 from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_bytes
@@ -195,6 +197,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.batch_invariant:
         yield Check("batch_invariant", lambda: _batch_invariant(inputs), after=("device", "model"))
+    if inputs.config.fp8:
+        yield Check("fp8", lambda: _fp8(inputs), after=("device", "layout"))
     if inputs.config.head.backend == "triton":
         yield Check("head", lambda: _head(inputs), after=("device",))
     yield Check("memory", lambda: _memory(inputs), after=("device", "layout"))
@@ -339,13 +343,23 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
     rollout = getattr(config, "rollout", None)
     keys, quantization = getattr(rollout, "kv_cache_dtype", "auto"), getattr(rollout, "quantization", None)
     options = {"lora": config.lora, "overlap": config.overlap, "rollout.kv_cache_dtype": keys if keys != "auto" else ""}
-    options["rollout.quantization"] = quantization
+    options |= {"rollout.quantization": quantization, "fp8": config.fp8}
     check_batch_invariant(inputs.model[1], config.layout, options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"
     if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
         raise ValueError(f"batch_invariant needs Triton's kernels on a GPU, but {why}. Set batch_invariant to false.")
     return "trainer and generator agree to the bit"
+
+
+def _fp8(inputs: PreflightInputs) -> str:
+    """Describes products in FP8: how they are computed, and which layers stay in the compute dtype."""
+    with torch.device("meta"):
+        staying = use_fp8(LanguageModel(inputs.model[1]).blocks, inputs.config.layout.tp)
+    device = torch.device(inputs.launch.device)
+    how = check_fp8(device, inputs.dtype) if inputs.launch.on_this_machine else "on the cluster's GPUs"
+    shown = ", ".join(staying[:3]) + (f" and {len(staying) - 3} more" if len(staying) > 3 else "")
+    return how + (f"; {shown} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if staying else "")
 
 
 def _head(inputs: PreflightInputs) -> str:

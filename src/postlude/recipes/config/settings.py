@@ -285,6 +285,8 @@ class TrainingConfig(RunConfig):
     weights: WeightStorage = "fp32"
     """Storage of the weights, where ranks do not share them: "fp32"; "split", bf16 with the other sixteen bits of fp32
     in the optimizer's state; "rounded", bf16 alone with stochastic rounding."""
+    fp8: bool = False
+    """Multiply tokens and weights inside the blocks in FP8 (e4m3, a scale per row), weight gradients excepted."""
     lora: LoRA | None = None
     """Low-rank adapters: they are trained, and the model is frozen. None trains all weights."""
     selection_bias_rate: NonNegative | None = None

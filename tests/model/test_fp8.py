@@ -1,0 +1,94 @@
+"""FP8 products of a model: which layers have them, what refuses them, and that the model's function is the layers'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from postlude import LanguageModel, load_model, pack
+from postlude.model.blocks import AttentionConfig, MLPConfig
+from postlude.model.fp8 import use_fp8
+from postlude.model.fp8_layer import FP8Layer
+from postlude.model.parallel import apply_linears
+from postlude.ops import fp8
+from postlude.ops.kernels import capabilities
+from postlude.ops.kernels.capabilities import GPUS
+from tests.model.small import small_config
+
+SIZES = {
+    "hidden_size": 32,
+    "blocks": {"*": AttentionConfig(heads=4, kv_heads=1, head_dim=12), "-": MLPConfig(intermediate_size=48)},
+}
+
+
+def in_fp8(model: LanguageModel) -> set[str]:
+    return {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer) and layer.fp8 is not None}
+
+
+def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
+    model = load_model("tiny-hybrid")
+    unfit = use_fp8(model.blocks, tp=1)
+    assert unfit == ["layers.3.latent_attention.kv_a_proj", "layers.3.latent_attention.kv_b_proj"]
+    others = {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer)} - in_fp8(model)
+    kinds = {".".join(name.split(".")[-2:]) for name in others - set(unfit)}
+    assert kinds == {"mamba.dt_proj", "gated_delta.a_proj", "gated_delta.b_proj", "moe.router", "0.proj", "head"}
+    assert any(name.endswith("experts.down_proj") for name in in_fp8(model))
+    assert any(name.startswith("mtp.0.") for name in in_fp8(model))
+
+
+def test_a_size_that_is_no_multiple_of_16_stays() -> None:
+    """Keys and values have 12 features. Queries are multiplied in FP8 beside them, and the block is not fused."""
+    model = LanguageModel(small_config("[*-]", **SIZES))
+    assert use_fp8(model.blocks, tp=1) == ["layers.0.attention.k_proj", "layers.0.attention.v_proj"]
+    attention, mlp = model.blocks
+    assert not attention.can_fuse
+    assert mlp.can_fuse
+    rows = torch.randn(5, 32)
+    together = apply_linears(rows, attention.q_proj, attention.k_proj, attention.v_proj)
+    for output, layer in zip(together, (attention.q_proj, attention.k_proj, attention.v_proj), strict=True):
+        assert torch.equal(output, layer(rows))
+
+
+def test_a_layout_that_would_change_which_layers_are_in_fp8_is_refused() -> None:
+    model = LanguageModel(small_config("[*-]", **SIZES))
+    with pytest.raises(
+        ValueError, match=r"tp=2 gives each rank 24 of the 48 output features of layers.0.attention.q_proj"
+    ):
+        use_fp8(model.blocks, tp=2)
+
+
+def test_the_models_probabilities_change_by_its_rounding() -> None:
+    model = load_model("tiny-moe", dtype=torch.float32)
+    (microbatch,) = pack([list(b"a packed batch"), list(b"of two")], budget=32)
+    exact = model(microbatch).log_softmax(-1)
+    use_fp8(model.blocks, tp=1)
+    off = (model(microbatch).log_softmax(-1) - exact).abs().max()
+    assert 1e-4 < off < 0.5
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "sentence"),
+    [
+        (GPUS["A100"], torch.bfloat16, "needs compute capability 8.9, and A100 has 8.0. Use fp8=False"),
+        (GPUS["H200"], torch.float32, "computes in bfloat16 on a GPU, but the compute dtype is float32"),
+    ],
+)
+def test_a_gpu_that_cannot_is_refused(gpu: capabilities.GPU, dtype: torch.dtype, sentence: str) -> None:
+    with mock.patch.object(fp8, "gpu_of", return_value=gpu), pytest.raises(ValueError, match=sentence):
+        fp8.check_fp8(torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize("name", ["L40S", "RTX 4090", "H100", "H200", "B200"])
+def test_gpus_with_fp8_tensor_cores_are_taken(name: str) -> None:
+    with mock.patch.object(fp8, "gpu_of", return_value=GPUS[name]):
+        assert "scaled_mm" in fp8.check_fp8(torch.device("cuda"), torch.bfloat16)
+    amd = replace(GPUS[name], name="MI300X")
+    with mock.patch.object(torch.version, "hip", "7.0"):
+        assert "AMD" in str(capabilities.why_no_fp8(amd))
+
+
+def test_the_cpu_says_that_it_emulates() -> None:
+    assert "emulated in fp32: cpu has no products in FP8" in fp8.check_fp8(torch.device("cpu"), torch.float32)
