@@ -33,6 +33,7 @@ TRAINING: Heard = {
     "optimizer.kind": ("sgd",),
     "optimizer.lr": ("3e-4",),
     "weights": ("rounded",),
+    "fp8": ("true",),
     "optimizer.betas": ("[0.5, 0.5]",),
     "optimizer.eps": ("1e-3",),
     "optimizer.weight_decay": ("0.5",),

@@ -1,8 +1,8 @@
 """Matrices rounded to e4m3, with a scale for each row, or for each column of a matrix that is also transposed.
 
-The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight. On an H200 rows
-of 4096 to 24576 numbers are read and written at 3.8 to 4.2 TB/s. In an update of the 8B shape, 16384 tokens at a time,
-all of it takes 3.5 % of the GPU's time (benchmarks/train_step.py --shape 8b --cases update-fp8 --profile).
+The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight. On an H200
+rows of 4096 to 24576 numbers are read and written at 3.8 to 4.2 TB/s. In an update of the 8B shape, 16384 tokens at a
+time, all of it takes 3.5 % of the GPU's time (benchmarks/train_step.py --shape 8b --cases update-fp8 --profile).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
