@@ -56,7 +56,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of a completion")
     parser.add_argument(
-        "--workloads", nargs="+", choices=decode_workloads.NAMES, default=list(decode_workloads.NAMES),
+        "--workloads", nargs="+", choices=decode_workloads.NAMES, default=["even", "uneven"],
         help="with --device cuda: see decode_workloads.py",
     )  # fmt: skip
     parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
