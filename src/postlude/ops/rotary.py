@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,9 +88,17 @@ def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
 
     Both halves have the same angles; in the second, the pair's other member, the sine has the opposite sign.
     """
-    angles = positions.to(torch.float32)[:, None] * config.frequencies(width, positions.device)
+    angles = positions.to(torch.float32)[:, None] * _frequencies(config, width, positions.device)
     angles = torch.cat((angles, -angles), dim=-1)[:, None, :]
+    if config.attention_factor == 1.0:
+        return angles.cos(), angles.sin()
     return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
+
+
+@functools.cache
+def _frequencies(config: RotaryConfig, width: int, device: torch.device) -> Tensor:
+    """Computed once, since every decode step needs them. They are never freed: CUDA graphs read them."""
+    return config.frequencies(width, device)
 
 
 def rotate(vectors: Tensor, table: Table) -> Tensor:
