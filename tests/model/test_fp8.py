@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from postlude import LanguageModel, load_model, pack
+from postlude import Batch, Engine, LanguageModel, load_model, pack, ranks
+from postlude.generate.probe import WeightProbe
 from postlude.model.blocks import AttentionConfig, MLPConfig
 from postlude.model.fp8 import use_fp8
 from postlude.model.fp8_layer import FP8Layer
@@ -90,5 +91,17 @@ def test_gpus_with_fp8_tensor_cores_are_taken(name: str) -> None:
         assert "AMD" in str(capabilities.why_no_fp8(amd))
 
 
+def test_weights_are_compared_with_a_generators_without_fp8() -> None:
+    """A trainer in FP8 and one without have the same weights, so the probe of a weight update finds no gap."""
+    with ranks():
+        scores = [WeightProbe(Engine("tiny-moe", fp8=in_fp8)).score().scores for in_fp8 in (False, True)]
+        engine = Engine("tiny-moe", fp8=True)
+        batch = Batch([list(b"products in FP8")])
+        before, _ = engine.topk(batch, 1)
+        WeightProbe(engine).score()
+        assert torch.equal(before[0], engine.topk(batch, 1)[0][0])  # and is in FP8 again afterwards
+    assert scores[0] == scores[1]
+
+
 def test_the_cpu_says_that_it_emulates() -> None:
-    assert "emulated in fp32: cpu has no products in FP8" in fp8.check_fp8(torch.device("cpu"), torch.float32)
+    assert "emulated in fp32, as cpu has none in FP8" in fp8.check_fp8(torch.device("cpu"), torch.float32)

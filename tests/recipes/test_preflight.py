@@ -63,7 +63,7 @@ def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
     assert main(["sft", *arguments, "--fp8=true"]) == 0
     printed = capsys.readouterr().out
     assert "data: 6 rows" in printed
-    assert "fp8: emulated in fp32: cpu has no products in FP8" in printed
+    assert "fp8: emulated in fp32, as cpu has none in FP8" in printed
     assert "layout: Layout(pp=2, tp=2) on 4 ranks" in printed
     for part in ("parameters", "gradients", "optimizer", "activations", "head"):
         assert part in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,6 +26,8 @@ from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
 from postlude.pipeline import Executor
 from postlude.trace.recorder import Recorder
 from postlude.world.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class StageBuilder:
 
     def __post_init__(self) -> None:
         if self.fp8:
-            check_fp8(self.device, self.compute_dtype)
+            log.info("fp8: products are %s", check_fp8(self.device, self.compute_dtype))
         if self.batch_invariant:
             options = {"lora": self.frozen, "overlap": self.overlap, "fp8": self.fp8}
             check_batch_invariant(self.config, self.mesh.layout, options, self.blocks)
@@ -180,8 +183,8 @@ class StageBuilder:
                 adapters=self.adapters,
                 batch_invariant=self.batch_invariant,
             )
-        if self.fp8:
-            use_fp8(stage.blocks, self.mesh.layout.tp)
+        if self.fp8 and (staying := use_fp8(stage.blocks, self.mesh.layout.tp)):
+            log.warning("fp8: %s stay in %s: a size is no multiple of 16", ", ".join(staying), self.compute_dtype)
         if self.frozen:
             freeze_base(stage, value_head=bool(self.adapters))
         elif stage.has_mtp:

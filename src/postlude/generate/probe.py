@@ -19,6 +19,7 @@ from postlude.engine import Engine
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
+from postlude.model.fp8 import without_fp8
 
 POSITIONS, STRIDE = 8, 4  # prefixes, and how many tokens each is longer than the one before
 TOP = 16  # tokens that the trainer keeps of each position: the sampler's choice is among them if weights are equal
@@ -147,7 +148,9 @@ class WeightProbe:
 
     def _scores(self) -> TrainerScores:
         top = min(TOP, self.engine.config.vocab_size)
-        (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
+        blocks = [block for stage in self.engine.stages.values() for block in stage.blocks]
+        with without_fp8(blocks):  # weights are compared, not FP8 with the generator's precision
+            (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
         likeliest = [dict(zip(ids[length].tolist(), logprobs[length].tolist(), strict=True)) for length in self.lengths]
         return TrainerScores(self.engine.step, likeliest)
 

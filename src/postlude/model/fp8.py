@@ -6,8 +6,9 @@ of the module that holds them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from postlude.model.blocks.block import Block
 from postlude.model.fp8_layer import FP8Layer
@@ -30,6 +31,19 @@ def use_fp8(blocks: Iterable[Block], tp: int) -> list[str]:
         # A fused block has one setting for all its products.
         block.can_fuse = block.can_fuse and len({layer.fp8 for _, layer in _layers(block)}) <= 1
     return staying
+
+
+@contextlib.contextmanager
+def without_fp8(blocks: Iterable[Block]) -> Iterator[None]:
+    """Multiplies in the compute dtype inside: what a generator with the same weights computes."""
+    scalings = {layer: layer.fp8 for block in blocks for _, layer in _layers(block)}
+    for layer in scalings:
+        layer.fp8 = None
+    try:
+        yield
+    finally:
+        for layer, scaling in scalings.items():
+            layer.fp8 = scaling
 
 
 def _layers(block: Block) -> list[tuple[str, FP8Layer]]:

@@ -59,7 +59,7 @@ class Quantized(NamedTuple):
 def check_fp8(device: torch.device, dtype: torch.dtype) -> str:
     """Returns how products in FP8 are computed on a device. Raises ValueError if they cannot be in this dtype."""
     if device.type != "cuda":
-        return f"emulated in fp32: {device.type} has no products in FP8, so this is slower than without, not faster"
+        return f"emulated in fp32, as {device.type} has none in FP8: slower than without, not faster"
     if (why := why_no_fp8(gpu_of(device))) is not None:
         raise ValueError(f"fp8=True cannot run on this GPU: {why}. Use fp8=False.")
     if dtype != torch.bfloat16:
@@ -67,7 +67,7 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> str:
             f"fp8=True computes in bfloat16 on a GPU, but the compute dtype is {str(dtype).removeprefix('torch.')}. "
             "Use bfloat16, or fp8=False."
         )
-    return "torch.nn.functional.scaled_mm, e4m3, a scale per row"
+    return "in e4m3 with a scale per row, by torch.nn.functional.scaled_mm"
 
 
 def fp8_products(
