@@ -9,8 +9,6 @@ import contextlib
 import json
 import multiprocessing
 import runpy
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +25,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES, UserRecipe
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -104,23 +103,31 @@ def read_metrics_of(directory: Path) -> list[dict[str, float]]:
     return [{name: row[name] for name in names if name in row} for row in rows]
 
 
+CALCULATOR = "examples/calculator.yaml"
 ENVIRONMENT_RUN = (
-    "--warm_start.steps=24",
     "--steps=1",
     "--prompts_per_step=4",
     "--samples_per_prompt=4",
     "--minibatches=1",
     "--warm_start.batch_size=16",
     "--evaluation.every=0",
-    "--export=false",
 )
 
 
+@pytest.fixture(scope="module")
+def caller(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has learned from examples to call the tool."""
+    directory = tmp_path_factory.mktemp("caller")
+    ranks(1, metrics_of, "grpo", CALCULATOR, f"--run={directory}", *ENVIRONMENT_RUN, "--warm_start.steps=24")
+    return str(directory / "model")
+
+
 @pytest.mark.slow
-def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
+def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, caller: str, tmp_path: Path) -> None:
+    words = (*ENVIRONMENT_RUN, f"--model={caller}", "--warm_start.steps=0", "--export=false")
     runs = [
-        ranks(size, metrics_of, "grpo", "examples/calculator.yaml", f"--run={tmp_path / str(size)}", *words)[0]
-        for size, words in ((1, ENVIRONMENT_RUN), (2, (*ENVIRONMENT_RUN, "--layout=tp=2")))
+        ranks(size, metrics_of, "grpo", CALCULATOR, f"--run={tmp_path / str(size)}", *words, *layout)[0]
+        for size, layout in ((1, ()), (2, ("--layout=tp=2",)))
     ]
     assert runs[0][-1]["turns_mean"] > 1  # some call the tool
     for one, two in zip(*runs, strict=True):
@@ -132,8 +139,7 @@ def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path
     """As a command, which starts the two ranks."""
     recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "tiny-sft"
     words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
-    command = [sys.executable, "-m", "postlude", recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}"]
-    done = subprocess.run([*command, "--device=cpu"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_command([recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}", "--device=cpu"], ROOT)
     assert done.returncode == 0, done.stderr
     one = ranks(1, metrics_of, recipe, config, *words, f"--run={tmp_path / 'one'}")[0]
     assert one[-1]["loss"] < one[1]["loss"]
@@ -184,17 +190,18 @@ class MinimalHandler(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(ranks: Any, tmp_path: Path) -> None:
+def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(
+    ranks: Any, caller: str, tmp_path: Path
+) -> None:
     """The run has the metrics of the native generator: its server samples the same tokens by the newest weights."""
-    with MinimalServer("tiny-dense") as server:
+    with MinimalServer(caller) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, api = f"http://localhost:{server.server_port}", EXAMPLES / "rollout_server.py:MinimalAPI"
-        words = (*ENVIRONMENT_RUN, "--steps=2", "--layout=tp=2")
-        served = (f"--rollout={url}", f"--rollout.api={api}")
-        config = "examples/calculator.yaml"
-        native = ranks(2, metrics_of, "grpo", config, *words, f"--run={tmp_path / 'native'}")[0]
-        metrics = ranks(2, metrics_of, "grpo", config, *words, *served, f"--run={tmp_path / 'served'}")[0]
-        assert server.version.endswith(".25")  # of the last step but one
+        words = (*ENVIRONMENT_RUN, f"--model={caller}", "--warm_start.steps=0", "--steps=2", "--layout=tp=2")
+        served = (f"--rollout={url}", f"--rollout.api={api}", "--export=false")
+        native = ranks(2, metrics_of, "grpo", CALCULATOR, *words, f"--run={tmp_path / 'native'}", "--export=false")[0]
+        metrics = ranks(2, metrics_of, "grpo", CALCULATOR, *words, *served, f"--run={tmp_path / 'served'}")[0]
+        assert server.version.endswith(".1")  # of the last step but one
         server.shutdown()
     for expected, found in zip(native, metrics, strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
