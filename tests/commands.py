@@ -1,4 +1,4 @@
-"""Commands in a forked process that has imported torch already: as a new process, without the seconds of its start."""
+"""Commands in forked processes that have imported torch already: as in new ones, without the seconds of their start."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from postlude.cli import main
-from tests.conftest import PATIENCE, SERVER
+from tests.conftest import PATIENCE, SERVER, Ranks
 
 
 def run_command(words: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
@@ -23,6 +25,19 @@ def run_command(words: list[str], directory: Path) -> subprocess.CompletedProces
             process.kill()
             process.join()
         return subprocess.CompletedProcess(words, process.exitcode or 0, *(path.read_text() for path in output))
+
+
+def run_on_shared_ranks(ranks: Ranks) -> Callable[..., Any]:
+    """Returns what a command can have in place of `run_on_ranks`: it starts none, and uses those that tests share."""
+
+    def run(function: Callable[..., Any], *arguments: Any, nproc: int, **_: Any) -> Any:
+        return ranks(nproc, _call, function, *arguments)[0]
+
+    return run
+
+
+def _call(group: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def _run(words: list[str], directory: str, output: list[str]) -> None:

@@ -24,6 +24,7 @@ from postlude.hf.read_model import read_description, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
 from postlude.verify.compare import Report
+from tests.commands import run_on_shared_ranks
 from tests.conftest import Ranks
 
 
@@ -327,19 +328,14 @@ def test_the_installed_command_answers() -> None:
     assert all(name in result.stdout for name in ("info", "convert", "logprobs"))
 
 
-def call(group: Any, function: Any, *arguments: Any) -> Any:
-    return function(*arguments)
-
-
 class TestVerify:
     def test_the_exit_code_tells(
         self, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reports: list[Report] = []
 
-        def run_on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
-            if not reports:  # the second time what was found the first
-                reports.extend(ranks(nproc, call, function, *arguments)[0])
+        def run_on_ranks(*arguments: Any, **options: Any) -> Any:  # once: the second time what was found the first
+            reports.extend([] if reports else run_on_shared_ranks(ranks)(*arguments, **options))
             return reports
 
         monkeypatch.setattr(verify, "run_on_ranks", run_on_ranks)

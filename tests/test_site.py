@@ -14,9 +14,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import postlude
+from postlude.commands import verify
 from postlude.recipes.config.schema import options
 from postlude.recipes.registry import RECIPES
-from tests.commands import run_command
+from tests.commands import run_command, run_on_shared_ranks
+from tests.conftest import Ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -120,11 +122,14 @@ def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
     assert len(outputs) == 5
 
 
-@pytest.mark.slow  # each trains or starts ranks
+@pytest.mark.slow  # each trains or verifies
 @pytest.mark.parametrize("name", ["objective", "layout", "grpo"])
-def test_a_notebook_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_prints_what_it_shows(
+    name: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own assertions hold, and cells that print here print in the stored notebook too."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verify, "run_on_ranks", run_on_shared_ranks(ranks))
     notebooks = module_of("run_notebooks")
     path = notebooks.NOTEBOOKS / f"{name}.ipynb"
     stored, run = notebooks.json.loads(path.read_text()), notebooks.run(path)
