@@ -29,7 +29,7 @@ from benchmarks.tinker_load import HTTPClient
 from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, SampleParams, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
-from postlude.tinker.server import serve
+from postlude.tinker.server import run_server
 from postlude.tinker.settings import WorkerSettings
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
@@ -105,14 +105,14 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         request = read_pass(
             data(options), "cross_entropy", {}, forward_only=False, vocab_size=vocabulary, max_context_length=1 << 20
         )
-        seconds = []
-        for _ in range(options.warmup + options.steps):
-            synchronize()
-            began = time.perf_counter()
+        for step in range(options.warmup + options.steps):
+            if step == options.warmup:
+                synchronize()
+                began = time.perf_counter()
             models.run_pass("one", request)
             models.optim_step("one", AdamParams())
-            synchronize()
-            seconds.append(time.perf_counter() - began)
+        synchronize()
+        training = (time.perf_counter() - began) / options.steps
         sampler = RankSampler(models.engine, tokenizer, settings)
         models.engine.copy_weights(sampler.generator.model)
         sampled = []
@@ -126,7 +126,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
             while sampler.busy:
                 sampler.step()
             sampled.append(time.perf_counter() - began)
-    pipe.send((min(seconds[options.warmup :]), min(sampled[options.warmup :])))
+    pipe.send((training, min(sampled[options.warmup :])))
 
 
 def requests(options: argparse.Namespace) -> list[SampleRequest]:
@@ -134,10 +134,10 @@ def requests(options: argparse.Namespace) -> list[SampleRequest]:
     return [SampleRequest(row.tokens[: options.prompt], params) for row in data(options)]
 
 
-def run_server(options: argparse.Namespace, state: str, pipe: Any) -> None:
+def start_server(options: argparse.Namespace, state: str, pipe: Any) -> None:
     backend = EngineBackend([f"{NAME}={options.model}"], device=options.device, budget=options.budget)
     directory, limits = StateDirectory(Path(state)), Limits()
-    asyncio.run(serve(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send))
+    run_server(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
 
 
 async def through_server(url: str, options: argparse.Namespace) -> tuple[float, float]:
@@ -206,7 +206,7 @@ def main() -> None:
         training_alone, sampling_alone = receiver.recv()
         print(f"alone: a step {training_alone:.3f} s, a round of samples {sampling_alone:.3f} s", flush=True)
         process.join()
-        process = context.Process(target=run_server, args=(options, f"{directory}/state", sender))
+        process = context.Process(target=start_server, args=(options, f"{directory}/state", sender))
         process.start()
         training, sampling = asyncio.run(through_server(receiver.recv(), options))
         process.terminate()

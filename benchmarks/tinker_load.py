@@ -41,7 +41,7 @@ from postlude.tinker.backend import (
 )
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
-from postlude.tinker.server import serve
+from postlude.tinker.server import run_server
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
 
@@ -150,12 +150,10 @@ def make_backend(model: str | None) -> Backend:
     return FakeBackend()
 
 
-def run_server(model: str | None, state: str, pipe: Any) -> None:
+def start_server(model: str | None, state: str, pipe: Any) -> None:
     limits = Limits(samples_per_key=64, models=1024)
     directory = StateDirectory(Path(state))
-    asyncio.run(
-        serve(make_backend(model), directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
-    )
+    run_server(make_backend(model), directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
 
 
 async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:
@@ -222,7 +220,7 @@ def main() -> None:
         if options.url is None:
             receiving, sending = multiprocessing.Pipe(duplex=False)
             process = multiprocessing.get_context("spawn").Process(
-                target=run_server, args=(options.model, state, sending)
+                target=start_server, args=(options.model, state, sending)
             )
             process.start()
             options.url = receiving.recv()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 from importlib.util import find_spec
 
@@ -13,7 +12,7 @@ from postlude.layout import Layout
 from postlude.recipes.run.outcome import RunFailed
 
 LOCAL_KEY = "tml-local"
-NEEDED = ("starlette", "uvicorn", "google.protobuf", "zstandard")
+NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "google.protobuf", "zstandard")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -23,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
         raise ImportError(f"`postlude tinker` needs {', '.join(missing)}: pip install 'postlude[tinker]'.")
     from postlude.tinker.engine_backend import EngineBackend
     from postlude.tinker.limits import Limits
-    from postlude.tinker.server import check_key_file, read_keys, serve
+    from postlude.tinker.server import check_key_file, read_keys, run_server
     from postlude.tinker.state import StateDirectory
 
     if options.ray is not None:
@@ -54,6 +53,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"export TINKER_BASE_URL={address}\nexport TINKER_API_KEY={key}", flush=True)
 
     try:
-        asyncio.run(serve(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready))
+        run_server(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready)
     except (RuntimeError, ArithmeticError) as error:
         raise RunFailed(str(error)) from error

@@ -108,10 +108,12 @@ def _sequence(datum: Datum) -> torch.Tensor:
 def _column(values: NDArray[Any], width: int | None) -> torch.Tensor:
     """Returns values per token, shifted by one. Missing targets of a position are token 0, and weigh nothing."""
     rows = values if width is None or values.ndim == 2 else values[:, None]
-    missing = 0 if width is None else width - rows.shape[1]
-    padding = [(EXTRA_TOKENS, 0), *([] if width is None else [(0, missing)])]
-    dtype = np.float32 if rows.dtype.kind == "f" else np.int64
-    return torch.from_numpy(np.pad(rows.astype(dtype, copy=False), padding))
+    column = np.zeros(
+        (EXTRA_TOKENS + len(rows), *(() if width is None else (width,))),
+        np.float32 if rows.dtype.kind == "f" else np.int64,
+    )
+    column[(slice(EXTRA_TOKENS, None), *(slice(size) for size in rows.shape[1:]))] = rows
+    return torch.from_numpy(column)
 
 
 def _check_inputs(name: str, datum: Datum, loss_fn: str, objective: SummedLoss, vocab_size: int) -> None:

@@ -113,6 +113,7 @@ class ModelRequests:
         """Queues a pass; `message` is the request as it was sent."""
         model = self._service.model(owner, message.model_id)
         info = self._service.bases[model.spec.base_model]
+        reading: asyncio.Task[PassRequest] | None = None
 
         def read() -> PassRequest:
             if message.loss_fn not in info.losses:
@@ -121,15 +122,23 @@ class ModelRequests:
                 )
             return read_pass_request(message, info.max_context_length, info.vocab_size)
 
+        def prepare() -> None:
+            nonlocal reading
+            if size > LARGE:
+                reading = asyncio.create_task(asyncio.to_thread(read))
+                reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised in its turn
+
         async def run() -> bytes:
-            request = await asyncio.to_thread(read) if size > LARGE else read()
+            if reading is None:
+                prepare()
+            request = read() if reading is None else await reading
             result = await self._backend.forward_backward(
                 model.model_id, request.data, request.loss_fn, request.config, forward_only=request.forward_only
             )
             return await asyncio.to_thread(encode_pass, result) if size > LARGE else encode_pass(result)
 
         role: Role = "other" if message.forward_only else "pass"
-        return self._training.submit(model, message.seq_id, Operation("forward_backward", run, role, size))
+        return self._training.submit(model, message.seq_id, Operation("forward_backward", run, role, size, prepare))
 
     async def optim_step(self, owner: str, body: bodies.OptimStepBody) -> Future:
         """Queues an optimizer step."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from postlude.tinker.app import Keys, TinkerApp
 from postlude.tinker.backend import Backend
@@ -55,6 +56,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def run_server(
+    backend: Backend,
+    state: StateDirectory,
+    *,
+    host: str,
+    port: int,
+    keys: Sequence[str] | None,
+    limits: Limits,
+    ready: Callable[[str], None],
+) -> None:
+    """Runs `serve`. uvloop sends head and body of a response at once, in half of asyncio's system calls."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(backend, state, host=host, port=port, keys=keys, limits=limits, ready=ready))
 
 
 async def serve(

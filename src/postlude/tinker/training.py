@@ -24,6 +24,7 @@ from postlude.tinker.limits import Limits
 from postlude.tinker.state import StateDirectory
 
 LOG = logging.getLogger("postlude")
+PREPARED = 4  # waiting requests of a model that are read before their turn, so that ranks do not wait for them
 Role = Literal["pass", "step", "other"]
 
 
@@ -37,6 +38,8 @@ class Operation:
     """What it is in a step: a pass that adds gradients, the optimizer step, or neither."""
     size: int = 0
     """Bytes that it holds while it waits."""
+    prepare: Callable[[], None] | None = None
+    """Begins what can be done before its turn."""
     future: Future = field(init=False)
     arrived: float = field(default_factory=time.monotonic)
     knows_failure: Future | None = None
@@ -129,6 +132,8 @@ class TrainingQueues:
             operation.knows_failure = failed
         model.waiting[seq_id] = operation
         self._queued_bytes += operation.size
+        if operation.prepare is not None and len(model.waiting) <= PREPARED:
+            operation.prepare()
         self._make_ready(model)
         return operation.future
 
