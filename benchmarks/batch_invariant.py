@@ -5,8 +5,8 @@
 
 A model of a published shape with random weights, in bf16. Both ways sample the same completions (tokens/s, prompts
 included), score them and train on them (`workloads.py`: MFU). "divergence" samples completions alone and among others,
-and counts the tokens from the first that differs on, and log-probs that differ before it. Weights are drawn twice as
-wide as usual, so that the likeliest tokens stand out as in a trained model.
+and counts the tokens from the first that differs on, and log-probs that differ before it. It is repeated with weights
+of other widths, relative to the shape's: the wider, the more some tokens stand out, and the more rounding adds up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.objectives import PolicyGradient
 
 PROMPT = 64  # tokens
-WIDER = 2.0  # than the shape's initializer_range
 
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -41,6 +40,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--completions", type=int, nargs="+", default=[1, 16, 128, 512], help="at once")
     parser.add_argument("--length", type=int, default=256, help="tokens of a completion")
     parser.add_argument("--others", type=int, default=200, help="completions beside the 8 that are compared")
+    parser.add_argument("--widths", type=float, nargs="+", default=[1.0, 2.0], help="of weights; the first is timed")
     parser.add_argument("--budget", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -56,17 +56,19 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     arguments = options(words)
     results = Results(" ".join(sys.argv), arguments.device, arguments.json)
-    config = SHAPES[arguments.shape]()
-    config.initializer_range *= WIDER
     with ranks(device=arguments.device):
         for batch_invariant in (False, True):
-            measure(config, batch_invariant, arguments, results)
+            for width in arguments.widths:
+                measure(width, batch_invariant, arguments, results)
+                forget(arguments.device)
     return results.cases
 
 
-def measure(config: PretrainedConfig, batch_invariant: bool, arguments: argparse.Namespace, results: Results) -> None:
-    """All cases of one mode."""
+def measure(width: float, batch_invariant: bool, arguments: argparse.Namespace, results: Results) -> None:
+    """All cases of one mode, or divergence alone for another than the first width."""
     device, clock = arguments.device, Clock(arguments.device, arguments.repeats)
+    config, timed = SHAPES[arguments.shape](), width == arguments.widths[0]
+    config.initializer_range *= width
     engine = Engine(
         config,
         device=device,
@@ -77,14 +79,15 @@ def measure(config: PretrainedConfig, batch_invariant: bool, arguments: argparse
     )
 
     def add(case: str, found: dict[str, Any]) -> None:
-        results.add({"shape": arguments.shape, "case": case, "batch_invariant": batch_invariant, **found})
-        print(f"{'batch-invariant' if batch_invariant else 'ordinary':<16} {case:<24} {found}", flush=True)
+        said = {"shape": arguments.shape, "case": case, "batch_invariant": batch_invariant, "width": width}
+        results.add(said | found)
+        print(f"{'batch-invariant' if batch_invariant else 'ordinary':<16} {width:g} {case:<24} {found}", flush=True)
 
     most = max(*arguments.completions, arguments.others + 8)
     limits = {"max_batch_tokens": most * (PROMPT + arguments.length + 64), "max_sequences": most}
     generator = SyncedGenerator(engine, None, **limits)
     prompts, samplings = requests(most, config.vocab_size, arguments.length)
-    for count in arguments.completions:
+    for count in arguments.completions if timed else ():
         asked = [[token % config.vocab_size for token in range(row, row + PROMPT)] for row in range(count)]
         sampling = SamplingParams(max_new_tokens=arguments.length, ignore_eos=True)
         forget(device)
@@ -98,7 +101,8 @@ def measure(config: PretrainedConfig, batch_invariant: bool, arguments: argparse
     add(f"divergence among {arguments.others}", divergence(among[:8], alone))
     add("trainer and generator", mismatch(engine, prompts, samplings, among))
     del generator
-    train(engine, config, arguments, clock, add)
+    if timed:
+        train(engine, config, arguments, clock, add)
 
 
 def requests(count: int, vocab_size: int, longest: int) -> tuple[list[list[int]], list[SamplingParams]]:

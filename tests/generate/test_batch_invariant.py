@@ -72,21 +72,28 @@ def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) 
     return {"tokens": tokens, "diverged": other_tokens / tokens, "other_logprobs": other_logprobs / max(shared, 1)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [Stepped, Recorded])
-def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(kind: type[Generator], dtype: torch.dtype) -> None:
-    model = model_of(config("tiny-dense"), "cpu", dtype)
-    prompts, samplings = requests(7, 20, 256)
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        (Stepped, "tiny-dense", torch.float32),
+        (Recorded, "tiny-dense", torch.bfloat16),
+    ],
+)
+def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
+    kind: type[Generator], name: str, dtype: torch.dtype
+) -> None:
+    model = model_of(config(name), "cpu", dtype)
+    prompts, samplings = requests(6, 14, 256)
     together = bits(kind(model).generate(prompts, samplings))
-    for index in (0, 3, 6):
+    for index in (0, 5):
         assert bits(kind(model).generate(prompts[index : index + 1], samplings[index : index + 1])) == [together[index]]
-    few_pages = kind(model, max_sequences=3, max_batch_tokens=130, max_prefill_tokens=8)
+    few_pages = kind(model, max_sequences=3, max_batch_tokens=100, max_prefill_tokens=8)
     assert bits(few_pages.generate(prompts[::-1], samplings[::-1])) == together[::-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(dtype: torch.dtype) -> None:
-    compare_with_trainer(config("tiny-dense"), "cpu", dtype, requests(7, 20, 256), budget=64)
+@pytest.mark.parametrize("name", ["tiny-dense"])
+def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(name: str) -> None:
+    compare_with_trainer(config(name), "cpu", torch.bfloat16, requests(6, 14, 256), budget=64)
 
 
 def compare_with_trainer(
@@ -110,10 +117,10 @@ def compare_with_trainer(
             assert result.loss == pytest.approx(-mean / sum(len(each) - 1 for each in batch.sequences), rel=1e-6)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompute) -> None:
     gradients = []
-    batch = Batch([torch.randint(256, (length,)) for length in (20, 9, 33)], {})
+    batch = Batch([torch.randint(256, (length,)) for length in (5, 9, 12)], {})
     for batch_invariant in (False, True):
         with started():
             engine = Engine(
@@ -147,10 +154,11 @@ def test_an_engine_with_adapters_is_refused() -> None:
 
 
 @GPU
+@pytest.mark.parametrize("source", [qwen3])
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["batch_invariant", "ordinary"])
-def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(batch_invariant: bool) -> None:
+def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, batch_invariant: bool) -> None:
     """Alone, among others, with other prompts prefilled beside it; and without the mode this differs."""
-    model = model_of(qwen3(), "cuda", torch.bfloat16, batch_invariant=batch_invariant)
+    model = model_of(source(), "cuda", torch.bfloat16, batch_invariant=batch_invariant)
     prompts, samplings = requests(201, 120, 151936)
     chosen, generator = (0, 1, 2, 77, 200), Generator(model)
     alone = [generator.generate(prompts[row : row + 1], samplings[row : row + 1])[0] for row in chosen]
@@ -167,14 +175,15 @@ def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(batch_invariant:
     one = [generator.generate(prompts[:4], shared, 1, first=number) for number in range(3)]
     again = [[one[number][row][0] for number in range(3)] for row in range(4)]
     rates["prompts shared by 3"] = diverging(several, again)
-    print(json.dumps({"batch_invariant": batch_invariant, **rates}))
+    print(json.dumps({"source": source.__name__, "batch_invariant": batch_invariant, **rates}))
     differs = any(rate["diverged"] or rate["other_logprobs"] for rate in rates.values())
     assert differs is not batch_invariant
 
 
 @GPU
-def test_on_a_gpu_in_bf16_the_log_probs_are_the_trainers_to_the_bit() -> None:
-    compare_with_trainer(qwen3(), "cuda", torch.bfloat16, requests(64, 300, 151936), budget=8192)
+@pytest.mark.parametrize("source", [qwen3])
+def test_on_a_gpu_in_bf16_the_log_probs_are_the_trainers_to_the_bit(source: Any) -> None:
+    compare_with_trainer(source(), "cuda", torch.bfloat16, requests(64, 300, 151936), budget=8192)
 
 
 @GPU

@@ -159,6 +159,7 @@ def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = 
 def call_invariant_linear(count: int, dtype: torch.dtype = BF16) -> None:
     rows, out = torch.empty(count, 4096, dtype=dtype), fp32(count, 1024)
     invariant_linear.product(rows, torch.empty(1024, 4096, dtype=dtype), fp32(1024), out)
+    invariant_linear.grouped_product(rows, torch.empty(8, 1024, 4096, dtype=dtype), whole(8))
 
 
 def call_invariant_attention(width: int = 128, dtype: torch.dtype = BF16) -> None:

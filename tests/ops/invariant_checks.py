@@ -139,3 +139,17 @@ def test_the_lse_is_that_of_the_other_forward(name: str) -> None:
     actual = whole_sequences(packing, parts, scores)
     assert_equal(actual[1], expected[1], "lse", tolerance=1e-4)
     assert_equal(actual[0].float(), expected[0].float(), "output", tolerance=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
+def test_a_row_of_an_expert_has_the_bits_of_a_product_by_itself(dtype) -> None:
+    """Whatever rows its expert and the others have, none included, and with every tile."""
+    _, width, columns = SIZES
+    counts = torch.tensor((0, 1, 200, 64, 0, 65, 7) if GPU else (0, 1, 33, 0, 7), device=DEVICE)
+    rows = normal(int(counts.sum()), width, dtype=dtype)
+    weight = normal(len(counts), columns, width, dtype=dtype, seed=1)
+    expected = torch.empty(len(rows), columns, dtype=dtype, device=DEVICE)
+    for piece, out, matrix in zip(rows.split(counts.tolist()), expected.split(counts.tolist()), weight, strict=True):
+        invariant_linear.product(piece, matrix, None, out)
+    for tile in (None, *(invariant_linear.HALF_TILES if dtype == HALF else ())):
+        assert torch.equal(invariant_linear.grouped_product(rows, weight, counts, tile), expected), tile

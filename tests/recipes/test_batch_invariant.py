@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
+from postlude import load_tokenizer
 from postlude import ranks as started
+from postlude.recipes import evaluation
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.grpo import GRPOConfig, checks, run
+from postlude.recipes.run.runtime import LOCAL_RUNTIME
+from tests.conftest import Ranks
 
 ROWS = "".join(json.dumps({"prompt": f"{a} + {b} = ", "answer": str(a + b)}) + "\n" for a in range(8) for b in range(8))
 CONFIG = """
@@ -57,6 +62,22 @@ def test_in_bfloat16_rollout_kl_is_exactly_zero(tmp_path: Path, device: str, old
         assert [(step["ratio"], step["ratio_max"]) for step in steps] == [(1.0, 1.0)] * 2
 
 
+def trained(group: Any, directory: str, *overrides: str) -> list[float]:
+    config = load(GRPOConfig, Path(directory) / "grpo.yaml", ["--run", f"{directory}/run", *overrides])
+    run(config)
+    rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return [row["rollout_kl"] for row in rows if "rollout_kl" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_rollout_kl_is_exactly_zero_with_sharded_weights(ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks gather the weights that the trainer multiplies with."""
+    config_of(tmp_path)  # writes the files
+    for kl in ranks(2, trained, str(tmp_path), "--dtype", "bfloat16", "--layout", "dp_shard=2"):
+        assert kl == [0.0] * 2
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_without_the_mode_bfloat16_differs(tmp_path: Path, device: str) -> None:
     steps = mismatch(tmp_path, device, "--dtype", "bfloat16", "--rollout.batch_invariant", "false")
@@ -78,6 +99,18 @@ def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: 
     with pytest.raises(PreflightError, match="batch_invariant") as raised:
         preflight(checks(PreflightInputs(config, LaunchInfo(ranks=ranks))))
     assert why in str(raised.value)
+
+
+def test_an_evaluation_has_the_mode(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    (tmp_path / "eval.yaml").write_text(
+        "model: tiny-dense\nbudget: 256\nenvironment: {kind: dataset, path: sums.jsonl, reward: exact, workers: 0}\n"
+        "tasks: 3\nsampling: {max_new_tokens: 3}\nrollout: {kind: native, batch_invariant: true}\n"
+    )
+    config = load(EvalConfig, tmp_path / "eval.yaml", ["--run", str(tmp_path / "evaluated")])
+    assert "batch_invariant" in preflight(evaluation.checks(PreflightInputs(config, LaunchInfo())))
+    with started():
+        assert evaluation._make_engine(config, load_tokenizer("tiny-dense"), "cpu", LOCAL_RUNTIME).model.batch_invariant
 
 
 @pytest.mark.parametrize("kind", ["vllm", "generators"])

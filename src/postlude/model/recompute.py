@@ -38,6 +38,7 @@ KEPT = (
     "postlude.fp8_grouped_product",
     "postlude.fp8_products",
     "postlude.invariant_attention",
+    "postlude.invariant_grouped_linear",
     "postlude.invariant_linear",
     "postlude.ssd",
     "postlude.ssd_triton",

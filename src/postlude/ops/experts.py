@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
+from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.fp8 import fp8_grouped_product
+from postlude.ops.invariant_linear import invariant_grouped_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
-from postlude.ops.linear import DeferredWgrads, main_grad, wgrad_queue
+from postlude.ops.linear import DeferredWgrads, linear, main_grad, wgrad_queue
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the kernels take: one program has all of them
@@ -97,6 +99,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, *, fp8: bool = 
     if not len(rows):
         return rows @ weight[0].T  # as empty, with a gradient of zero
     pieces = rows.split(counts.tolist())
+    if is_batch_invariant():
+        return torch.cat([linear(piece, matrix) for piece, matrix in zip(pieces, weight, strict=True)])
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
 
 
@@ -188,6 +192,8 @@ class _GroupedProduct(Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, deferred: DeferredWgrads | None) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
         ctx.weight, ctx.deferred = weight, deferred  # with its history
+        if is_batch_invariant():
+            return invariant_grouped_product(rows, weight, offsets.diff(prepend=offsets.new_zeros(1)))
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
 
     @staticmethod

@@ -11,7 +11,6 @@ import torch
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import end_tokens, read_generation_config
-from postlude.model.batch_invariant import check_batch_invariant
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
 from postlude.recipes.checks.servers import server_checks
@@ -127,9 +126,7 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
         )
     draft = config.sampling.draft
     model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
-    if config.rollout.batch_invariant:
-        check_batch_invariant(model.config, model.layout)
-        model.batch_invariant = True
+    model.batch_invariant = config.batch_invariant
     eos_tokens = end_tokens(read_generation_config(config.model), tokenizer.eos_token_id)
     return ReplicatedGenerator(
         model,

@@ -75,6 +75,32 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, t
     return output
 
 
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, tile: Tile | None = None) -> Tensor:
+    """Returns each of `rows` [R, in] times its expert's matrix of `weight` [E, out, in]: [R, out].
+
+    Rows are sorted by expert and `counts` [E] has the rows of each. The host does not wait for them.
+    """
+    (count, width), (experts, features, _) = rows.shape, weight.shape
+    rows, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (rows, weight))
+    output = torch.empty(count, features, dtype=rows.dtype, device=rows.device)
+    if tile is None:
+        tile = tile_for(count // experts, features, rows.dtype, gpu_of(rows.device).shared_memory)
+    ends = counts.cumsum(0).to(torch.int32)
+    tile_ends = ((counts + tile.rows - 1) // tile.rows).cumsum(0).to(torch.int32)
+    tiles = min(count, count // tile.rows + experts)  # at most
+    strides = (rows.stride(0), weight.stride(0), weight.stride(1), output.stride(0))
+    sizes = (width, features, tile.rows, tile.columns, tile.features, triton.next_power_of_2(experts))
+    _grouped(
+        (tiles, triton.cdiv(features, tile.columns), 1),
+        (rows, weight, ends, tile_ends, output),
+        (experts,),
+        (*strides, *sizes),
+        tile.warps,
+        num_stages=tile.stages,
+    )
+    return output
+
+
 def _new_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product(rows, weight, bias, torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device))
 
@@ -83,6 +109,8 @@ def _new_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define("invariant_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("invariant_linear", _new_product, "CompositeExplicitAutograd")
+_LIBRARY.define("invariant_grouped_linear(Tensor rows, Tensor weight, Tensor counts) -> Tensor")
+_LIBRARY.impl("invariant_grouped_linear", grouped_product, "CompositeExplicitAutograd")
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -97,7 +125,42 @@ def _product_kernel(
     place = tl.program_id(0) % (NEIGHBOURS * column_tiles)
     row = ((first + place % neighbours) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (place // neighbours * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    live, inside = row < count, column < FEATURES
+    _tile(
+        rows, weight, bias, output, row, row < count, column,
+        STRIDE, WEIGHT_STRIDE, OUTPUT_STRIDE, WIDTH, FEATURES, ROWS, COLUMNS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["experts"])
+def _grouped_kernel(
+    rows, weight, ends, tile_ends, output, experts,
+    STRIDE: tl.constexpr, EXPERT_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    tile, index = tl.program_id(0), tl.arange(0, EXPERTS)
+    known = index < experts
+    expert = tl.sum((tl.load(tile_ends + index, mask=known, other=0) <= tile).to(tl.int32) * known.to(tl.int32), 0)
+    if expert < experts:
+        before = tl.maximum(expert - 1, 0)
+        first_tile = tl.where(expert > 0, tl.load(tile_ends + before), 0)
+        first_row = tl.where(expert > 0, tl.load(ends + before), 0)
+        row = (first_row + (tile - first_tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        _tile(
+            rows, weight + expert.to(tl.int64) * EXPERT_STRIDE, None, output, row, row < tl.load(ends + expert), column,
+            STRIDE, WEIGHT_STRIDE, OUTPUT_STRIDE, WIDTH, FEATURES, ROWS, COLUMNS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    rows, weight, bias, output, row, live, column,
+    STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Computes the product of `live` rows with some columns of the weight, and writes it.
+    inside = column < FEATURES
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, WIDTH, BLOCK):
         feature = start + tl.arange(0, BLOCK)
@@ -117,3 +180,4 @@ def _product_kernel(
 
 
 _product = Launcher(_product_kernel)
+_grouped = Launcher(_grouped_kernel)

@@ -25,6 +25,7 @@ from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
 from postlude.hf.tokenizer import first_difference
+from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.fp8 import use_fp8
@@ -180,6 +181,8 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
     yield Check("model", lambda: _model(inputs))
     yield Check("weights", lambda: _weights(inputs.source, _cold_start(inputs)), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(inputs), after=("model",))
+    if inputs.config.batch_invariant:
+        yield Check("batch_invariant", lambda: _batch_invariant(inputs), after=("device", "model"))
 
 
 def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
@@ -195,8 +198,6 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     if inputs.config.lora is not None:
         yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
-    if inputs.config.batch_invariant:
-        yield Check("batch_invariant", lambda: _batch_invariant(inputs), after=("device", "model"))
     if inputs.config.fp8:
         yield Check("fp8", lambda: _fp8(inputs), after=("device", "layout"))
     if inputs.config.head.backend == "triton":
@@ -342,14 +343,14 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
     config, device = inputs.config, torch.device(inputs.launch.device)
     rollout = getattr(config, "rollout", None)
     keys, quantization = getattr(rollout, "kv_cache_dtype", "auto"), getattr(rollout, "quantization", None)
-    options = {"lora": config.lora, "overlap": config.overlap, "rollout.kv_cache_dtype": keys if keys != "auto" else ""}
-    options |= {"rollout.quantization": quantization, "fp8": config.fp8}
-    check_batch_invariant(inputs.model[1], config.layout, options)
+    options = {name: getattr(config, name, None) for name in ("lora", "overlap", "fp8")}  # an evaluation has none
+    options |= {"rollout.kv_cache_dtype": None if keys == "auto" else keys, "rollout.quantization": quantization}
+    check_batch_invariant(inputs.model[1], getattr(config, "layout", Layout()), options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"
     if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
         raise ValueError(f"batch_invariant needs Triton's kernels on a GPU, but {why}. Set batch_invariant to false.")
-    return "trainer and generator agree to the bit"
+    return "a token has the same bits in every batch"
 
 
 def _fp8(inputs: PreflightInputs) -> str:

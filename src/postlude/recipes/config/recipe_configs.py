@@ -250,6 +250,11 @@ class EvalConfig(RunConfig):
     rollout: RolloutSettings = NativeRollout()
     """Rollout engine: the native generator, or servers. With servers, no weights are loaded here."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether completions do not depend on what is generated beside them, to the bit."""
+        return isinstance(self.rollout, NativeRollout) and self.rollout.batch_invariant
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)

@@ -230,6 +230,11 @@ class RunConfig(Settings):
     cluster: ClusterSettings = ClusterSettings()
     """Resources on a Ray cluster."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a token's results must not depend on its batch (`NativeRollout.batch_invariant`)."""
+        return False
+
 
 class Limits(Settings):
     """When a run ends because it cannot learn any more, and when it warns."""
@@ -327,11 +332,6 @@ class TrainingConfig(RunConfig):
     @property
     def has_value_head(self) -> bool:
         """Whether the trained model has a value head."""
-        return False
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether the bits of a token's results must not depend on its batch (`NativeRollout.batch_invariant`)."""
         return False
 
 
