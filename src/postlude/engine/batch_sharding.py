@@ -2,8 +2,7 @@
 
 The plan (which sequences share a microbatch, and which rank runs it) depends on lengths only. So every rank computes
 the same plan, and packs only what it runs. Before a pass begins, three small all-reduces compute the sum of each
-column, give ranks without rows its dtype, and detect ranks that were given different batches or that cannot pack
-theirs.
+column, give ranks without rows its dtype, and detect ranks that have another batch or cannot pack it.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def export(
     """Writes the directory. If rank 0 cannot, every rank raises before the next bucket.
 
     `classifier` writes a reward model that transformers' AutoModelForSequenceClassification reads: the value head is
-    its `score.weight`. The output head is written too, so that the directory is a model of ours as well.
+    its `score.weight`. The output head is written too, so that Postlude can load the directory as a model too.
     """
     family, config = export_config(model.config, dtype, model.families, model.block_types)
     # By the family that describes it: a model that was read out of a larger one is written as itself.

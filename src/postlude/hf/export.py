@@ -191,7 +191,7 @@ def _facts(hf: PretrainedConfig | PostludeConfig | None, total: int) -> dict[str
 
 
 def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor with its Hugging Face name, or ours without a family; a view of the model where possible."""
+    """Yields every tensor by Hugging Face name (Postlude name without a family); a view of the model if possible."""
     state_dict = model.state_dict()
     for tensor in map_to_hf(family, model.config, ((name, value.shape) for name, value in state_dict.items())).values():
         (name, mapping), *more_parts = tensor.parts

@@ -1,8 +1,8 @@
 """Family: how one Hugging Face model family maps onto Postlude, as plain data and pure functions.
 
-`TensorMapping` maps a region of one of our tensors to a region of one of theirs: all of a tensor of another name, one
-expert of many, or a part of a tensor that they keep fused, interleaved or transposed. Loading, export, weight streaming
-and comparison all use the same mappings.
+`TensorMapping` maps a region of a Postlude tensor to a region of a Hugging Face tensor: all of a tensor of another
+name, one expert of many, or a part of a fused, interleaved or transposed tensor. Loading, export, weight streaming and
+comparison all use the same mappings.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ HFConfig: TypeAlias = Any
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A region of one of our tensors is a region of the tensor `hf_name`, which has `hf_shape`.
+    """Maps a region of a Postlude tensor to the Hugging Face tensor `hf_name`, which has the shape `hf_shape`.
 
-    View theirs as `view` (the same elements in the same order), take `index` of it and permute its dimensions by
-    `permute`: row by row, that is `region` of ours. By default each of the three changes nothing. `index` has only
-    slices, one for each of the first dimensions.
+    The Hugging Face tensor is viewed as `view` (the same elements in the same order), indexed by `index`, and its
+    dimensions are permuted by `permute`. The result, row by row, is `region` of the Postlude tensor. By default each of
+    the three changes nothing. `index` has only slices, one for each of the first dimensions.
 
-    In a family's names, `hf_name` is relative to the layer and may contain `{expert}`: then ours is stacked, and the
-    mapping is that of each expert's tensor. `hf_shape` is by default our shape, or that of one expert; `region` is set
-    by `tensor_mappings`.
+    In a family's names, `hf_name` is relative to the layer and may contain `{expert}`: then the Postlude tensor stacks
+    the experts, and the mapping is that of each expert's tensor. `hf_shape` is by default the Postlude tensor's shape,
+    or that of one expert; `region` is set by `tensor_mappings`.
     """
 
     hf_name: str
@@ -43,38 +43,38 @@ class TensorMapping:
     index: Region = ()
     permute: tuple[int, ...] = ()
     region: Region = ()
-    """One slice, with both ends, for each dimension of ours."""
+    """One slice, with both ends, for each dimension of the Postlude tensor."""
     is_copy: bool = False
-    """Whether theirs repeats a tensor that is elsewhere: it is written, but not read."""
+    """Whether the Hugging Face tensor repeats another one: it is written, but not read."""
 
     @property
     def region_shape(self) -> tuple[int, ...]:
-        """The sizes of the region of ours."""
+        """The shape of `region`."""
         return tuple(part.stop - part.start for part in self.region)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of theirs is the region of ours, row by row."""
+        """Whether the whole Hugging Face tensor is `region`, row by row."""
         return not (self.view or self.index or self.permute)
 
     def select(self, hf_tensor: Tensor) -> Tensor:
-        """Returns a view of our elements in their whole tensor, in a shape of the mapping."""
+        """Returns a view of the mapped elements of the whole Hugging Face tensor."""
         selected = hf_tensor.view(self.view) if self.view else hf_tensor
         selected = selected[self.index] if self.index else selected
         return selected.permute(self.permute) if self.permute else selected
 
     def read(self, hf_tensor: Tensor) -> Tensor:
-        """Returns the region of ours out of their whole tensor."""
+        """Returns `region`, read from the whole Hugging Face tensor."""
         return self.select(hf_tensor).reshape(self.region_shape)
 
     def write(self, hf_tensor: Tensor, values: Tensor) -> None:
-        """Writes the region of ours into their whole tensor."""
+        """Writes the values of `region` into the whole Hugging Face tensor."""
         selected = self.select(hf_tensor)
         selected.copy_(values.reshape(selected.shape))
 
 
 def row_range(hf_name: str, start: int, stop: int, shape: Sequence[int]) -> TensorMapping:
-    """Maps ours to the rows `start` to `stop` of a tensor of `shape`."""
+    """Maps a Postlude tensor to the rows `start` to `stop` of a Hugging Face tensor of `shape`."""
     return TensorMapping(hf_name, tuple(shape), index=(slice(start, stop),))
 
 
@@ -101,29 +101,29 @@ class Family:
     model_type: str
     to_model: Callable[[HFConfig], ModelConfig]
     names: Names | Callable[[ModelConfig], Names]
-    """By module in one of our layers ("attention.q_proj"), the module in one of theirs ("self_attn.q_proj"); or by
-    tensor ("moe.selection_bias"), the tensor or a `TensorMapping`. `{expert}` in their name stands for one tensor per
-    expert, which we hold stacked. Names that depend on sizes are a function of the config."""
+    """Hugging Face modules of a layer ("self_attn.q_proj") by Postlude module ("attention.q_proj"); or by Postlude
+    tensor ("moe.selection_bias"), a Hugging Face tensor or a `TensorMapping`. `{expert}` in a Hugging Face name stands
+    for one tensor per expert, which Postlude stacks. Names that depend on sizes are a function of the config."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     """The modules outside the layers."""
     layer: str = f"model.layers.{LAYER}"
     """The prefix of names in a layer."""
     mtp: MTPNames | None = None
-    """The names of multi-token prediction, if their files have it."""
+    """The names of multi-token prediction, if the model files have it."""
     module_renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in transformers' modules, and what its files have instead."""
     peft_stacks_experts: bool = False
     """Whether peft reads adapters of experts one by one, as in the files, and stacks them itself. It then takes every
     target named gate_proj, up_proj or down_proj for the experts'."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of tensors in their files that are not read, and what they are."""
+    """Prefixes of tensors in the model files that are not read, and what they are."""
     dequantize: Mapping[str, Callable[[TensorSource], TensorSource]] = field(default_factory=dict)
     """By the method in `quantization_config`, how quantised weights are read."""
     adapt_source: Callable[[TensorSource], TensorSource] | None = None
     """Reads files that have other names for some tensors."""
 
     def ignored_prefixes(self, config: ModelConfig, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the prefixes of tensors in their files that are not read, by what they are.
+        """Returns the prefixes of tensors in the model files that are not read, by what they are.
 
         They include multi-token prediction if the model has none.
         """
@@ -139,7 +139,7 @@ class Family:
         return config if self.mtp is None or not count else self.mtp.add_to(config, count)
 
     def mapping(self, name: str, config: ModelConfig) -> TensorMapping:
-        """Returns the mapping of our tensor, with the full name of theirs but for `{expert}`."""
+        """Returns the mapping of a Postlude tensor. `hf_name` is the full name, which may contain `{expert}`."""
         module, _, leaf = name.rpartition(".")
         if module in self.outer:
             return TensorMapping(f"{self.outer[module]}.{leaf}")
@@ -165,7 +165,7 @@ class Family:
         return replace(mapping, hf_name=f"{layer}.{mapping.hf_name}")
 
     def copies(self, name: str, config: ModelConfig) -> Iterator[str]:
-        """Yields the names of their tensors that repeat our tensor."""
+        """Yields the names of Hugging Face tensors that repeat the Postlude tensor."""
         module, _, leaf = name.rpartition(".")
         if self.mtp is not None and module in self.outer:
             for copy in self.mtp.copies_of(config, module):
@@ -175,9 +175,9 @@ class Family:
 def tensor_mappings(
     family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]
 ) -> Iterator[TensorMapping]:
-    """Yields the mappings of our tensor of this name and whole shape: one, or one per expert, and its copies.
+    """Yields the mappings of the Postlude tensor of this name and full shape: one, or one per expert, and its copies.
 
-    Without a family it has our own name. Tensors in `NOT_IN_HF` have no mapping.
+    Without a family it keeps its Postlude name. Tensors in `NOT_IN_HF` have no mapping.
     """
     if name in NOT_IN_HF:
         return
@@ -199,7 +199,7 @@ def tensor_mappings(
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One of their tensors, and the mappings of our tensors in it, by our names."""
+    """A Hugging Face tensor, and the mappings of the Postlude tensors in it, by Postlude name."""
 
     name: str
     shape: tuple[int, ...]
@@ -207,14 +207,14 @@ class HFTensor:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it repeats another of theirs, so that files may lack it."""
+        """Whether it repeats another Hugging Face tensor, so that files may lack it."""
         return all(mapping.is_copy for _, mapping in self.parts)
 
 
 def map_to_hf(
     family: Family | None, config: ModelConfig, shapes: Iterable[tuple[str, Sequence[int]]]
 ) -> dict[str, HFTensor]:
-    """Returns their tensors that hold ours, given our names and whole shapes; by name, in the order of ours."""
+    """Returns the Hugging Face tensors by name, given Postlude names and full shapes, in the same order."""
     tensors: dict[str, HFTensor] = {}
     for name, shape in shapes:
         for mapping in tensor_mappings(family, config, name, shape):
@@ -225,7 +225,7 @@ def map_to_hf(
 
 
 def overlap(mapping: TensorMapping, shard: Region) -> tuple[Region, Region] | None:
-    """Returns what a mapping and a rank's shard of our tensor share, relative to each; None if nothing."""
+    """Returns the overlap of `mapping.region` and a rank's shard, relative to each; None if there is none."""
     starts = [max(mapped.start, local.start) for mapped, local in zip(mapping.region, shard, strict=True)]
     stops = [min(mapped.stop, local.stop) for mapped, local in zip(mapping.region, shard, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -241,7 +241,7 @@ def overlap(mapping: TensorMapping, shard: Region) -> tuple[Region, Region] | No
 
 
 def copy_from_hf(hf_tensor: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
-    """Copies out of their whole tensor into `local`, a rank's shard of ours at `shard`."""
+    """Copies from the whole Hugging Face tensor into `local`, a rank's shard of the Postlude tensor at `shard`."""
     common = overlap(mapping, shard)
     if common is not None:
         in_region, in_shard = common
@@ -249,7 +249,7 @@ def copy_from_hf(hf_tensor: Tensor, mapping: TensorMapping, local: Tensor, shard
 
 
 def copy_to_hf(hf_tensor: Tensor, mapping: TensorMapping, local: Tensor, shard: Region) -> None:
-    """Copies `local`, a rank's shard of ours at `shard`, into their tensor. The rest of the region becomes 0."""
+    """Copies `local`, a rank's shard at `shard`, into the Hugging Face tensor. The rest of the region becomes 0."""
     common = overlap(mapping, shard)
     if common is None:
         return

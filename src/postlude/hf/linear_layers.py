@@ -20,7 +20,7 @@ ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear, FP32Linear, Vocabula
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One of our linear layers."""
+    """A linear layer of Postlude."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,13 +64,13 @@ def shared_use(config: ModelConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """One of our layers, and its rows in a matrix of theirs."""
+    """A Postlude layer, and its rows in a Hugging Face matrix."""
 
     layer: LinearLayer
     rows: Tensor
-    """[out]: where each of our rows is."""
+    """[out]: the row of the Hugging Face matrix for each row of the layer."""
     file_module: str
-    """The module in their files; of experts that are one by one there, with `{expert}`."""
+    """The module in the model files; with `{expert}` if the files have experts one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class HFMatrix:
 
     @property
     def in_files_one_by_one(self) -> bool:
-        """Whether their files have its experts one by one."""
+        """Whether the model files have its experts one by one."""
         return EXPERT in self.parts[0].file_module
 
 
@@ -109,7 +109,7 @@ def module_name(family: Family | None, name: str) -> str:
 
 
 def hf_matrices(config: ModelConfig, family: Family | None, layers: Iterable[LinearLayer]) -> dict[str, HFMatrix]:
-    """Returns transformers' matrices that our layers are, by name; with our own names if there is no family.
+    """Returns the Hugging Face matrices of Postlude's layers, by name; Postlude names if there is no family.
 
     Transformers stacks experts that files have one by one, with each one's gate before its up projection.
     """
@@ -136,7 +136,7 @@ def hf_matrices(config: ModelConfig, family: Family | None, layers: Iterable[Lin
 
 
 def _rows(mapping: TensorMapping) -> tuple[int, Tensor]:
-    """Returns the number of rows of their matrix, and those that are ours. Theirs may be transposed if stacked."""
+    """Returns the number of rows of the Hugging Face matrix, and the layer's rows. A stacked one may be transposed."""
     shape = mapping.hf_shape
     rows_at = 0 if len(shape) == 2 else 2 if mapping.permute else 1
     sizes = [-1 if dimension == rows_at else 1 for dimension in range(len(shape))]

@@ -222,7 +222,7 @@ def _compare_copies(
 def expected_tensors(
     config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
 ) -> dict[str, HFTensor]:
-    """Returns every tensor of theirs that a whole model of this config consists of, by name."""
+    """Returns every Hugging Face tensor of a whole model of this config, by name."""
     with torch.device("meta"):
         state_dict = LanguageModel(config, blocks=blocks).state_dict()
     return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in state_dict.items()))

@@ -27,11 +27,12 @@ class MTPNames:
     layer: str
     """The name of a layer. Layers of all depths are numbered one after another."""
     names: Mapping[str, str]
-    """Their modules by ours, outside the layers. `{first}` and `{last}` name a depth's first and last layer."""
+    """Hugging Face modules by Postlude modules, outside the layers. `{first}` and `{last}` are a depth's first and last
+    layer."""
     first_layer: Callable[[ModelConfig], int] = _zero
     """The number of the first layer."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of the copies of the model's embedding and head in their files."""
+    """Names of the copies of the model's embedding and head in the model files."""
     max_depths: int | None = None
     """The number of depths that the names can distinguish."""
     config_key: str = "num_nextn_predict_layers"
@@ -48,12 +49,12 @@ class MTPNames:
         return replace(config, pattern=replace(config.pattern, mtp=(self.layers(config),) * count))
 
     def layer_name(self, config: ModelConfig, depth: int, layer: int) -> str:
-        """Returns their name of one layer of a depth."""
+        """Returns the Hugging Face name of one layer of a depth."""
         number = self.first_layer(config) + depth * len(self.layers(config)) + layer
         return self.layer.replace(LAYER, str(number))
 
     def module_name(self, config: ModelConfig, depth: int, name: str) -> str | None:
-        """Returns their name of a module outside the layers, such as `proj`; None if there is none."""
+        """Returns the Hugging Face name of a module outside the layers, such as `proj`; None if there is none."""
         return self._fill(config, depth, self.names[name]) if name in self.names else None
 
     def copies_of(self, config: ModelConfig, module: str) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _by_expert(matrix: HFMatrix, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join(matrix: HFMatrix, adapters: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns A [..., rank, in] and B [..., out, rank] of a matrix of theirs."""
+    """Returns A [..., rank, in] and B [..., out, rank] of a Hugging Face matrix."""
     pairs = [_by_expert(matrix, *adapters[part.layer.name]) for part in matrix.parts]
     joined_a = torch.cat([a for a, _ in pairs], dim=-2)
     joined_b = joined_a.new_zeros((*joined_a.shape[:-2], matrix.out_features, joined_a.shape[-2]))

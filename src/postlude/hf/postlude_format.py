@@ -1,7 +1,8 @@
 """Postlude's own model directories, for models that no Hugging Face family describes.
 
-Such a directory has `postlude.json` instead of config.json, and its tensors have our names. All else is as theirs:
-safetensors, sharded with an index if they are large, generation_config.json, a tokenizer and a model card.
+Such a directory has `postlude.json` instead of config.json, and its tensors have Postlude's names. The rest is as
+in a Hugging Face directory: safetensors, sharded with an index if they are large, generation_config.json, a tokenizer
+and a model card.
 
     {"format": 1, "dtype": "bfloat16", "config": {"pattern": "[M-][*-]", …}, "hf_config": {…}}
 

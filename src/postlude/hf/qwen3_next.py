@@ -138,7 +138,7 @@ def gated_delta_names(config: ModelConfig) -> Names:
 
 
 def _by_head(hf_name: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
-    """Maps matrices that are interleaved by head in one of theirs, each with its number of rows per head."""
+    """Maps matrices that one Hugging Face matrix interleaves by head; `sizes` are their rows per head."""
     rows_of_head, mapped, start = sum(sizes), [], 0
     for rows in sizes:
         index = (slice(None), slice(start, start + rows))

@@ -53,7 +53,7 @@ def read_model(
 
 
 def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BLOCKS) -> PretrainedConfig | ModelConfig:
-    """Returns the transformers config of a source, or ours if it has no other."""
+    """Returns the transformers config of a source, or the `ModelConfig` if it has no other."""
     if isinstance(source, PretrainedConfig | ModelConfig):
         return source
     if isinstance(source, str) and source in BUILTIN:

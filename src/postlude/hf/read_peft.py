@@ -22,7 +22,7 @@ from postlude.model.blocks import BLOCKS, Block
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(embedding_[AB])(?:\.default)?)")
 SAVED_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices", "use_qalora")
-EMBEDDING_SIDES = {"embedding_A": "B", "embedding_B": "A"}  # ours adapts the weight [vocab, H]
+EMBEDDING_SIDES = {"embedding_A": "B", "embedding_B": "A"}  # Postlude adapts the weight [vocab, H]
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change the model's own weights
 
 
@@ -46,7 +46,7 @@ def from_peft(
 ) -> tuple[dict[str, AdapterConfig], Adapters]:
     """Returns the adapter configs, and A and B, by our names of the layers.
 
-    Layers that are one matrix of theirs get its A and their rows of B, or their own parts where B has zeros elsewhere.
+    Layers that share a Hugging Face matrix get its A and their rows of B, or their own parts if B is zero elsewhere.
     Experts share a matrix if it is the same for all of them, in every layer of the block.
     """
     _check_supported(adapter_config)
@@ -195,7 +195,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, names: Collection[str], defa
 
 
 def _split(matrix: HFMatrix, a: Tensor, b: Tensor) -> Adapters:
-    """Returns A and B of each of our layers in a matrix of theirs."""
+    """Returns A and B of each Postlude layer in a Hugging Face matrix."""
     count, rank = len(matrix.parts), a.shape[-2]
     per_part = rank // count
     rows = {part.layer.name: b[..., part.rows, :] for part in matrix.parts}

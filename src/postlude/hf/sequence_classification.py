@@ -17,7 +17,7 @@ SCORE = "score.weight"
 
 
 def score_mapping(size: int) -> TensorMapping:
-    """Returns how our value head [H] is stored as theirs [1, H]."""
+    """Returns the mapping of the value head [H] to `score.weight` [1, H]."""
     return TensorMapping(SCORE, (1, size), region=(slice(0, size),))
 
 

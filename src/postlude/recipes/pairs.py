@@ -44,7 +44,7 @@ class PairRows:
         return PairRow(self.rows[index], None if self.margins is None else self.margins[source])
 
     def content(self, index: int) -> bytes:
-        """Returns the content by which held-out rows are told from the others."""
+        """Returns the content that identifies a row: rows with the content of a held-out row are not trained on."""
         return self.rows.content(index)
 
 

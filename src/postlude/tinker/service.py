@@ -197,7 +197,7 @@ class TinkerService:
         await self.save_session(session_id, with_sampler)
 
     def sampler(self, owner: str, sampler_id: str) -> Sampler:
-        """Returns a sampler of a key; one of an earlier start of the server is taken up again."""
+        """Returns a sampler of a key; one of an earlier start of the server is opened again."""
         sampler = self.samplers.samplers.get(sampler_id)
         if sampler is not None and sampler.owner == owner:
             session = self.sessions.get(sampler.session_id)

@@ -181,7 +181,7 @@ def _run_peft(
     config: Any,
     batch: Batch,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the log-probs of peft's model, and the gradients of its adapters as those of ours."""
+    """Returns the log-probs of peft's model, and the gradients of its adapters by Postlude name."""
     leaves = {name: (a.clone().requires_grad_(), b.clone().requires_grad_()) for name, (a, b) in pairs.items()}
     written, tensors = to_peft(leaves, configs, config, family, separate_experts=False)
     write_adapter(directory / "adapter", written, {name: tensor.detach() for name, tensor in tensors.items()})
@@ -208,10 +208,10 @@ def _run_peft(
     order = list(tensors)
     gradients = [trained[name].grad for name in order]
     torch.autograd.backward([tensors[name] for name in order], gradients)
-    ours = {
+    gradients_by_name = {
         f"{name}.adapter.{'ab'[side]}": leaf.grad for name, pair in leaves.items() for side, leaf in enumerate(pair)
     }
-    return torch.cat(logprobs), {name: gradient for name, gradient in ours.items() if gradient is not None}
+    return torch.cat(logprobs), {name: gradient for name, gradient in gradients_by_name.items() if gradient is not None}
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:

@@ -244,14 +244,14 @@ def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[s
     gradients: dict[str, float] = {}
     layer_metrics: dict[str, float] = {}
     for name, reference in expected.items():
-        ours = actual[name]
-        loss = max(loss, difference(torch.tensor(ours.loss), torch.tensor(reference.loss)))
-        logprob = max(logprob, difference(ours.logprob, reference.logprob))
-        entropy = max(entropy, difference(ours.entropy, reference.entropy))
+        result = actual[name]
+        loss = max(loss, difference(torch.tensor(result.loss), torch.tensor(reference.loss)))
+        logprob = max(logprob, difference(result.logprob, reference.logprob))
+        entropy = max(entropy, difference(result.entropy, reference.entropy))
         for parameter, gradient in reference.gradients.items():
-            off = difference(ours.gradients[parameter], gradient)
+            off = difference(result.gradients[parameter], gradient)
             gradients[parameter] = max(gradients.get(parameter, 0.0), off)
         for metric, value in reference.layer_metrics.items():
-            off = difference(ours.layer_metrics.get(metric, torch.tensor(float("nan"))), value)
+            off = difference(result.layer_metrics.get(metric, torch.tensor(float("nan"))), value)
             layer_metrics[metric] = max(layer_metrics.get(metric, 0.0), off)
     return Report(case, loss, logprob, entropy, gradients, layer_metrics)
