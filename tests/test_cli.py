@@ -119,12 +119,12 @@ def test_convert_to_another_pattern_and_back_is_the_model_it_was(tmp_path: Path,
 def test_convert_lists_what_is_fresh_and_what_is_left_out(tmp_path: Path, capsys) -> None:
     arguments = ["convert", "tiny-dense", str(tmp_path / "own"), "--pattern", "[*-][ME][S-][G-]/[*-]"]
     assert main([*arguments, "--dtype", "bfloat16", "--seed", "3"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in ("M is MambaConfig(", "E is MoEConfig(", "S is SlidingAttentionConfig(", "G is GatedDeltaConfig("):
-        assert line in told
+        assert line in output
     fresh = "Freshly initialised, and to be trained: layers.1.mamba, layers.1.moe, layers.3.gated_delta, mtp.0."
-    assert fresh in told
-    assert "Left out: layers.1.attention, layers.1.mlp, layers.3.attention." in told
+    assert fresh in output
+    assert "Left out: layers.1.attention, layers.1.mlp, layers.3.attention." in output
     assert fresh in (tmp_path / "own" / "README.md").read_text()
     written, source = load_model(tmp_path / "own").state_dict(), load_model("tiny-dense", seed=3).state_dict()
     kept = "layers.2.attention.q_proj.weight"  # a window changes none of them
@@ -138,9 +138,9 @@ def test_convert_lists_what_is_fresh_and_what_is_left_out(tmp_path: Path, capsys
 
 def test_a_model_of_no_family_is_scored_and_trained_and_comes_back(tmp_path: Path, capsys) -> None:
     assert main(["info", "tiny-hybrid"]) == 0
-    told = capsys.readouterr().out
-    assert "tiny-hybrid  of no family" in told
-    assert str(read_model("tiny-hybrid")[1].pattern) in told
+    output = capsys.readouterr().out
+    assert "tiny-hybrid  of no family" in output
+    assert str(read_model("tiny-hybrid")[1].pattern) in output
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
     settings = ["--model=tiny-hybrid", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
     assert main(["sft", f"--run={tmp_path}/run", "--steps=2", "--batch_size=2", "--optimizer.lr=1e-3", *settings]) == 0
@@ -181,10 +181,10 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
     load_tokenizer("tiny-dense").save_pretrained(tmp_path / "BROKEN")
     (tmp_path / "BROKEN" / "postlude.json").write_text('{"format": 7}')
     code = main([str(tmp_path / word) if word.isalpha() and word.isupper() else word for word in arguments])
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert code == 2
-    assert sentence in told
-    assert "Traceback" not in told
+    assert sentence in output
+    assert "Traceback" not in output
     assert not (tmp_path / "DST").exists()
 
 
@@ -342,9 +342,9 @@ class TestVerify:
         assert main(["verify", "tiny-dense", "--layout", "tp=2"]) == 0
         assert "all 1 equal within 1e-05" in capsys.readouterr().out
         assert main(["verify", "tiny-dense", "--layout", "tp=2", "--tolerance", "1e-12"]) == 1
-        told = capsys.readouterr().out
-        assert "the gradient furthest off is model." in told
-        assert "1 of 1 differ by more than 1e-12" in told
+        output = capsys.readouterr().out
+        assert "the gradient furthest off is model." in output
+        assert "1 of 1 differ by more than 1e-12" in output
 
     def test_no_rank_is_started_for_a_layout_that_cannot_be(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -378,9 +378,9 @@ class TestGrpo:
     @pytest.mark.slow
     def test_a_dry_run_prints_the_whole_config(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["grpo", "demo", "--dry-run", "--optimizer.lr", "3e-5", "--layout", "pp=2"]) == 0
-        told = capsys.readouterr().out
-        assert "lr: 3.0e-05" in told or "lr: 3e-05" in told
-        assert "pp: 2" in told
+        output = capsys.readouterr().out
+        assert "lr: 3.0e-05" in output or "lr: 3e-05" in output
+        assert "pp: 2" in output
 
     def test_mistakes_are_sentences(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert main(["grpo", "demo", "--optimzer.lr", "1"]) == 2
@@ -396,6 +396,6 @@ def test_an_objective_that_returns_no_loss_is_a_sentence(tmp_path: Path, capsys:
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
     settings = [f"--objective={tmp_path}/mine.py:mine", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]
     assert main(["sft", f"--run={tmp_path}/run", "--steps=1", "--batch_size=2", *settings]) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert told[-1].startswith("postlude sft: ")
-    assert "int" in told[-1]
+    output = capsys.readouterr().err.strip().splitlines()
+    assert output[-1].startswith("postlude sft: ")
+    assert "int" in output[-1]

@@ -108,8 +108,8 @@ def test_a_conversation_goes_on_until_it_is_reset(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAnd?\n/reset\nHi\n/what\n"))
     assert main(["chat", "tiny-dense", "--system", "Sing.", *FEW]) == 0
     ((first,),) = here([asked("Hi", "Sing.")], [replace(SAMPLING, seed=5)])
-    told = [*asked("Hi", "Sing."), {"role": "assistant", "content": str(first.text)}, *asked("And?")]
-    ((second,),) = here([told], [replace(SAMPLING, seed=7)])
+    messages = [*asked("Hi", "Sing."), {"role": "assistant", "content": str(first.text)}, *asked("And?")]
+    ((second,),) = here([messages], [replace(SAMPLING, seed=7)])
     out = capsys.readouterr().out
     assert out.startswith(f"{first.text}\n{second.text}\n{first.text}\n")
     assert "/what is not a command" in out

@@ -21,7 +21,7 @@ from postlude.model.parallel import local_shard
 from postlude.optimizer import SGD, AdamW
 from tests.conftest import Ranks
 from tests.engine.test_offload import live_bytes
-from tests.engine.training import BUDGET, DAMPED, LENGTHS, config, policy, told
+from tests.engine.training import BUDGET, DAMPED, LENGTHS, config, error_text, policy
 from tests.engine.training import batch as batch_of
 from tests.equality import assert_equal, difference
 from tests.meshes import mesh
@@ -217,7 +217,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         "slash": lambda: add_adapter(engine, "a/b", LoRA()),
         "empty": lambda: add_adapter(engine, "", LoRA()),
     }
-    answers = {name: told(call) for name, call in refused.items()}
+    answers = {name: error_text(call) for name, call in refused.items()}
     add_adapter(engine, "a", LoRA(rank=4))
     add_adapter(engine, "b", LoRA(rank=2, targets="attention"))
     shares = all(
@@ -227,27 +227,27 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         for name in tensors
     )
     engine.use("a")
-    answers["twice"] = told(lambda: add_adapter(engine, "a", LoRA()))
+    answers["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
     engine.forward_backward(batch(0), policy)
 
     def fails(inputs: OutputInputs) -> Loss:
         raise LookupError("no such column")
 
     engine.use("b")
-    told(lambda: engine.forward_backward(batch(0), fails))
-    answers["lost"] = told(engine.optimizer_step)
+    error_text(lambda: engine.forward_backward(batch(0), fails))
+    answers["lost"] = error_text(engine.optimizer_step)
     engine.use("a")
-    answers["not lost"] = told(engine.optimizer_step)
+    answers["not lost"] = error_text(engine.optimizer_step)
     engine.use("b")
-    answers["still lost"] = told(engine.optimizer_step)
+    answers["still lost"] = error_text(engine.optimizer_step)
     engine.zero_grad()
-    answers["sgd"] = told(lambda: engine.optimizer_step(SGD()))
-    answers["8bit"] = told(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
+    answers["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
+    answers["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
     held = live_bytes()
     for name in ("a", "b"):
         remove_adapter(engine, name)
-    answers["removed"] = told(lambda: engine.use("a"))
-    answers["full"] = told(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
+    answers["removed"] = error_text(lambda: engine.use("a"))
+    answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
     return answers | {"shares": shares, "freed": live_bytes() <= base < held, "in use": engine.adapters.in_use}
 
 
@@ -283,11 +283,11 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     add_adapter(other, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
     before = {name: local_shard(tensor).clone() for name, tensor in other.trainings["b"].tensors.items()}
     answers = {
-        "more": told(lambda: more.load(f"{directory}/all")),
-        "other": told(lambda: other.load(f"{directory}/all")),
-        "other one": told(lambda: load_adapter_state(other, f"{directory}/one", name="b")),
-        "all as one": told(lambda: load_adapter_state(more, f"{directory}/all", name="d")),
-        "optimizer": told(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
+        "more": error_text(lambda: more.load(f"{directory}/all")),
+        "other": error_text(lambda: other.load(f"{directory}/all")),
+        "other one": error_text(lambda: load_adapter_state(other, f"{directory}/one", name="b")),
+        "all as one": error_text(lambda: load_adapter_state(more, f"{directory}/all", name="d")),
+        "optimizer": error_text(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
     }
     assert other.adapters.names == ("b",)  # what was made for the load is gone
     assert all(torch.equal(before[name], tensor) for name, tensor in other.trainings["b"].tensors.items())
@@ -329,9 +329,9 @@ def test_a_step_takes_settings_of_its_own_in_full_training(ranks: Ranks, layout:
 def use_different_ones(group: Any) -> tuple[str, str]:
     engine = build("tp=2", DENSE, lora={"a": LoRA(rank=2), "b": LoRA(rank=2)})
     engine.use("ab"[engine.mesh.tp.rank])
-    refused = told(lambda: engine.forward_backward(batch(0), policy))
+    refused = error_text(lambda: engine.forward_backward(batch(0), policy))
     engine.use("a")
-    return refused, told(lambda: engine.forward_backward(batch(0), policy))
+    return refused, error_text(lambda: engine.forward_backward(batch(0), policy))
 
 
 def test_ranks_that_use_different_adapters_are_refused_before_the_pass(ranks: Ranks) -> None:

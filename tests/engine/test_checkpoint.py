@@ -18,7 +18,18 @@ from postlude import Layout
 from postlude import ranks as started
 from postlude.engine import SGD, AdamW, Engine, checkpoint
 from postlude.sharded_tensors import StagedFile
-from tests.engine.training import batch, build, config, optimizer_state, policy, same, told, train, unlearnable, weights
+from tests.engine.training import (
+    batch,
+    build,
+    config,
+    error_text,
+    optimizer_state,
+    policy,
+    same,
+    train,
+    unlearnable,
+    weights,
+)
 from tests.equality import assert_equal
 
 DENSE, MOE = config("tiny-dense", num_hidden_layers=2), config("tiny-moe", num_hidden_layers=2)
@@ -297,11 +308,11 @@ def save_with_a_fault(group: Any, fault: str, directory: str, wait: bool) -> tup
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == FAULTS[fault][0]:
             FAULTS[fault][1](patch)
-        at_once = told(lambda: engine.save(directory, wait=wait))
-        later = told(engine.finish_saving)
+        at_once = error_text(lambda: engine.save(directory, wait=wait))
+        later = error_text(engine.finish_saving)
     there = os.path.exists(directory)
     dist.barrier()
-    return at_once, later, there, told(lambda: engine.save(directory))
+    return at_once, later, there, error_text(lambda: engine.save(directory))
 
 
 def full(*arguments: Any, **options: Any) -> None:
@@ -358,7 +369,7 @@ def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
     engine.save(directory)
     before = weights(engine)
     engine.load(directory)
-    return told(lambda: engine.save(directory)), same(before, weights(engine))
+    return error_text(lambda: engine.save(directory)), same(before, weights(engine))
 
 
 def test_remains_of_a_killed_save_are_swept_away_and_a_checkpoint_is_never_overwritten(
@@ -370,7 +381,7 @@ def test_remains_of_a_killed_save_are_swept_away_and_a_checkpoint_is_never_overw
 
 
 def save_odd_extra(group: Any, directory: str) -> str:
-    return told(lambda: build("dp_shard=2", DENSE).save(directory, extra={"when": object()}))
+    return error_text(lambda: build("dp_shard=2", DENSE).save(directory, extra={"when": object()}))
 
 
 def test_what_json_cannot_hold_is_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
@@ -403,7 +414,7 @@ def attempt(group: Any, directory: str, hf: PretrainedConfig, layout: str, optim
     engine, fresh = (build(layout, hf, optimizer=optimizer) for _ in range(2))
     train(engine, [1])
     before = [(weights(each), optimizer_state(each), each.step) for each in (engine, fresh)]
-    complaints = {told(lambda each=each: each.load(directory)) for each in (engine, fresh)}
+    complaints = {error_text(lambda each=each: each.load(directory)) for each in (engine, fresh)}
     unchanged = all(
         same(weights(each), tensors) and same(optimizer_state(each), state) and each.step == step
         for each, (tensors, state, step) in zip((engine, fresh), before, strict=True)
@@ -501,7 +512,7 @@ def test_a_checkpoint_can_be_checked_without_an_engine(
     shutil.copytree(saved, directory)
     checkpoint.check_checkpoint(directory)
     sentence = damage(directory)
-    assert told(lambda: checkpoint.check_checkpoint(directory)) == sentence
+    assert error_text(lambda: checkpoint.check_checkpoint(directory)) == sentence
 
 
 def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_path: Path) -> None:
@@ -514,7 +525,7 @@ def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_
     entry["parts"].pop()
     (directory / "state.json").write_text(json.dumps(state))
     expected = f"ValueError: {directory} does not hold all of {name}; load another checkpoint."
-    assert told(lambda: checkpoint.check_checkpoint(directory)) == expected
+    assert error_text(lambda: checkpoint.check_checkpoint(directory)) == expected
 
 
 def read_by(group: Any, directory: str) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude import Batch, Engine, Layout, Loss, OutputInputs
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT, Objective, PolicyGradient, total
-from tests.engine.training import same, told
+from tests.engine.training import error_text, same
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
@@ -53,9 +53,9 @@ def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tens
     sentences = []
     for name in ("tokens", "tokens +1", "all_tokens"):
         fewer = {other: count for other, count in counts.items() if other != name}
-        sentences.append(told(lambda fewer=fewer: engine.forward_backward(parts[0], objective, counts=fewer)))
+        sentences.append(error_text(lambda fewer=fewer: engine.forward_backward(parts[0], objective, counts=fewer)))
     other = {**counts, "tokens": 1.0 + group.rank()}
-    sentences.append(told(lambda: engine.forward_backward(parts[0], objective, counts=other)))
+    sentences.append(error_text(lambda: engine.forward_backward(parts[0], objective, counts=other)))
     for part in parts:
         engine.forward_backward(part, objective, counts=counts)
     return expected, gradients(engine), sentences
@@ -144,8 +144,10 @@ def refused_before(group: Any, layout: str) -> list[str]:
     engine.forward_backward(batch(), SFT())
     sentences = []
     for objective, given, _ in BEFORE.values():
-        sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
-        assert told(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) == sentences[-1]
+        sentences.append(error_text(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
+        assert (
+            error_text(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) == sentences[-1]
+        )
     for each in (engine, fresh):
         each.forward_backward(batch(), SFT())
     fresh.forward_backward(batch(), SFT())
@@ -158,9 +160,9 @@ def refused_after(group: Any, layout: str) -> list[str]:
     engine, fresh = engine_in(layout), engine_in(layout)
     sentences = []
     for objective, given, _ in AFTER.values():
-        assert told(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) != "nothing"
-        sentences.append(told(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
-        assert "the gradients of this step were lost" in told(engine.optimizer_step)
+        assert error_text(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) != "nothing"
+        sentences.append(error_text(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
+        assert "the gradients of this step were lost" in error_text(engine.optimizer_step)
         engine.zero_grad()
     for each in (engine, fresh):
         each.forward_backward(batch(), SFT())

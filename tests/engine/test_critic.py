@@ -19,7 +19,7 @@ from postlude.model import OutputInputs
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
 from postlude.objectives.advantages import gae
-from tests.engine.training import DAMPED, Plain, batch, build, config, policy, same, told, train, weights
+from tests.engine.training import DAMPED, Plain, batch, build, config, error_text, policy, same, train, weights
 from tests.equality import assert_equal
 
 DENSE = config("tiny-dense", num_hidden_layers=2)
@@ -198,7 +198,7 @@ def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple
         train(each, [1])
     saved.save(directory)
     before = weights(engine)
-    return told(lambda: engine.load(directory)), same(before, weights(engine))
+    return error_text(lambda: engine.load(directory)), same(before, weights(engine))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_streams_copies_and_exports_are_without_it(ranks: Any, tmp_path: Path, l
 
 
 def no_critic(group: Any) -> str:
-    return told(lambda: build("pp=2", DENSE).values(batch(1)))
+    return error_text(lambda: build("pp=2", DENSE).values(batch(1)))
 
 
 def test_values_without_a_critic_are_refused_on_every_rank(ranks: Any) -> None:

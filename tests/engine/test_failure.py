@@ -16,7 +16,7 @@ from postlude import Batch, Engine, Layout, Loss, OutputInputs, launch
 from postlude.engine.stages import StageBuilder
 from postlude.objectives import SFT
 from postlude.optimizer import SGD
-from tests.engine.training import batch, build, config, policy, same, told, train, weights
+from tests.engine.training import batch, build, config, error_text, policy, same, train, weights
 from tests.plain_ranks import PlainRanks
 
 TIMEOUT = 30.0
@@ -66,11 +66,11 @@ def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap
     for engine in (one, other):
         train(engine, [1])
         engine.forward_backward(batch(2), policy)
-    sentence = told(lambda: FAILURES[failure](one))
+    sentence = error_text(lambda: FAILURES[failure](one))
     assert sentence.startswith(("LookupError: no such column", "RuntimeError: mat1 and mat2")), sentence
     if failure in ("forward", "backward"):  # half of a gradient is none
         for call in (one.optimizer_step, one.grad_norm, lambda: one.forward_backward(batch(3), policy)):
-            assert told(call) == (
+            assert error_text(call) == (
                 f"RuntimeError: the gradients of this step were lost when forward_backward failed ({FAULT}): "
                 "call zero_grad, and run all batches of the step again."
             )
@@ -113,7 +113,7 @@ def reference_that_fails(group: dist.ProcessGroup) -> None:
         engine.evaluate_loss(batch(7), fails_forward)
     *_, last = reference.weights
     spare = reference.weights.pop(last)
-    assert told(lambda: reference.logprobs(batch(4))).startswith("KeyError")
+    assert error_text(lambda: reference.logprobs(batch(4))).startswith("KeyError")
     reference.weights[last] = spare
     assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, now))
     assert all(map(torch.equal, reference.logprobs(batch(4)).logprob, then))
@@ -126,7 +126,7 @@ def test_a_reference_that_fails_gives_the_weights_back(ranks) -> None:
 
 def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
     engine = build(layout, config("tiny-dense", num_hidden_layers=2))
-    assert FAULT in told(lambda: FAILURES[failure](engine))
+    assert FAULT in error_text(lambda: FAILURES[failure](engine))
     calls: list[Callable[[], Any]] = [
         lambda: engine.forward_backward(batch(1), policy),
         lambda: engine.evaluate_loss(batch(1), policy),
@@ -138,7 +138,7 @@ def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
         engine.zero_grad,
         engine.reference,
     ]
-    return [told(call) for call in calls]
+    return [error_text(call) for call in calls]
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
@@ -155,8 +155,8 @@ def beyond_mending(group: dist.ProcessGroup) -> str:
     engine = build("", config("tiny-dense", num_hidden_layers=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageBuilder, "_build_on_meta", lambda *_: torch.zeros(-1))
-        assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT
-    return told(lambda: engine.evaluate_loss(batch(7), policy))
+        assert error_text(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT
+    return error_text(lambda: engine.evaluate_loss(batch(7), policy))
 
 
 def test_an_engine_that_cannot_be_made_anew_says_so(ranks) -> None:
@@ -181,7 +181,7 @@ def fail_in_between(device: str) -> list[Tensor]:
         found.append(torch.cat(engine.logprobs(batch(4)).logprob))
         engine.forward_backward(batch(2), policy)
         if fails:
-            assert told(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT  # noqa: B023
+            assert error_text(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT  # noqa: B023
         engine.optimizer_step()
         found.append(torch.cat(engine.logprobs(batch(4)).logprob))
     return [found[0], found[1], found[3]]
@@ -203,10 +203,10 @@ def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
     one.save(directory)
     one.forward_backward(batch(1), policy)
     hook = one.optimizer.register_step_post_hook(lambda *_: fault())
-    assert told(one.optimizer_step) == FAULT
+    assert error_text(one.optimizer_step) == FAULT
     hook.remove()
-    assert "optimizer_step failed" in told(lambda: one.logprobs(batch(1)))
-    assert "with its weights half written: load a checkpoint." in told(lambda: one.logprobs(batch(1)))
+    assert "optimizer_step failed" in error_text(lambda: one.logprobs(batch(1)))
+    assert "with its weights half written: load a checkpoint." in error_text(lambda: one.logprobs(batch(1)))
     one.load(directory)
     assert train(one, [1, 2]) == train(other, [1, 2])
     assert same(weights(one), weights(other))
@@ -219,7 +219,7 @@ def test_half_a_step_is_mended_by_a_checkpoint(ranks, tmp_path) -> None:
 def go_on(layout: str) -> None:
     """The last stage fails, and goes on as if nothing had been."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16)
-    told(lambda: engine.evaluate_loss(Batch([[1, 2, 3, 4, 5, 6, 7, 8]] * 4), lambda inputs: fault()))
+    error_text(lambda: engine.evaluate_loss(Batch([[1, 2, 3, 4, 5, 6, 7, 8]] * 4), lambda inputs: fault()))
     engine.optimizer_step()
 
 

@@ -19,7 +19,7 @@ from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import local_shard, region
 from tests.conftest import Ranks
 from tests.engine.test_offload import live_bytes
-from tests.engine.training import BUDGET, DAMPED, batch, config, policy, told
+from tests.engine.training import BUDGET, DAMPED, batch, config, error_text, policy
 from tests.equality import TOLERANCE, assert_equal, difference
 from tests.meshes import mesh
 from tests.model.small import small_config
@@ -207,11 +207,11 @@ def refuse(group: Any, directory: str) -> dict[str, str]:
     whole = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
     whole.save(f"{directory}/model")
     return {
-        "another base": told(lambda: other.load(f"{directory}/adapters")),
-        "no lora": told(lambda: whole.load(f"{directory}/adapters")),
-        "a model": told(lambda: engine.load(f"{directory}/model")),
-        "split": told(lambda: build("", SOURCES["dense"], weights="split")),
-        "target": told(lambda: build("", SOURCES["dense"], LoRA(targets=("q_porj",)))),
+        "another base": error_text(lambda: other.load(f"{directory}/adapters")),
+        "no lora": error_text(lambda: whole.load(f"{directory}/adapters")),
+        "a model": error_text(lambda: engine.load(f"{directory}/model")),
+        "split": error_text(lambda: build("", SOURCES["dense"], weights="split")),
+        "target": error_text(lambda: build("", SOURCES["dense"], LoRA(targets=("q_porj",)))),
     }
 
 
@@ -235,7 +235,9 @@ def read_back(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor
     engine = Engine(SOURCES["moe"], lora=RANK4, **options)
     load_adapter(engine, directory)
     other = Engine(SOURCES["moe"], lora=LoRA(rank=4, targets="attention"), **options)
-    return {name: each.clone() for name, each in stream_adapters(engine)}, told(lambda: load_adapter(other, directory))
+    return {name: each.clone() for name, each in stream_adapters(engine)}, error_text(
+        lambda: load_adapter(other, directory)
+    )
 
 
 def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -256,15 +258,15 @@ def after_failures(group: Any, directory: str) -> dict[str, str]:
         "load": lambda: load_adapter(engine, directory),
     }
     engine.offload()
-    offloaded = {name: told(call) for name, call in calls.items()}
+    offloaded = {name: error_text(call) for name, call in calls.items()}
     engine.onload()
 
     def fails(inputs: OutputInputs) -> Loss:
         raise LookupError("no such column")
 
-    told(lambda: engine.forward_backward(batch(0), fails))
+    error_text(lambda: engine.forward_backward(batch(0), fails))
     return {f"offloaded {name}": answer for name, answer in offloaded.items()} | {
-        name: told(call) for name, call in calls.items()
+        name: error_text(call) for name, call in calls.items()
     }
 
 

@@ -13,7 +13,7 @@ from postlude.data import IGNORE
 from postlude.model import OutputInputs
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
-from tests.engine.training import told
+from tests.engine.training import error_text
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
@@ -113,7 +113,7 @@ def test_ranks_whose_depths_have_nothing_to_learn_do_not_keep_others_waiting(ran
 
 
 def refused(group: Any, processor: Any) -> str:
-    return told(lambda: trained(group, "", processor, {}))
+    return error_text(lambda: trained(group, "", processor, {}))
 
 
 def test_a_processor_that_returns_something_else_is_told_so(ranks: Any) -> None:

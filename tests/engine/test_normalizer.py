@@ -224,10 +224,10 @@ def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: A
 
 def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
     """Each rank has a metric that the other has not, and in the last step a new one. With how often names were told."""
-    parts, metric_index, told = microbatches(), MetricIndex(), []
+    parts, metric_index, gathers = microbatches(), MetricIndex(), []
     gather = dist.all_gather_object
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_object", lambda *a, **k: (told.append(1), gather(*a, **k)))
+        patch.setattr(dist, "all_gather_object", lambda *a, **k: (gathers.append(1), gather(*a, **k)))
         found = []
         for step in range(4):
             tally = MetricAccumulator(LossNormalizer(parts), metric_index)
@@ -235,7 +235,7 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
             for name in names:
                 tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
             tally.add("sum", total(torch.ones(())), parts[0])
-            found.append((tally.reduce(True), len(told)))
+            found.append((tally.reduce(True), len(gathers)))
     return found
 
 

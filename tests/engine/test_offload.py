@@ -19,7 +19,7 @@ from postlude.engine.failure_state import OFFLOADED
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import is_dtensor, local_shard
 from postlude.objectives import SFT
-from tests.engine.training import ADAMW, batch, build, told
+from tests.engine.training import ADAMW, batch, build, error_text
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config
 
@@ -144,9 +144,9 @@ def refusals(group: Any, directory: Path) -> dict[str, str]:
         "load": lambda: engine.load(directory / "saved"),
         "export_model": lambda: engine.export_model(directory / "exported"),
     }
-    answers = {name: told(call) for name, call in calls.items()}
+    answers = {name: error_text(call) for name, call in calls.items()}
     engine.onload()
-    return answers | {"afterwards": told(lambda: (step(engine, 1), engine.optimizer_step()))}
+    return answers | {"afterwards": error_text(lambda: (step(engine, 1), engine.optimizer_step()))}
 
 
 def test_every_other_call_is_refused_in_between(ranks: Any, tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def failures(group: Any) -> tuple[list[str], bool]:
     step(engine, 0)
     before, answers = digests(engine), []
     with mock.patch.object(torch, "empty", side_effect=RuntimeError("no host memory")):
-        answers.append(told(engine.offload))
-    answers.append(told(engine.grad_norm))
+        answers.append(error_text(engine.offload))
+    answers.append(error_text(engine.grad_norm))
     engine.offload()
     resize, left = torch.UntypedStorage.resize_, [3]
 
@@ -173,8 +173,8 @@ def failures(group: Any) -> tuple[list[str], bool]:
         return resize(storage, size)
 
     with mock.patch.object(torch.UntypedStorage, "resize_", exhausted):
-        answers.append(told(engine.onload))
-    answers.append(told(engine.grad_norm))
+        answers.append(error_text(engine.onload))
+    answers.append(error_text(engine.grad_norm))
     assert all(storage.nbytes() == 0 for storage, _ in engine._state_offload.moved)
     engine.onload()
     return answers, digests(engine) == before

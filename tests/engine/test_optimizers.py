@@ -22,7 +22,7 @@ from postlude.model.blocks import BLOCKS, MLP, MoEConfig
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import SFT
 from postlude.plan.memory import estimate_memory
-from tests.engine.training import ADAMW, batch, build, config, optimizer_state, policy, same, told, train, weights
+from tests.engine.training import ADAMW, batch, build, config, error_text, optimizer_state, policy, same, train, weights
 from tests.hf.families import CONFIGS
 from tests.model.small import sequences, small_config
 
@@ -234,7 +234,7 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
         for parameter in engine.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer_step()
-        (foretold,) = estimate_memory(
+        (estimate,) = estimate_memory(
             engine.config,
             Layout(),
             budget=32,
@@ -242,16 +242,16 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
             moments=optimizer.fp32_per_parameter(stored),
             weights=stored,
         )
-        assert (foretold.gathered == 0) == (stored != "fp32")
+        assert (estimate.gathered == 0) == (stored != "fp32")
         kept = [each for state in engine.optimizer.state.values() for each in state.values()]
         sizes = [
             sum(each.numel() * each.element_size() for each in some) for some in (engine.parameters.values(), kept)
         ]
-        found.append((foretold.parameters, sizes[0], foretold.optimizer, sizes[1]))
+        found.append((estimate.parameters, sizes[0], estimate.optimizer, sizes[1]))
     return found
 
 
-def test_the_memory_foretold_is_what_an_engine_holds(ranks: Any) -> None:
+def test_estimated_memory_equals_that_of_an_engine(ranks: Any) -> None:
     for parameters, stored, optimizer, kept in ranks(1, held_bytes)[0]:
         assert stored == parameters
         assert kept == pytest.approx(optimizer, rel=0.01)  # vectors have moments in fp32
@@ -259,8 +259,8 @@ def test_the_memory_foretold_is_what_an_engine_holds(ranks: Any) -> None:
 
 def refused_on_one(group: Any, directory: str) -> list[str]:
     build("", config("tiny-dense")).save(directory)
-    sgd = told(lambda: build("", config("tiny-dense"), optimizer=SGD(), weights="split"))
-    return [sgd, *(told(lambda kind=kind: of_kind(kind).load(directory)) for kind in ("8-bit moments", "split"))]
+    sgd = error_text(lambda: build("", config("tiny-dense"), optimizer=SGD(), weights="split"))
+    return [sgd, *(error_text(lambda kind=kind: of_kind(kind).load(directory)) for kind in ("8-bit moments", "split"))]
 
 
 def test_what_cannot_be_is_told_in_a_sentence(ranks: Any, tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def test_what_cannot_be_is_told_in_a_sentence(ranks: Any, tmp_path: Path) -> Non
 def refused_on_two(group: Any) -> list[str]:
     odd = config("tiny-dense", intermediate_size=320)  # 160 columns a rank
     return [
-        told(lambda: build("dp_shard=2", config("tiny-dense"), weights="rounded")),
-        told(lambda: build("tp=2", odd, optimizer=replace(ADAMW, moments="8bit"))),
+        error_text(lambda: build("dp_shard=2", config("tiny-dense"), weights="rounded")),
+        error_text(lambda: build("tp=2", odd, optimizer=replace(ADAMW, moments="8bit"))),
     ]
 
 
@@ -385,7 +385,7 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
     )  # as computed with
     exported = engine.export_hf(f"{directory}/untied", dtype=torch.float32, untied=True)
     other = replace(ADAMW, lr=1e-5)
-    refusal = told(lambda: engine.set_optimizer(SGD(lr=1.0)))
+    refusal = error_text(lambda: engine.set_optimizer(SGD(lr=1.0)))
     kept = engine.optimizer_config, type(engine.optimizer).__name__
     engine.set_optimizer(replace(other, offload=False))
     after = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}

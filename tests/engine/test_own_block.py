@@ -22,7 +22,7 @@ from postlude.model.blocks import Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import SYMBOLS, Pattern
 from postlude.verify.cases import Case
-from tests.engine.training import LENGTHS, batch, build, policy, same, told, train, weights
+from tests.engine.training import LENGTHS, batch, build, error_text, policy, same, train, weights
 from tests.meshes import verify
 
 
@@ -49,10 +49,10 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
     return (
         [name for name in before if torch.equal(before[name], trained[name])],
         same(weights(again), trained) and same(whole.state_dict(), trained),
-        told(lambda: engine.export_hf(f"{directory}/export")),
-        told(lambda: SyncedGenerator(engine, None)),  # type: ignore[arg-type]
-        told(lambda: build("cp=2", CONFIG, blocks=TABLE)),
-        told(lambda: build("tp=2", CONFIG)),
+        error_text(lambda: engine.export_hf(f"{directory}/export")),
+        error_text(lambda: SyncedGenerator(engine, None)),  # type: ignore[arg-type]
+        error_text(lambda: build("cp=2", CONFIG, blocks=TABLE)),
+        error_text(lambda: build("tp=2", CONFIG)),
     )
 
 

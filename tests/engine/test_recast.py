@@ -15,7 +15,7 @@ from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model,
 from postlude.hf.read_model import read_model
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
-from tests.engine.training import build, optimizer_state, same, told, weights
+from tests.engine.training import build, error_text, optimizer_state, same, weights
 
 LLAMA = LlamaConfig(
     vocab_size=41,
@@ -157,14 +157,14 @@ def refused(group: Any, directory: str, begun: str) -> tuple[str, ...]:
     state = Path(begun) / "state.json"
     catalogue = json.loads(state.read_text())
     found = (
-        told(lambda: other.load(begun)),
-        told(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(begun, recast=True)),
-        told(lambda: build("", wider, optimizer=FAST).load(begun, recast=True)),
-        told(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(begun, recast=True)),
+        error_text(lambda: other.load(begun)),
+        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(begun, recast=True)),
+        error_text(lambda: build("", wider, optimizer=FAST).load(begun, recast=True)),
+        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(begun, recast=True)),
     )
     del catalogue["tensors"]["model/norm.weight"]
     state.write_text(json.dumps(catalogue))
-    return (*found, told(lambda: other.load(begun, recast=True)))
+    return (*found, error_text(lambda: other.load(begun, recast=True)))
 
 
 def test_what_cannot_be_loaded_is_a_sentence(ranks: Any, tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ from tests.engine.training import (
     batch,
     build,
     config,
+    error_text,
     optimizer_state,
     policy,
     same,
-    told,
     train,
     unlearnable,
     weights,
@@ -276,9 +276,9 @@ def failing_training(group: Any, layout: str, objective: str) -> tuple[Any, ...]
     engine, other = build(layout, DENSE), build(layout, DENSE)
     for each in (engine, other):
         train(each, [1])
-    complaint = told(lambda: engine.forward_backward(batch(2), BAD[objective][0]))
+    complaint = error_text(lambda: engine.forward_backward(batch(2), BAD[objective][0]))
     if layout and objective == "a tensor":  # no rank knows where the others are
-        return complaint, "forward_backward failed" in told(engine.zero_grad)
+        return complaint, "forward_backward failed" in error_text(engine.zero_grad)
     engine.zero_grad()
     after = same(weights(engine), weights(other))
     return complaint, after, train(engine, [3]) == train(other, [3]), same(weights(engine), weights(other))
@@ -316,7 +316,7 @@ def test_an_objective_that_is_none_is_told_in_a_sentence_and_leaves_no_trace(
 def learn_nothing(group: Any, layout: str) -> str:
     given = batch(1)
     nothing = Batch(given.sequences, {**given.columns, "mask": [0.0] * len(given)})
-    return told(lambda: build(layout, DENSE).forward_backward(nothing, policy))
+    return error_text(lambda: build(layout, DENSE).forward_backward(nothing, policy))
 
 
 def test_a_batch_that_weighs_nothing_is_refused_in_a_sentence(ranks: Any) -> None:
@@ -489,7 +489,7 @@ def test_a_selection_bias_rate_needs_a_router_with_a_bias() -> None:
 
 def refused_topk(group: Any) -> list[str]:
     engine = build("", config("tiny-dense"))
-    messages = [told(lambda k=k: engine.topk(batch(1), k)) for k in (0, -1, engine.config.vocab_size + 1)]
+    messages = [error_text(lambda k=k: engine.topk(batch(1), k)) for k in (0, -1, engine.config.vocab_size + 1)]
     logprobs, _ = engine.topk(batch(1), 1)  # the engine stays usable
     return [*messages, str(logprobs[0].shape[1])]
 

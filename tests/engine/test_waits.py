@@ -106,8 +106,8 @@ def test_with_experts_elsewhere_a_layer_waits_once_for_how_many_rows_come(ranks:
             assert len(sites) % LAYERS == 0  # once a layer and microbatch
 
 
-def told(action: Callable[[], Any]) -> collections.Counter[str]:
-    """The files in which CUDA says that the host waited."""
+def synchronizing_files(action: Callable[[], Any]) -> collections.Counter[str]:
+    """Counts the files in which CUDA reports that the host waited."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -116,7 +116,7 @@ def told(action: Callable[[], Any]) -> collections.Counter[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return collections.Counter(
-        Path(each.filename).name for each in caught if "called a synchronizing" in str(each.message)
+        Path(warning.filename).name for warning in caught if "called a synchronizing" in str(warning.message)
     )
 
 
@@ -134,8 +134,8 @@ def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str
             engine.forward_backward(given, OBJECTIVES[name])
             engine.optimizer_step()
             with mock.patch.object(engine.local_stages.executor, "run", strict(engine.local_stages.executor.run)):
-                step = told(lambda given=given: engine.forward_backward(given, OBJECTIVES[name]))
-            found.append((step, told(engine.optimizer_step)))
+                step = synchronizing_files(lambda given=given: engine.forward_backward(given, OBJECTIVES[name]))
+            found.append((step, synchronizing_files(engine.optimizer_step)))
         assert found[0] == found[1]
         assert [sum(update.values()) for _, update in found] == [1, 1]  # the gradient's norm
 

@@ -20,7 +20,7 @@ from postlude.hf.export import hf_tensors
 from postlude.hf.load import check_weights, load_model, load_tokenizer
 from postlude.hf.read_model import model_from_hf
 from postlude.verify.choices import GRID
-from tests.engine.training import batch, build, config, policy, same, told, train, weights
+from tests.engine.training import batch, build, config, error_text, policy, same, train, weights
 from tests.equality import assert_equal, difference
 
 TIED, MOE = config("tiny-dense"), config("tiny-moe", num_experts=4)
@@ -172,11 +172,11 @@ def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken: 
 
 def export_nowhere(group: Any, directory: str) -> tuple[str, str]:
     engine = build("dp_shard=2", TIED)
-    refused = told(lambda: engine.export_hf(directory))
+    refused = error_text(lambda: engine.export_hf(directory))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr("os.pwrite", full)
-        return refused, told(lambda: engine.export_hf(directory, overwrite=True))
+        return refused, error_text(lambda: engine.export_hf(directory, overwrite=True))
 
 
 def full(*_: object, **__: object) -> None:

@@ -137,8 +137,8 @@ class Plain:
         return {name: tensor.detach().clone() for name, tensor in hf_tensors(self.model, self.family)}
 
 
-def told(action: Callable[[], Any]) -> str:
-    """What an action complains of: the error's kind and sentence, or "nothing"."""
+def error_text(action: Callable[[], Any]) -> str:
+    """Returns the type and message of the error that an action raises, or "nothing"."""
     try:
         action()
     except Exception as error:

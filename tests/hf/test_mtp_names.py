@@ -74,8 +74,8 @@ def test_depths_are_what_their_authors_compute_and_come_back_to_the_bit(name: st
     before, after = load_file(source.directory / FILE), load_file(exported / FILE)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[each], after[each]) for each in before)
-    told = json.loads((exported / "config.json").read_text())
-    assert told == json.loads((source.directory / "config.json").read_text())
+    config = json.loads((exported / "config.json").read_text())
+    assert config == json.loads((source.directory / "config.json").read_text())
 
 
 def test_without_mtp_they_are_left_out_and_said_to_be(tmp_path: Path) -> None:

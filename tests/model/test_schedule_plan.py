@@ -84,16 +84,16 @@ def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     how = {"output_processor": processor, "output_processor_context": 0.1}
     plans = [model.build_schedule_plan(microbatch, **how) for microbatch in microbatches]
     results = [plan.forward() for plan in plans]
-    told: list[list[Any]] = [[], []]
+    completed: list[list[Any]] = [[], []]
     for plan, result in zip(plans, results, strict=True):
-        interleave(plan.backward_steps(result["loss"], complete=told[0].append, compute_wgrads=False))
+        interleave(plan.backward_steps(result["loss"], complete=completed[0].append, compute_wgrads=False))
     products = [name for name, each in model.named_parameters() if "attention" in name and each.ndim == 2]
     assert products
     assert all(gradients(model)[name] is None for name in products)
     for plan in plans:
-        plan.flush_wgrads(told[1].append)
-    assert told[0] == told[1]
-    assert told[0][-1] is model
+        plan.flush_wgrads(completed[1].append)
+    assert completed[0] == completed[1]
+    assert completed[0][-1] is model
     assert all(not plan.wgrad_queue for plan in plans)
     return results
 

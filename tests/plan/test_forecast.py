@@ -180,10 +180,10 @@ def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> N
     layout = "pp=16,vpp=2,ep=64"
     arguments = ["plan", str(large), "--seq", "4096", "--recompute", "full", "--overlap"]
     assert main([*arguments, "--layout", layout, "--gpus", "2048"]) == 0
-    told = capsys.readouterr().out
-    assert "671.03B parameters" in told
-    assert "dp_shard=128" in told
-    assert "MFU" in told
+    output = capsys.readouterr().out
+    assert "671.03B parameters" in output
+    assert "dp_shard=128" in output
+    assert "MFU" in output
     assert main([*arguments, "--layout", "pp=2", "--gpus", "2"]) == 1
     assert "does not fit" in capsys.readouterr().out
 

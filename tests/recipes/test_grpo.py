@@ -202,8 +202,8 @@ def differing(group: Any, directory: str) -> str:
 
 
 def test_ranks_with_different_configs_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks(2, differing, str(tmp_path)):
-        assert told.startswith("rank 1 was given another config than rank 0: seed is 7, and 0 on rank 0. ")
+    for message in ranks(2, differing, str(tmp_path)):
+        assert message.startswith("rank 1 was given another config than rank 0: seed is 7, and 0 on rank 0. ")
     assert not (tmp_path / "run").exists()
 
 
@@ -462,18 +462,18 @@ def test_answers_whose_reward_failed_are_left_out() -> None:
         *(answered(0, 1.0), answered(0, None), answered(0, 0.0)),
         *(answered(1, None), answered(1, 1.0), answered(1, None)),
     ]
-    (batch,), found = rollout_of([drawn])
+    (batch,), metrics_of_step = rollout_of([drawn])
     assert len(batch.sequences) == 2
     assert list(batch.columns["advantages"]) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
-    assert found["reward_mean"] == pytest.approx(2 / 3), "not 2 / 6"
-    assert found["rewards"] == [1.0, 0.0, 1.0]
-    assert found["reward/failed"] == found["reward/raised"] == pytest.approx(0.5)
-    assert found["groups_trained"] == 0.5
-    assert len(found["lengths"]) == 6
-    told = evaluation_metrics(drawn, 3)
-    assert told["eval/reward_mean"] == pytest.approx(2 / 3)
-    assert told["eval/pass@1"] == pytest.approx(1 / 3), "they solve nothing"
-    assert told["eval/reward/failed"] == 0.5
+    assert metrics_of_step["reward_mean"] == pytest.approx(2 / 3), "not 2 / 6"
+    assert metrics_of_step["rewards"] == [1.0, 0.0, 1.0]
+    assert metrics_of_step["reward/failed"] == metrics_of_step["reward/raised"] == pytest.approx(0.5)
+    assert metrics_of_step["groups_trained"] == 0.5
+    assert len(metrics_of_step["lengths"]) == 6
+    metrics = evaluation_metrics(drawn, 3)
+    assert metrics["eval/reward_mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/pass@1"] == pytest.approx(1 / 3), "they solve nothing"
+    assert metrics["eval/reward/failed"] == 0.5
     _, nothing = rollout_of([[answered(0, None), answered(0, None), answered(0, None)]])
     assert "reward_mean" not in nothing
     assert nothing["reward/failed"] == 1.0
@@ -556,9 +556,9 @@ def largest_ratios(group: Any, directory: str) -> tuple[list[float], float, floa
 
 @pytest.mark.slow
 def test_the_largest_ratio_is_that_of_all_minibatches(ranks: Ranks, tmp_path: Path) -> None:
-    ((each, told, off),) = ranks(1, largest_ratios, str(tmp_path))
+    ((each, reported, off),) = ranks(1, largest_ratios, str(tmp_path))
     assert len(set(each)) > 1
-    assert told == max(each)
+    assert reported == max(each)
     assert off == pytest.approx(0.0, abs=1e-9)
 
 

@@ -106,8 +106,8 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
             each.check_step({"entropy": entropy}, step)
             each.check_step({"loss": 1.0}, step) if step < 3 else None
             each.check_rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
-    told = [record.getMessage() for record in caplog.records]
-    assert [words.split(":")[0] for words in told] == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert [words.split(":")[0] for words in messages] == [
         "for 2 steps, up to 3, all completions of a prompt had the same reward, and nothing was learned",
         "the policy's entropy is 0.05 at step 4, below limits.entropy=0.1",
     ]
@@ -127,12 +127,12 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     words = ["sft", "--run", str(run), rows(tmp_path), "--budget=64", "--batch_size=4", "--save_every=1"]
     assert main([*words, "--steps=2", "--export=false"]) == 0
     assert main([*words, "--steps=9", "--optimizer.lr=100"]) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err.splitlines()[-1]
     assert (
         "times as large as at the start; limits.weight_growth is 100. Lower optimizer.lr. step-000002 is complete"
-        in told
+        in message
     )
-    assert told.endswith("--steps=9 --optimizer.lr=100. Nothing was exported.")
+    assert message.endswith("--steps=9 --optimizer.lr=100. Nothing was exported.")
     assert not (run / "model").exists()
     ending = read_outcome(run)
     assert ending is not None
@@ -143,9 +143,9 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
     part = next(newest.glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
     assert main([*words, "--steps=2", "--export=false"]) == 0
-    (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-    assert "step-000002 is damaged: part-00000.safetensors is not what was saved there." in told
-    assert told.endswith("The checkpoint before it is loaded, and later steps are repeated.")
+    (message,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert "step-000002 is damaged: part-00000.safetensors is not what was saved there." in message
+    assert message.endswith("The checkpoint before it is loaded, and later steps are repeated.")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-000001",
         "step-000002",
@@ -169,7 +169,7 @@ def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.Ca
         "--sampling.max_new_tokens=2",
     ]
     assert main([*words, "--evaluation.every=0", "--limits.patience=2", "--limits.failed_rewards=0.4"]) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "rewards" in told
-    assert "KeyError: 'gone'" in told
-    assert told.endswith("No checkpoint was saved, and nothing was exported.")
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "rewards" in message
+    assert "KeyError: 'gone'" in message
+    assert message.endswith("No checkpoint was saved, and nothing was exported.")

@@ -88,7 +88,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def told(run: Path) -> dict[str, list[dict[str, Any]]]:
+def logged_files(run: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: lines(run / f"{name}.jsonl") for name in ("metrics", "samples")}
 
 
@@ -115,15 +115,15 @@ def assert_killed(place: Path, moment: str) -> None:
     assert (place / "killed").is_file(), "the moment never came"
     stacks = (place / "killed").read_text()
     assert all(f", in {name}\n" in stacks for name in functions), stacks
-    found = [list(dict.fromkeys(row["step"] for row in rows)) for rows in told(place / "parts").values()]
+    found = [list(dict.fromkeys(row["step"] for row in rows)) for rows in logged_files(place / "parts").values()]
     assert [*found, sorted(path.name for path in (place / "parts" / "checkpoints").iterdir())] == expected
-    for name, rows in told(place / "parts").items():
-        assert rows == told(place / "whole")[name][: len(rows)]
+    for name, rows in logged_files(place / "parts").items():
+        assert rows == logged_files(place / "whole")[name][: len(rows)]
 
 
 def assert_equal(place: Path) -> None:
     """The run in parts is the whole one, in which there was something to learn."""
-    whole, parts = told(place / "whole"), told(place / "parts")
+    whole, parts = logged_files(place / "whole"), logged_files(place / "parts")
     assert parts == whole
     assert [row["step"] for row in whole["metrics"] if row["grad_norm"] > 0.0] == [1, 2, 3, 4, 5]
     expected, found = contents(place / "whole"), contents(place / "parts")

@@ -46,7 +46,7 @@ class Wanting:
             raise KeyError("project")
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "postlude"]
 
 
@@ -79,7 +79,7 @@ def test_a_sink_that_fails_is_named_once_and_ends_nothing(
         for step in range(1, 7):
             run.log(step, {"loss": 1.0}, phase="sft")
     assert (bad.taken, good.taken) == (taken, [1, 2, 3, 4, 5, 6])
-    found = told(caplog)
+    found = log_messages(caplog)
     assert len(found) == len(sentences)
     assert all(sentence in line for sentence, line in zip(sentences, found, strict=True))
     assert found[0].endswith("The run continues; metrics.jsonl has everything.")
@@ -122,8 +122,8 @@ def test_without_tensorboard_a_run_says_so_once(
     with open_run(tmp_path, CONFIG) as run:
         for step in (1, 2, 3):
             run.log(step, {"loss": 1.0}, phase="sft")
-    assert len(told(caplog)) == 1
-    assert "no TensorBoard files, because its package is missing (pip install tensorboard)" in told(caplog)[0]
+    assert len(log_messages(caplog)) == 1
+    assert "no TensorBoard files, because its package is missing (pip install tensorboard)" in log_messages(caplog)[0]
     assert len(read_metrics(tmp_path)) == 3
 
 
@@ -162,7 +162,7 @@ def test_mlflow_goes_on_with_the_same_run(
     mlflow = package("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     interrupted_run(tmp_path / "sums", "mlflow:arithmetic")
-    assert told(caplog) == []
+    assert log_messages(caplog) == []
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'sums' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("arithmetic")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -183,7 +183,7 @@ def test_trackio_goes_on_with_the_same_run(
         monkeypatch.delitem(sys.modules, name)  # it reads its directory when it is imported
     package("trackio")
     interrupted_run(tmp_path / "sums", "trackio:arithmetic")
-    assert told(caplog) == []
+    assert log_messages(caplog) == []
     (database,) = (tmp_path / "there").glob("arithmetic*.db")
     with sqlite3.connect(database) as found:
         rows = found.execute("select run_name, step, json_extract(metrics, '$.loss') from metrics").fetchall()
@@ -199,7 +199,7 @@ def test_weights_and_biases_goes_on_with_the_same_run(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     interrupted_run(tmp_path / "sums", "wandb:arithmetic")
-    assert told(caplog) == []
+    assert log_messages(caplog) == []
     name = (tmp_path / "sums" / "wandb.id").read_text()
     files = sorted((tmp_path / "sums" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2

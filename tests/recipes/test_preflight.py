@@ -85,12 +85,12 @@ def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2,ep=2", "cp=2", "dp_replicate=2"])
-def test_the_memory_foretold_is_what_an_engine_holds(ranks: Ranks, layout: str) -> None:
+def test_estimated_memory_equals_that_of_an_engine(ranks: Ranks, layout: str) -> None:
     parsed = Layout.parse(layout)
     config = model_from_hf(read_description("tiny-moe"))[1]
-    foretold = estimate_memory(config, parsed, budget=64, compute_bytes=4, moments=2)
+    estimates = estimate_memory(config, parsed, budget=64, compute_bytes=4, moments=2)
     for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
-        expected = foretold[rank if parsed.pp == 2 else 0].parameters
+        expected = estimates[rank if parsed.pp == 2 else 0].parameters
         assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors
 
 
@@ -176,11 +176,11 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
     mine.write_text(OBJECTIVES)
     tasks = f"--environment.path={dataset(tmp_path)}"
     assert main([*GRPO, tasks, f"--objective={mine}:{name}", f"--run={tmp_path}/run"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"postlude grpo: the objective {mine}:{name} failed in its trial call: ")
-    assert says in told
-    assert "old_logprobs" in told, "the columns that exist are listed"
-    assert len(told.strip().splitlines()) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"postlude grpo: the objective {mine}:{name} failed in its trial call: ")
+    assert says in message
+    assert "old_logprobs" in message, "the columns that exist are listed"
+    assert len(message.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -245,8 +245,8 @@ def test_a_teacher_of_other_tokens_is_refused_with_the_first(tmp_path: Path) -> 
         made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(other)), eos_token="<|im_end|>")
         made.save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
-    told = check_teacher_tokens("mine", student, str(tmp_path / "same"))
-    assert told == "the student's tokens, with eos_token <|im_end|> where it has <|end|>"
+    note = check_teacher_tokens("mine", student, str(tmp_path / "same"))
+    assert note == "the student's tokens, with eos_token <|im_end|> where it has <|end|>"
     with pytest.raises(
         ValueError, match=r"token 97 is 'a' to the student mine and 'b' to the teacher .*other\. Distil"
     ):

@@ -40,10 +40,10 @@ def rows(tmp_path: Path) -> str:
 def trained(group: Any, run: str, *overrides: str, start_mode: StartMode = RESUME_NEWEST) -> list[dict[str, Any]]:
     """A run of SFT; its metrics but for what the clock says."""
     RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", start_mode)
-    return told_of(Path(run))
+    return metrics_of(Path(run))
 
 
-def told_of(run: Path) -> list[dict[str, Any]]:
+def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in ("step", "loss", "grad_norm", "lr")} for row in read_metrics(run)]
 
 
@@ -116,13 +116,13 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
     largest = max(path.stat().st_size for path in (tmp_path / "parts").rglob("*.safetensors"))
     with files_of_at_most(largest // 2):
         assert main(words("parts", 3)) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "after step 2 the run failed: OSError: " in told
-    assert "step-000002 could not be written: rank 0 raised OSError: " in told
-    assert told.endswith(f"When that is fixed, resume with: postlude {shlex.join(words('parts', 3))}")
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "after step 2 the run failed: OSError: " in message
+    assert "step-000002 could not be written: rank 0 raised OSError: " in message
+    assert message.endswith(f"When that is fixed, resume with: postlude {shlex.join(words('parts', 3))}")
     assert not (tmp_path / "parts" / "checkpoints" / "step-000002").exists()
     assert main(words("parts", 3)) == 0
-    assert told_of(tmp_path / "parts") == told_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_changed_code_is_refused_unless_it_is_allowed(
     mine.write_text(MINE.format(factor=2.0))
     capsys.readouterr()
     assert main([*words, "--steps=3"]) == 2
-    told = capsys.readouterr().err.strip()
-    assert told.startswith(f"postlude sft: {mine}:mine (objective.file) changed since {run} was last started. ")
-    assert "--code_changes allow" in told
-    assert len(told.splitlines()) == 1
+    message = capsys.readouterr().err.strip()
+    assert message.startswith(f"postlude sft: {mine}:mine (objective.file) changed since {run} was last started. ")
+    assert "--code_changes allow" in message
+    assert len(message.splitlines()) == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert main([*words, "--steps=3", "--code_changes=allow"]) == 0
     assert f"{mine}:mine (objective.file) changed since the run was last started" in caplog.text

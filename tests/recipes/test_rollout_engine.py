@@ -55,10 +55,10 @@ class TinyVLLM(FakeVLLM):
         super().__init__(self.sampled, port)
         self.read = lambda directory: setattr(self.generator, "model", load_model(directory))
 
-    def spoiled(self, path: str, body: Any) -> bytes | None:
+    def broken_reply(self, path: str, body: Any) -> bytes | None:
         """Counts answers of the run, not those that are compared with the trainer's."""
         is_probe = body and body.get("sampling_params", body).get("max_tokens") == 1
-        return None if is_probe else super().spoiled(path, body)
+        return None if is_probe else super().broken_reply(path, body)
 
     def sampled(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         drawn = body["sampling_params"]
@@ -124,13 +124,13 @@ class TinyReceiver(TinyVLLM, Receiver):
         super().__init__(port=port)
         self.got = lambda name, tensor: self.tensors.update({name: tensor.clone()})
 
-    def say(self, path: str, body: Any) -> Any:
+    def reply(self, path: str, body: Any) -> Any:
         if path == "/finish_weight_update":
             read_description("tiny-dense").save_pretrained(self.capacity)
             save_file(self.tensors, self.capacity / "model.safetensors")
             self.read(str(self.capacity))
             self.tensors = {}
-        return super().say(path, body)
+        return super().reply(path, body)
 
 
 @pytest.mark.thorough
@@ -315,20 +315,20 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
     assert told(*asked) == "1 of 1 reply (vllm)"
     both = told(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
     assert both == "1 of 2 reply (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
-    known, choice = server.say, server.choice
+    known, choice = server.reply, server.choice
 
-    def say(path: str, body: Any) -> Any:
+    def reply(path: str, body: Any) -> Any:
         return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
 
-    server.say = say
+    server.reply = reply
     assert f"{server.url} is llama.cpp, which takes no new weights" in told(*asked)
-    server.say = lambda path, body: {} if path == "/weight_info" else known(path, body)
+    server.reply = lambda path, body: {} if path == "/weight_info" else known(path, body)
     assert "does not report its weights at /weight_info" in told(*asked)
-    server.say = lambda path, body: (
+    server.reply = lambda path, body: (
         {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
     )
     assert "does not update a head that is tied to the embedding" in told(*asked)  # tiny-dense has such a head
-    server.say = known
+    server.reply = known
 
     def without(**changes: Any) -> Any:
         def changed(body: Any) -> Any:
@@ -374,9 +374,9 @@ def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> N
 
 
 def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
-    known, asked = server.say, (tmp_path, f"--rollout={server.url}")
+    known, asked = server.reply, (tmp_path, f"--rollout={server.url}")
     stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
-    server.say = lambda path, body: stated if path == "/v1/models" else known(path, body)
+    server.reply = lambda path, body: stated if path == "/v1/models" else known(path, body)
     assert told(*asked, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
     assert told(*asked, longest_prompt=68) == (
         f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and a completion of up to 3 make "

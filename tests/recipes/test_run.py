@@ -397,7 +397,7 @@ def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
 def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[str]]:
     """A recipe's lines, with no word of ranks, and then a refusal."""
     out = io.StringIO()
-    told = []
+    errors = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with open_run(path, CONFIG) as run, LiveView(3, console=Console(file=out)) as view:
@@ -415,9 +415,9 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
                 try:
                     open_run(path, wrong)
                 except (ValueError, TypeError) as error:
-                    told.append(str(error))
+                    errors.append(str(error))
             kind = type(run).__name__
-    return f"{kind} printed {len(out.getvalue().splitlines())}", checkpoint and checkpoint.name, told
+    return f"{kind} printed {len(out.getvalue().splitlines())}", checkpoint and checkpoint.name, errors
 
 
 def test_only_the_first_rank_writes_and_speaks(ranks: Ranks, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
         signal.raise_signal(number)
         assert heard.received == number
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
-    told = f"{number.name}: the run ends after this step; another ends it at once."
-    assert capfd.readouterr().err.strip() == told
+    expected = f"{number.name}: the run ends after this step; another ends it at once."
+    assert capfd.readouterr().err.strip() == expected
 
 
 def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(

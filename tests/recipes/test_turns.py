@@ -110,7 +110,7 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
     ]
     found = rolled(recorded, [*talks, *chats], budget=160)
     scored = engine.logprobs(Batch([each.transcript.tokens for each in found])).logprob
-    told = []
+    results = []
     for each, trained in zip(found, scored, strict=True):
         transcript = each.transcript
         own = [
@@ -124,19 +124,19 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
             for ours, theirs, mask in zip(trained, transcript.logprobs, transcript.mask, strict=True)
             if mask
         )
-        told.append(
+        results.append(
             (transcript.tokens, transcript.mask, own, [one.tokens for one in each.completions], off, each.score)
         )
-    return told
+    return results
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(), pytest.param(Layout(dp_shard=2), marks=pytest.mark.thorough)], ids=["one", "two"]
 )
 def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout: Layout) -> None:
-    told = ranks(layout.world_size, sampled_and_learned, layout)[0]
+    results = ranks(layout.world_size, sampled_and_learned, layout)[0]
     turns = []
-    for tokens, mask, own, said, off, score in told:
+    for tokens, mask, own, said, off, score in results:
         turns.append(len(said))
         assert [completion.tokens for _, completion in own] == said
         place = len(own[0][0])

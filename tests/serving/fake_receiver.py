@@ -18,37 +18,38 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import SERVER
-from tests.serving.fake_vllm import AnswerFunction, FakeVLLM, Refusal, foretold
+from tests.serving.fake_vllm import AnswerFunction, FakeVLLM, Refusal, deterministic_completion
 
 Spoil = Callable[["Receiver", str, int], None]
 """Called with a path, and how often it has been asked for before."""
 
 
 class Receiver(FakeVLLM):
-    """`workers` of one server, each with a group of its own rank; it says that there are `told` of them."""
+    """`workers` of one server, each with a group of its own rank; it reports `reported_workers` of them."""
 
     def __init__(
         self,
-        answer: AnswerFunction = foretold,
+        answer: AnswerFunction = deterministic_completion,
         port: int = 0,
         *,
         workers: int = 1,
-        told: int | None = None,
+        reported_workers: int | None = None,
         spoil: Spoil | None = None,
     ) -> None:
-        self.workers, self.told, self.spoil = workers, workers if told is None else told, spoil
+        self.workers, self.spoil = workers, spoil
+        self.reported_workers = workers if reported_workers is None else reported_workers
         self.groups: list[dist.ProcessGroupGloo] = []
         self.active, self.packed_bytes = False, 0
         self.taken: list[list[tuple[str, str, list[int], str]]] = [[] for _ in range(workers)]
         self.got: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
         super().__init__(answer, port)
 
-    def say(self, path: str, body: Any) -> Any:
+    def reply(self, path: str, body: Any) -> Any:
         if self.spoil is not None:
             self.spoil(self, path, self.calls.count(path) - 1)
         match path:
             case "/get_world_size":
-                return {"world_size": self.told}
+                return {"world_size": self.reported_workers}
             case "/init_weight_transfer_engine":
                 self.each(self.join, body["init_info"])
             case "/shutdown_weight_transfer_engine":
@@ -68,7 +69,7 @@ class Receiver(FakeVLLM):
             case "/received":
                 return {"taken": self.taken, "calls": self.calls, "version": self.version}
             case _:
-                return super().say(path, body)
+                return super().reply(path, body)
         return {"message": "done"}
 
     def each(self, act: Callable[[int, Any], None], info: Any) -> None:
@@ -136,8 +137,8 @@ class Hangs:
 class Remote:
     """One in a process of its own, while this is entered."""
 
-    def __init__(self, workers: int = 1, told: int | None = None, spoil: Spoil | None = None) -> None:
-        self.options = {"workers": workers, "told": told, "spoil": spoil}
+    def __init__(self, workers: int = 1, reported_workers: int | None = None, spoil: Spoil | None = None) -> None:
+        self.options = {"workers": workers, "reported_workers": reported_workers, "spoil": spoil}
 
     def __enter__(self) -> Remote:
         ours, theirs = SERVER.Pipe()
@@ -157,7 +158,7 @@ class Remote:
         self.process.join()
 
 
-def _run(told: Connection, options: dict[str, Any]) -> None:
+def _run(reported_workers: Connection, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    told.send(Receiver(**options).url)
+    reported_workers.send(Receiver(**options).url)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's words, in a thread: what it says can be foretold, and it fails when it is told to."""
+"""FakeVLLM: a server with vLLM's API in a thread. Its completions are deterministic, and it can be made to fail."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OLD = "default"  # what vLLM calls the weights it was started with
 AnswerFunction = Callable[[dict[str, Any]], tuple[list[int], list[float]]]
 
 
-def foretold(body: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs that the request alone decides, whichever server answers."""
-    drawn = body["sampling_params"]
-    tokens = [(drawn["seed"] + sum(body["token_ids"]) + place) % 251 for place in range(drawn["max_tokens"])]
+def deterministic_completion(body: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Returns tokens and log-probs that depend on the request alone, not on the server."""
+    params = body["sampling_params"]
+    tokens = [(params["seed"] + sum(body["token_ids"]) + index) % 251 for index in range(params["max_tokens"])]
     return tokens, [-float(token) / 100 for token in tokens]
 
 
 class Refusal(Exception):
-    """What it says in the place of an answer, with a status."""
+    """An error reply with a status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,9 +33,11 @@ class Refusal(Exception):
 
 
 class FakeVLLM:
-    """`calls` are the paths it was asked for, in order; `before` runs before an answer and may spoil it."""
+    """`calls` are the requested paths in order. `before` runs before a completion; bytes that it returns replace it."""
 
-    def __init__(self, answer: AnswerFunction = foretold, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, answer: AnswerFunction = deterministic_completion, port: int = 0, host: str = "127.0.0.1"
+    ) -> None:
         self.answer, self.version, self.directory = answer, OLD, ""
         self.before: Callable[[], bytes | None] = lambda: None
         self.read: Callable[[str], None] = lambda directory: None
@@ -56,11 +58,11 @@ class FakeVLLM:
                 outer.connections.add(self.connection)
 
             def do_GET(self) -> None:
-                outer.heard(self, None)
+                outer.handle(self, None)
 
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.heard(self, json.loads(text) if text else None)
+                outer.handle(self, json.loads(text) if text else None)
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -77,29 +79,29 @@ class FakeVLLM:
         self.url = f"http://{host}:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def heard(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def handle(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
         path = urlsplit(handler.path).path
         with self.lock:
             self.calls.append(path)
-        spoiled = self.spoiled(path, body)
+        broken_reply = self.broken_reply(path, body)
         if self.dead:
             return
         status = 400 if path == "/inference/v1/generate" and not body else 200
         try:
-            answer = None if spoiled else self.say(path, body)
-            said = spoiled or (answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
+            answer = None if broken_reply else self.reply(path, body)
+            payload = broken_reply or (answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
         except Refusal as refusal:
-            status, said = refusal.status, json.dumps({"error": str(refusal)}).encode()
+            status, payload = refusal.status, json.dumps({"error": str(refusal)}).encode()
         with suppress(OSError):
             handler.send_response(status)
-            handler.send_header("Content-Length", str(len(said)))
+            handler.send_header("Content-Length", str(len(payload)))
             handler.end_headers()
-            handler.wfile.write(said)
+            handler.wfile.write(payload)
 
-    def spoiled(self, path: str, body: Any) -> bytes | None:
+    def broken_reply(self, path: str, body: Any) -> bytes | None:
         return self.before() if path == "/inference/v1/generate" and body else None
 
-    def say(self, path: str, body: Any) -> Any:
+    def reply(self, path: str, body: Any) -> Any:
         match path:
             case "/v1/models":
                 return {"data": [{"id": "tiny", "owned_by": "vllm"}]}
@@ -116,19 +118,19 @@ class FakeVLLM:
 
     def choice(self, body: Any) -> Any:
         version = self.version
-        if "prompt" in body:  # /v1/completions, in the words of the other
+        if "prompt" in body:  # /v1/completions, as a request to /inference/v1/generate
             body = {"token_ids": body["prompt"], "sampling_params": body}
         tokens, logprobs = self.answer(body)
         with self.lock:
             self.answered += 1
         content = [{"logprob": logprob} for logprob in logprobs]
-        stated = {"content": content, "token_logprobs": logprobs}
+        logprob_fields = {"content": content, "token_logprobs": logprobs}
         versions = [{"version": version, "start": 0, "end": len(tokens)}]
-        choice = {"index": 0, "token_ids": tokens, "logprobs": stated, "finish_reason": "length"}
+        choice = {"index": 0, "token_ids": tokens, "logprobs": logprob_fields, "finish_reason": "length"}
         return {"choices": [choice | {"weight_versions": versions}]}
 
     def kill(self) -> None:
-        """As by SIGKILL: nobody listens, and connections end in the middle."""
+        """Closes the port and all connections, as SIGKILL does."""
         self.dead = True
         self.server.server_close()
         for connection in self.connections:

@@ -23,8 +23,8 @@ class GlooEngine(NCCLWeightTransferEngine):
         self.group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timedelta(seconds=60))
 
     def update_weights(self, update_info):
-        told = self.parse_update_info(update_info)
-        waiting = list(zip(told.names, told.dtype_names, told.shapes, strict=True))
+        update = self.parse_update_info(update_info)
+        waiting = list(zip(update.names, update.dtype_names, update.shapes, strict=True))
         while waiting:
             some, size = [], 0
             while waiting and size <= self.packed_buffer_size_bytes:

@@ -54,7 +54,7 @@ class LoRAServer(TinyVLLM):
         self.bases += 1
         self.generator = Generator(load_model(directory), self.tokenizer)
 
-    def say(self, path: str, body: Any) -> Any:
+    def reply(self, path: str, body: Any) -> Any:
         if path == "/v1/load_lora_adapter":
             if not self.loads_adapters:
                 raise Refusal(404, "Not Found")
@@ -66,7 +66,7 @@ class LoRAServer(TinyVLLM):
             loaded = self.spoil(*from_peft(*files, model.config, FAMILIES[model.config.family or ""]))
             self.generator.load_adapter(body["lora_name"], *loaded)
             return "Success: LoRA adapter 'policy' added successfully."
-        return super().say(path, body)
+        return super().reply(path, body)
 
     def sampled(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         drawn, adapter = body["sampling_params"], body["model"] if self.applies and body["model"] != "tiny" else None

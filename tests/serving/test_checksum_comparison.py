@@ -22,9 +22,9 @@ class Hashing(FakeVLLM):
     weights: tuple[str, str] | None = ("a", "b")
     names = ("dp0:tp0:first", "dp0:tp0:second")
 
-    def say(self, path: str, body: Any) -> Any:
+    def reply(self, path: str, body: Any) -> Any:
         if path != "/weight_checker":
-            return super().say(path, body)
+            return super().reply(path, body)
         assert body == {"action": "checksum"}
         if self.weights is None:
             raise Refusal(404, "Not Found")

@@ -117,10 +117,10 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
         assert one is not None
         before, after = one.versions
         assert (before.version, after.version, after.end) == ("start.1", "start.2", 250)
-        told, cut = torch.tensor(one.logprobs), after.start
+        logprobs, cut = torch.tensor(one.logprobs), after.start
         (by_old,), (by_new,) = (teacher_forced(each, [prompt], [[one]]) for each in (old, new))
-        torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
-        torch.testing.assert_close(told[cut:], by_new[cut:], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logprobs[:cut], by_old[:cut], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logprobs[cut:], by_new[cut:], rtol=0, atol=1e-4)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, new.get_parameter(name)), name
 

@@ -23,9 +23,9 @@ from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.server_pool import ServerPool
 from postlude.serving.errors import ServerError
-from tests.serving.fake_vllm import FakeVLLM, foretold
+from tests.serving.fake_vllm import FakeVLLM, deterministic_completion
 
-VOCABULARY = 251  # what `foretold` draws from
+VOCABULARY = 251  # what `deterministic_completion` draws from
 REQUESTS = [Request((place, 2 * place + 1), SamplingParams(max_new_tokens=3, seed=place)) for place in range(12)]
 GENERATE = "/inference/v1/generate"
 Fault = Callable[["Misbehaving", BaseHTTPRequestHandler, Any], None]
@@ -39,7 +39,7 @@ class Misbehaving(FakeVLLM):
         self.ended = threading.Event()
         super().__init__()
 
-    def heard(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    def handle(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
         if handler.path == GENERATE and body:
             with self.lock:
                 self.number += 1
@@ -48,7 +48,7 @@ class Misbehaving(FakeVLLM):
                 with suppress(OSError):
                     self.fault(self, handler, body)
                 return
-        super().heard(handler, body)
+        super().handle(handler, body)
 
     def close(self) -> None:
         self.ended.set()
@@ -203,7 +203,7 @@ def answered(engine: GenerationClient) -> list[Completion | Exception]:
     for request_id, request in zip(request_ids, REQUESTS, strict=True):
         if isinstance(outcome := found[request_id], Completion):
             body = {"token_ids": request.prompt, "sampling_params": {"seed": request.seed, "max_tokens": 3}}
-            assert (outcome.tokens, outcome.logprobs) == foretold(body)
+            assert (outcome.tokens, outcome.logprobs) == deterministic_completion(body)
     return [found[request_id] for request_id in request_ids]
 
 
@@ -260,7 +260,7 @@ def test_a_server_is_asked_for_no_more_at_once_than_it_takes(monkeypatch: pytest
                 says(429)(server, handler, body)
                 return
             time.sleep(0.01)
-            FakeVLLM.heard(server, handler, body)
+            FakeVLLM.handle(server, handler, body)
         finally:
             with lock:
                 under_way -= 1

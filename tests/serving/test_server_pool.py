@@ -1,4 +1,4 @@
-"""Several servers as one: what was asked for comes, whatever befalls a server, and by the weights that were sent."""
+"""ServerPool: every request gets its completion, whatever server fails, sampled with the weights that were sent."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from postlude.serving.clients.remote_server import Weights
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import ServerError, ServerUnavailable
-from tests.serving.fake_vllm import OLD, FakeVLLM, Refusal, foretold, slowly
+from tests.serving.fake_vllm import OLD, FakeVLLM, Refusal, deterministic_completion, slowly
 
-PROMPTS = [[place, 2 * place + 1] for place in range(40)]
+PROMPTS = [[index, 2 * index + 1] for index in range(40)]
 THREE = SamplingParams(max_new_tokens=3)
 RELOAD = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 
 
 @pytest.fixture
 def two() -> Iterator[tuple[FakeVLLM, FakeVLLM]]:
-    with closing(FakeVLLM()) as one, closing(FakeVLLM()) as other:
-        yield one, other
+    with closing(FakeVLLM()) as first, closing(FakeVLLM()) as second:
+        yield first, second
 
 
 @pytest.fixture
 def engines() -> Iterator[Callable[..., GenerationClient]]:
-    with ExitStack() as held:
+    with ExitStack() as clients:
 
         def connect(*servers: FakeVLLM, **settings: Any) -> GenerationClient:
             settings = {"backoff": 0.01, "retries": 2, "concurrency": 4} | settings
-            return held.enter_context(closing(GenerationClient([each.url for each in servers], **settings)))
+            return clients.enter_context(closing(GenerationClient([server.url for server in servers], **settings)))
 
         yield connect
 
 
 def check(engine: GenerationClient) -> None:
-    """Every answer is the one that its request alone decides: none is lost, doubled or swapped."""
-    for place, (one,) in enumerate(engine.generate(PROMPTS, THREE)):
-        seed = Request((), SamplingParams(seed=rng_key(0, place))).seed
-        body = {"token_ids": PROMPTS[place], "sampling_params": {"seed": seed, "max_tokens": 3}}
-        assert (one.tokens, one.logprobs) == foretold(body)
+    """Checks that every completion is that of its own request: none is lost, repeated or swapped."""
+    for index, (completion,) in enumerate(engine.generate(PROMPTS, THREE)):
+        seed = Request((), SamplingParams(seed=rng_key(0, index))).seed
+        body = {"token_ids": PROMPTS[index], "sampling_params": {"seed": seed, "max_tokens": 3}}
+        assert (completion.tokens, completion.logprobs) == deterministic_completion(body)
 
 
 def sent(api: ServerAPI, request: Request) -> dict[str, Any]:
-    """What a api sends for a request: how it is drawn."""
+    """Returns the sampling parameters that an API sends for a request."""
     bodies = []
 
     async def send(method: str, path: str, body: Any = None) -> Any:
@@ -87,8 +87,8 @@ SERVER_APIS = {
 
 
 @pytest.mark.parametrize("name", SERVER_APIS)
-def test_every_sample_of_several_steps_has_a_seed_of_its_own(name: str) -> None:
-    """Steps, groups, samples and later turns, as a run numbers them."""
+def test_every_completion_of_several_steps_has_a_different_seed(name: str) -> None:
+    """Steps, groups, samples and later turns are numbered as in a run."""
     api, seeds = SERVER_APIS[name](), []
     for step in range(3):
         for group in range(8):
@@ -103,8 +103,8 @@ def test_every_sample_of_several_steps_has_a_seed_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVER_APIS)
-def test_every_value_that_a_server_would_fill_in_is_sent(name: str) -> None:
-    """Whatever the model's generation_config.json, or the server's own defaults, say."""
+def test_every_sampling_parameter_with_a_server_default_is_sent(name: str) -> None:
+    """So neither generation_config.json nor the server's defaults change the sampling."""
     body = sent(SERVER_APIS[name](), Request((1,), SamplingParams()))
     expected = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": False}
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -112,23 +112,28 @@ def test_every_value_that_a_server_would_fill_in_is_sent(name: str) -> None:
         case "sglang":
             expected |= {"top_k": -1, "max_new_tokens": 128, "min_new_tokens": 0, **penalties}
         case "llama.cpp":
-            others = {"mirostat": 0, "dynatemp_range": 0.0, "min_keep": 0, "repeat_penalty": 1.0, "logit_bias": []}
-            expected |= {"top_k": 0, "n_predict": 128, "samplers": ["temperature", "top_k", "top_p", "min_p"], **others}
+            neutral = {"mirostat": 0, "dynatemp_range": 0.0, "min_keep": 0, "repeat_penalty": 1.0, "logit_bias": []}
+            expected |= {
+                "top_k": 0,
+                "n_predict": 128,
+                "samplers": ["temperature", "top_k", "top_p", "min_p"],
+                **neutral,
+            }
         case _:
             expected |= {"top_k": 0, "max_tokens": 128, "stop": [], "stop_token_ids": [], **penalties}
     assert expected.items() <= body.items()
 
 
-def after(count: int, act: Callable[[], bytes | None]) -> Callable[[], bytes | None]:
-    """Act from the `count`th time on."""
-    left = iter(range(count))
-    return lambda: act() if next(left, None) is None else None
+def after(count: int, action: Callable[[], bytes | None]) -> Callable[[], bytes | None]:
+    """Returns a function that calls `action` from the `count`th call on."""
+    remaining = iter(range(count))
+    return lambda: action() if next(remaining, None) is None else None
 
 
 def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     doomed, other = two
     engine = engines(*two)
-    engine.connect()  # both, so that both are asked
+    engine.connect()  # both, so that both get requests
     doomed.before = after(5, doomed.kill)
     check(engine)
     assert doomed.answered == 5
@@ -138,7 +143,7 @@ def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     assert counts.retried >= 1
 
 
-def test_one_that_hangs_is_timed_out(two, engines) -> None:
+def test_a_server_that_hangs_is_timed_out(two, engines) -> None:
     hanging, other = two
     release = threading.Event()
     hanging.before = after(2, lambda: b"late" if release.wait(300) else None)
@@ -162,76 +167,78 @@ def test_one_that_hangs_is_timed_out(two, engines) -> None:
         ),
     ],
 )
-def test_one_that_answers_garbage_is_named_and_left_out(two, engines, caplog, garbage: bytes, sentence: str) -> None:
+def test_a_server_with_an_invalid_response_is_named_and_excluded(
+    two, engines, caplog, garbage: bytes, sentence: str
+) -> None:
     spoiled, _ = two
     spoiled.before = after(3, lambda: garbage)
     engine = engines(*two)
     with caplog.at_level(logging.WARNING, "postlude"):
         check(engine)
-    asked = spoiled.calls.count("/inference/v1/generate")
+    request_count = spoiled.calls.count("/inference/v1/generate")
     assert f"{spoiled.url} " in caplog.text
     assert sentence in caplog.text
     assert "It is excluded from now on." in caplog.text
     check(engine)
-    assert spoiled.calls.count("/inference/v1/generate") == asked, "it was not asked again"
+    assert spoiled.calls.count("/inference/v1/generate") == request_count, "it gets no more requests"
 
 
-def test_what_one_answers_after_it_was_left_out_is_asked_of_another(two, engines) -> None:
+def test_a_completion_of_a_server_that_was_excluded_meanwhile_is_requested_again(two, engines) -> None:
     spoiled, other = two
     engine = engines(*two)
     engine.connect()
-    came, release = threading.Event(), threading.Event()
-    spoiled.before = other.before = lambda: came.set() or (release.wait(10) and None)
-    asked = engine.submit(Request((1, 2), THREE))
-    assert came.wait(10)
-    (own,) = [server for server in engine.pool.servers if server.outstanding]
-    own.state, own.problem = "excluded", "has other weights than most"
+    started, release = threading.Event(), threading.Event()
+    spoiled.before = other.before = lambda: started.set() or (release.wait(10) and None)
+    request_id = engine.submit(Request((1, 2), THREE))
+    assert started.wait(10)
+    (server_in_use,) = [server for server in engine.pool.servers if server.outstanding]
+    server_in_use.state, server_in_use.problem = "excluded", "has other weights than most"
     release.set()
-    (found,) = engine.poll(10.0)
-    assert (found.request_id, found.completion is not None) == (asked, True)
-    assert [spoiled.answered, other.answered] == [1, 1], "by the other, as whoever is left out may have other weights"
+    (finished,) = engine.poll(10.0)
+    assert (finished.request_id, finished.completion is not None) == (request_id, True)
+    assert [spoiled.answered, other.answered] == [1, 1], "by the other server: an excluded one may have other weights"
     assert engine.take_counts().retried == 1
 
 
-def test_who_is_closed_lets_go_of_what_is_under_way(caplog) -> None:
+def test_close_cancels_running_requests(caplog) -> None:
     with closing(FakeVLLM()) as server:
-        came, release = threading.Event(), threading.Event()
-        server.before = lambda: came.set() or (release.wait(10) and None)
+        started, release = threading.Event(), threading.Event()
+        server.before = lambda: started.set() or (release.wait(10) and None)
         engine = GenerationClient([server.url])
         engine.submit(Request((1, 2), THREE, n=3))
-        assert came.wait(10)
+        assert started.wait(10)
         engine.close()
         assert engine._thread.is_alive() is False
         del engine
         gc.collect()
         release.set()
-    assert caplog.text == "", "nothing is left to be destroyed while it waits"
+    assert caplog.text == "", "no pending task is destroyed"
 
 
-def test_a_slow_one_gets_less(two, engines) -> None:
+def test_a_slow_server_gets_fewer_requests(two, engines) -> None:
     slow, fast = two
     slow.before, fast.before = slowly(0.1), slowly(0.005)
     check(engines(*two))
     assert slow.answered < fast.answered / 2
 
 
-def test_when_all_are_lost_each_is_named_with_its_reason(two, engines) -> None:
+def test_when_all_servers_are_lost_the_error_names_each_with_its_reason(two, engines) -> None:
     killed, spoiled = two
     killed.before, spoiled.before = after(2, killed.kill), after(2, lambda: b"nonsense")
     with pytest.raises(ServerError) as raised:
         check(engines(*two))
-    said = str(raised.value)
-    assert said.startswith("none of the 2 servers can be used any more: ")
-    assert f"{killed.url} cannot be reached: Connection refused" in said
-    assert f"{spoiled.url} replied with something that is not JSON" in said
+    message = str(raised.value)
+    assert message.startswith("none of the 2 servers can be used any more: ")
+    assert f"{killed.url} cannot be reached: Connection refused" in message
+    assert f"{spoiled.url} replied with something that is not JSON" in message
 
 
-def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
+def test_a_request_that_crashes_every_server_fails_after_a_limit(engines) -> None:
     with closing(FakeVLLM()) as server:
         engine = engines(server)
 
         def fell(body: Any) -> Any:
-            engine.pool.servers[0].failures = 0  # as if it had answered others since the last time
+            engine.pool.servers[0].failures = 0  # as if it had completed other requests since
             raise ConnectionError
 
         server.answer = fell
@@ -241,24 +248,24 @@ def test_a_request_that_fells_whoever_reads_it_is_bounded(engines) -> None:
             engine.generate([[1]], THREE)
 
 
-def test_weights_are_read_while_requests_are_kept_and_the_version_is_seen_to(two, engines) -> None:
+def test_reload_pauses_and_resumes_a_server_and_checks_its_version(two, engines) -> None:
     engine = engines(*two)
     engine.connect()
     for step in (1, 2):
         engine.reload(Weights(f"/weights/{step}", f"start.{step}"))
         for server in two:
             assert (server.directory, server.version) == (f"/weights/{step}", f"start.{step}")
-        ((one,),) = engine.generate(PROMPTS[:1], THREE)
-        assert one.versions == (VersionSpan(f"start.{step}", 0, 3),)
+        ((completion,),) = engine.generate(PROMPTS[:1], THREE)
+        assert completion.versions == (VersionSpan(f"start.{step}", 0, 3),)
     assert [call for call in two[0].calls if call in RELOAD] == RELOAD * 2
-    two[0].say = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
+    two[0].reply = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
     engine.reload(Weights("/weights/3", "start.3"))
     assert engine.pool.servers[0].state == "excluded"
     assert engine.pool.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
     check(engine)
 
 
-def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, engines) -> None:
+def test_reload_in_the_background_finishes_before_the_next_request(two, engines) -> None:
     engine = engines(*two)
     engine.connect()
     release = threading.Event()
@@ -268,8 +275,10 @@ def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, en
     assert engine.directories_in_use() == {"/weights/2"}
     engine.reload(Weights("/weights/3", "start.3"), wait=False)  # before any has the last ones
     release.set()
-    found = engine.generate([[1, 2], [3]] * 4, SamplingParams(max_new_tokens=3, ignore_eos=True))
-    assert {span.version for each in found for one in each for span in one.versions} == {"start.3"}
+    completions = engine.generate([[1, 2], [3]] * 4, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert {span.version for samples in completions for completion in samples for span in completion.versions} == {
+        "start.3"
+    }
     engine.wait_for_reload()
     assert [server.version for server in two] == ["start.3"] * 2
     two[0].kill()
@@ -279,7 +288,7 @@ def test_weights_are_read_beside_the_caller_and_before_what_it_asks_next(two, en
         engine.wait_for_reload()
 
 
-def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines) -> None:
+def test_a_restarted_server_gets_the_newest_weights_before_its_first_request(engines) -> None:
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
         engine = engines(old, other, retries=0)
         engine.connect()
@@ -294,38 +303,36 @@ def test_a_server_that_comes_late_or_anew_gets_the_newest_weights_first(engines)
                 time.sleep(0.01)
             check(engine)
             assert new.answered > 0
-            first = next(place for place, call in enumerate(new.calls) if call == "/collective_rpc")
-            in_earnest = [place for place, call in enumerate(new.calls) if call == "/inference/v1/generate"][1]
+            first = next(index for index, call in enumerate(new.calls) if call == "/collective_rpc")
+            in_earnest = [index for index, call in enumerate(new.calls) if call == "/inference/v1/generate"][1]
             assert (new.version, first < in_earnest) == ("start.2", True)
 
 
-def test_answers_of_weights_that_were_never_sent_are_asked_for_again(two, engines) -> None:
-    """A server that was started anew between two requests tells its old weights, and gets the new ones."""
+def test_completions_of_unknown_weights_are_requested_again(two, engines) -> None:
+    """A server that was restarted between two requests reports its old weights, and gets the new ones."""
     engine = engines(*two)
-    engine.connect()  # both are there: else an update does not wait for who comes later
+    engine.connect()  # both: a reload does not wait for servers that connect later
     engine.reload(Weights("/weights/1", "start.1"))
     two[0].version = OLD
-    for (one,) in engine.generate(PROMPTS, THREE):
-        assert one.versions == (VersionSpan("start.1", 0, 3),)
+    for (completion,) in engine.generate(PROMPTS, THREE):
+        assert completion.versions == (VersionSpan("start.1", 0, 3),)
     assert engine.take_counts().retried >= 1
 
 
 def failing(server: FakeVLLM, path: str, status: int, times: int) -> None:
-    """Have a server refuse what it is asked at a path, so many times."""
-    known, left = server.say, iter(range(times))
+    """Makes a server refuse requests to a path, `times` times."""
+    usual_reply, remaining = server.reply, iter(range(times))
 
-    def say(asked: str, body: Any) -> Any:
-        if asked == path and next(left, None) is not None:
+    def reply(requested_path: str, body: Any) -> Any:
+        if requested_path == path and next(remaining, None) is not None:
             raise Refusal(status, "no")
-        return known(asked, body)
+        return usual_reply(requested_path, body)
 
-    server.say = say
+    server.reply = reply
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/resume"])
-def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read_them_again(
-    two, engines, path: str
-) -> None:
+def test_a_server_whose_reload_failed_is_resumed_only_after_a_complete_reload(two, engines, path: str) -> None:
     engine = engines(*two)
     engine.connect()
     failing(two[0], path, 500, 1)
@@ -338,56 +345,56 @@ def test_one_that_failed_to_take_weights_is_not_told_to_go_on_before_it_has_read
     assert [call for call in two[0].calls if call in RELOAD] == failed + RELOAD
 
 
-def test_one_that_cannot_read_weights_stays_paused_and_what_it_was_asked_goes_to_others(two, engines) -> None:
+def test_a_server_that_cannot_read_weights_stays_paused_and_its_requests_go_to_others(two, engines) -> None:
     engine = engines(*two)
     engine.connect()
-    came, release = threading.Event(), threading.Event()
-    two[0].before = two[1].before = lambda: came.set() or (release.wait(10) and None)
+    started, release = threading.Event(), threading.Event()
+    two[0].before = two[1].before = lambda: started.set() or (release.wait(10) and None)
     request_id = engine.submit(Request((1, 2), THREE))
-    assert came.wait(10)
-    asked, other = sorted(two, key=lambda each: each.calls.count("/inference/v1/generate"), reverse=True)
+    assert started.wait(10)
+    busy, other = sorted(two, key=lambda candidate: candidate.calls.count("/inference/v1/generate"), reverse=True)
     other.before = lambda: None
-    failing(asked, "/collective_rpc", 400, 1)
+    failing(busy, "/collective_rpc", 400, 1)
     engine.reload(Weights("/weights/1", "start.1"))
-    (found,) = engine.poll(5.0)
+    (finished,) = engine.poll(5.0)
     release.set()
-    assert (found.request_id, found.completion is not None, other.answered) == (request_id, True, 1)
-    assert [server.state for server in engine.pool.servers if server.url == asked.url] == ["excluded"]
-    assert "/resume" not in asked.calls
+    assert (finished.request_id, finished.completion is not None, other.answered) == (request_id, True, 1)
+    assert [server.state for server in engine.pool.servers if server.url == busy.url] == ["excluded"]
+    assert "/resume" not in busy.calls
 
 
-def test_one_that_reads_weights_at_the_end_is_waited_for_and_one_that_was_left_paused_is_refused(engines) -> None:
+def test_close_waits_for_a_reload_and_a_paused_server_is_refused(engines) -> None:
     with closing(FakeVLLM()) as server:
         with closing(GenerationClient([server.url])) as engine:
             engine.connect()
             server.read = lambda directory: time.sleep(0.2)
             engine.reload(Weights("/weights/1", "start.1"), wait=False)
         assert [call for call in server.calls if call in RELOAD] == RELOAD
-        known = server.say
-        server.say = lambda path, body: {"is_paused": True} if path == "/is_paused" else known(path, body)
+        usual_reply = server.reply
+        server.reply = lambda path, body: {"is_paused": True} if path == "/is_paused" else usual_reply(path, body)
         with pytest.raises(ServerError, match="is paused, probably by a weight update that was interrupted"):
             engines(server).connect()
 
 
-def test_weights_that_cannot_be_compared_with_their_files_are_given_again_and_newer_ones_too(engines) -> None:
+def test_a_server_whose_checksum_cannot_be_compared_still_gets_newer_weights(engines) -> None:
     with closing(FakeVLLM()) as server:
         engine = engines(server)
-        (met,) = engine.connect()
-        met.api.reports_checksum = True
+        (remote,) = engine.connect()
+        remote.api.reports_checksum = True
         engine.reload(Weights("/nowhere", "start.1"), wait=False)
         deadline = time.monotonic() + 300
-        while met.state == "up" and time.monotonic() < deadline:
+        while remote.state == "up" and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert "/nowhere" in met.problem
-        met.api.reports_checksum = False
+        assert "/nowhere" in remote.problem
+        remote.api.reports_checksum = False
         engine.reload(Weights("/weights/2", "start.2"), wait=False)
-        ((one,),) = engine.generate(PROMPTS[:1], THREE)
-        assert one.versions == (VersionSpan("start.2", 0, 3),)
+        ((completion,),) = engine.generate(PROMPTS[:1], THREE)
+        assert completion.versions == (VersionSpan("start.2", 0, 3),)
 
 
-def test_a_directory_is_kept_while_a_server_that_came_late_reads_it(engines) -> None:
-    with closing(FakeVLLM()) as one, closing(FakeVLLM()) as late:
-        engine = engines(one)
+def test_a_directory_is_in_use_while_a_late_server_reads_it(engines) -> None:
+    with closing(FakeVLLM()) as server, closing(FakeVLLM()) as late:
+        engine = engines(server)
         engine.reload(Weights("/weights/1", "start.1"))
         reading, release = threading.Event(), threading.Event()
         late.read = lambda directory: (reading.set(), release.wait(300))

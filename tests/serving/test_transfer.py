@@ -113,7 +113,7 @@ def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "reported_workers"),
     [
         pytest.param(Refuses("/start_weight_update"), None, id="refuses to begin", marks=pytest.mark.thorough),
         pytest.param(Refuses("/update_weights"), None, id="refuses to take", marks=pytest.mark.thorough),
@@ -124,8 +124,10 @@ def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
         pytest.param(Hangs("/update_weights"), None, id="hangs", marks=pytest.mark.thorough),
     ],
 )
-def test_one_that_fails_does_not_hold_up_the_others_for_long(one_rank, spoil: Any, told: int | None) -> None:
-    with Remote(spoil=spoil, told=told) as failing, Remote() as other:
+def test_one_that_fails_does_not_hold_up_the_others_for_long(
+    one_rank, spoil: Any, reported_workers: int | None
+) -> None:
+    with Remote(spoil=spoil, reported_workers=reported_workers) as failing, Remote() as other:
         expected, sent = one_rank(ODD, [failing.url, other.url], seconds=5.0, timeout=8.0)
         arrived(other, expected, "start.1")
         assert sent[0][0] == 1

@@ -170,13 +170,13 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     assert [span.version for span in one.versions] == ["start.0", "start.1"]
     old_part, new_part = one.versions
     assert (old_part.start, old_part.end, new_part.end) == (0, new_part.start, 1000)
-    told = torch.tensor(one.logprobs)
+    logprobs = torch.tensor(one.logprobs)
     with torch.no_grad():
         (before,), (after,) = (teacher_forced(model, [prompt], [[one]]) for model in (served.model, new))
     cut = new_part.start
-    assert (told - before)[:cut].abs().max() < CLOSE
-    assert (told - after)[cut:].abs().max() < CLOSE
-    assert (told - before)[cut:].abs().max() > 0.1, "the two differ"
+    assert (logprobs - before)[:cut].abs().max() < CLOSE
+    assert (logprobs - after)[cut:].abs().max() < CLOSE
+    assert (logprobs - before)[cut:].abs().max() > 0.1, "the two differ"
     greedy = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     answered = served.engine.generate(PROMPTS, greedy)
     assert [group[0].tokens for group in answered] == [

@@ -97,6 +97,6 @@ def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
         "from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo as Info\n"
         "info = Info(**json.load(sys.stdin)); print(info.world_size, info.rank_offset, info.packed)"
     )
-    told = json.dumps(said[-1]["init_info"])
-    done = subprocess.run([PYTHON, "-c", read], input=told, capture_output=True, text=True, check=True)
+    init_info = json.dumps(said[-1]["init_info"])
+    done = subprocess.run([PYTHON, "-c", read], input=init_info, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-3:] == ["5", "1", "True"]

@@ -26,7 +26,7 @@ from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer, _resolve, _WeightsInfo
 from postlude.serving.weights.sync import SyncOptions
 from tests.engine.training import build, config, train
-from tests.serving.fake_vllm import FakeVLLM, Refusal, foretold
+from tests.serving.fake_vllm import FakeVLLM, Refusal, deterministic_completion
 from tests.serving.test_generation_server import serving
 
 MODEL = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
@@ -155,13 +155,13 @@ def test_a_busy_server_is_asked_again() -> None:
     bodies = [
         {"token_ids": list(one.prompt), "sampling_params": {"seed": one.seed, "max_tokens": 1}} for one in requests
     ]
-    scores = TrainerScores(1, [{tokens[0]: logprobs[0]} for tokens, logprobs in map(foretold, bodies)])
+    scores = TrainerScores(1, [{tokens[0]: logprobs[0]} for tokens, logprobs in map(deterministic_completion, bodies)])
     refusals = iter(range(3))
 
     def answer(body: dict[str, Any]) -> tuple[list[int], list[float]]:
         if next(refusals, None) is not None:
             raise Refusal(429, "too many requests")
-        return foretold(body)
+        return deterministic_completion(body)
 
     with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
         client.connect()

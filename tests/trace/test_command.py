@@ -27,9 +27,9 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(trace, "run_on_ranks", run_on_ranks)
     words = "trace tiny-moe --layout dp_shard=2,ep=2 --overlap --plain --microbatches 2 --tokens 12 --device cpu"
     assert main([*words.split(), "--to", str(tmp_path / "new" / "trace")]) == 0
-    told = capsys.readouterr().out
-    assert "plain: " in told
-    assert f"wrote {tmp_path}/new/trace/timeline.svg and {tmp_path}/new/trace/trace.json" in told
+    output = capsys.readouterr().out
+    assert "plain: " in output
+    assert f"wrote {tmp_path}/new/trace/timeline.svg and {tmp_path}/new/trace/trace.json" in output
     events = json.loads((tmp_path / "new/trace/trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["plain rank 0", "plain rank 1", "overlapped rank 0", "overlapped rank 1"]
@@ -40,7 +40,7 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
     assert min(event["ts"] for event in shown) == 0
     picture = (tmp_path / "new/trace/timeline.svg").read_text()
     assert "hidden</text>" in picture
-    assert all(line in picture for line in told.splitlines()[:2])
+    assert all(line in picture for line in output.splitlines()[:2])
 
 
 @pytest.mark.parametrize(
