@@ -110,7 +110,7 @@ def with_margins(objective: Objective, data: Pairs | PairMixture) -> Objective:
 def margin_checks(inputs: PreflightInputs) -> Iterator[Check]:
     """Check of the column of margins, if one is named."""
 
-    def look() -> str:
+    def check_margins() -> str:
         datasets = datasets_of(inputs.config.data)
         if any(data.streaming for data in datasets):
             return "read with the rows of the stream"
@@ -118,4 +118,4 @@ def margin_checks(inputs: PreflightInputs) -> Iterator[Check]:
         return f"from {min(margins):g} to {max(margins):g}"
 
     if has_margins(inputs.config.data):
-        yield Check("margins", look, after=("data",))
+        yield Check("margins", check_margins, after=("data",))

@@ -14,14 +14,14 @@ from postlude.recipes.row_sources import hold_out_rows
 def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs | Mixture) -> Iterator[Check]:
     """Check of datasets: every row can be encoded within the budget; of a stream, the first rows."""
 
-    def look() -> str:
-        lines = [_look(inputs, data, dataset) for dataset in datasets_of(data)]
+    def check_datasets() -> str:
+        lines = [_check_dataset(inputs, data, dataset) for dataset in datasets_of(data)]
         return "; ".join(lines)
 
-    yield Check("data", look, after=("tokenizer",))
+    yield Check("data", check_datasets, after=("tokenizer",))
 
 
-def _look(inputs: PreflightInputs, section: Any, data: Examples | Pairs) -> str:
+def _check_dataset(inputs: PreflightInputs, section: Any, data: Examples | Pairs) -> str:
     config = inputs.config
     if data.streaming:
         line, largest = StreamEncoder(data, inputs.tokenizer, config.budget, lambda encoded, *_: encoded).check()

@@ -61,10 +61,10 @@ class PreflightError(ValueError):
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `look` returns a line about what it found, or raises. It depends on the checks in `after`."""
+    """One check. `run` returns a line about what it found, or raises. It depends on the checks in `after`."""
 
     name: str
-    look: Callable[[], str]
+    run: Callable[[], str]
     after: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ def preflight(checks: Sequence[Check]) -> dict[str, str]:
     for check in checks:
         if all(name in lines for name in check.after):
             try:
-                lines[check.name] = check.look()
+                lines[check.name] = check.run()
             except USER_ERRORS as error:
                 mistakes.append(error_message(error))
     if mistakes:
@@ -210,38 +210,42 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
 def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterator[Check]:
     """Checks of a teacher: it can be read and has the student's tokens."""
 
-    def look() -> str:
-        _, theirs = read_model(teacher)
-        check_teacher(inputs.config.model, inputs.model[1], teacher, theirs, top_k)
-        theirs.check_layout(inputs.config.layout)
+    def check_model_and_tokens() -> str:
+        _, teacher_config = read_model(teacher)
+        check_teacher(inputs.config.model, inputs.model[1], teacher, teacher_config, top_k)
+        teacher_config.check_layout(inputs.config.layout)
         tokenizer_note = check_teacher_tokens(inputs.config.model, inputs.tokenizer, teacher)
-        return f"{teacher}, {total_parameters(theirs):,} parameters, {tokenizer_note}"
+        return f"{teacher}, {total_parameters(teacher_config):,} parameters, {tokenizer_note}"
 
-    yield Check("teacher", look, after=("model", "layout", "tokenizer"))
+    yield Check("teacher", check_model_and_tokens, after=("model", "layout", "tokenizer"))
     yield Check("teacher's weights", lambda: _weights(teacher), after=("teacher",))
 
 
-def check_teacher(model: str, ours: ModelConfig, teacher: str, theirs: ModelConfig, top_k: int) -> None:
+def check_teacher(
+    model: str, student_config: ModelConfig, teacher: str, teacher_config: ModelConfig, top_k: int
+) -> None:
     """Refuses a teacher with another vocabulary size, or with fewer tokens than top_k."""
-    if ours.vocab_size != theirs.vocab_size:
+    if student_config.vocab_size != teacher_config.vocab_size:
         raise ValueError(
-            f"the student {model} has {ours.vocab_size} tokens and the teacher {teacher} {theirs.vocab_size}. Distil "
-            "between models of one tokenizer."
+            f"the student {model} has {student_config.vocab_size} tokens and the teacher {teacher} "
+            f"{teacher_config.vocab_size}. Distil between models of one tokenizer."
         )
-    if top_k > theirs.vocab_size:
-        raise ValueError(f"top_k is {top_k}, but the teacher {teacher} has {theirs.vocab_size} tokens. Lower top_k.")
+    if top_k > teacher_config.vocab_size:
+        raise ValueError(
+            f"top_k is {top_k}, but the teacher {teacher} has {teacher_config.vocab_size} tokens. Lower top_k."
+        )
 
 
-def check_teacher_tokens(model: str, ours: PreTrainedTokenizerBase, teacher: str) -> str:
+def check_teacher_tokens(model: str, student_tokenizer: PreTrainedTokenizerBase, teacher: str) -> str:
     """Refuses a teacher with another tokenizer. Returns a clause about its tokenizer.
 
     BOS and EOS may differ, as they do between a base model and its chat model.
     """
     try:
-        theirs = load_tokenizer(teacher)
+        teacher_tokenizer = load_tokenizer(teacher)
     except FileNotFoundError:
         return "without a tokenizer to compare"
-    difference = first_difference(ours, theirs)
+    difference = first_difference(student_tokenizer, teacher_tokenizer)
     if difference is not None:
         number, student_token, teacher_token = difference
         raise ValueError(
@@ -249,8 +253,9 @@ def check_teacher_tokens(model: str, ours: PreTrainedTokenizerBase, teacher: str
             "Distil between models of one tokenizer."
         )
     for name in ("bos_token", "eos_token"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return f"the student's tokens, with {name} {getattr(theirs, name)} where it has {getattr(ours, name)}"
+        student_token, teacher_token = getattr(student_tokenizer, name), getattr(teacher_tokenizer, name)
+        if student_token != teacher_token:
+            return f"the student's tokens, with {name} {teacher_token} where it has {student_token}"
     return "the student's tokens"
 
 

@@ -132,11 +132,11 @@ class RunDirectory:
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest complete checkpoint, the same on every rank."""
 
-        def look() -> Path | None:
+        def newest() -> Path | None:
             checkpoints = self.checkpoints()
             return checkpoints[-1] if checkpoints else None
 
-        return on_rank0(look)
+        return on_rank0(newest)
 
     def resume(self) -> Path | None:
         """Drops what was logged after the newest checkpoint, and returns that checkpoint to be loaded, or None."""
