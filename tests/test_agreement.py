@@ -39,7 +39,7 @@ def led(group: Any) -> list[Any]:
     ]
 
 
-def test_all_obey_the_first_rank_and_hear_what_it_says(ranks: Ranks) -> None:
+def test_all_ranks_run_the_calls_of_rank_0_and_get_its_results(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks(2, led)):
         assert found == [
             [[10, 11], [20, 21]],

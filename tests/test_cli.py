@@ -83,7 +83,7 @@ def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
     assert "'[/INST]'" in capsys.readouterr().out
 
 
-def test_convert_goes_on_without_a_tokenizer(tmp_path: Path, capsys) -> None:
+def test_convert_works_without_a_tokenizer(tmp_path: Path, capsys) -> None:
     source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
     assert main(["convert", str(source), str(tmp_path / "copy")]) == 0
@@ -91,7 +91,7 @@ def test_convert_goes_on_without_a_tokenizer(tmp_path: Path, capsys) -> None:
     assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == {"temperature": 0.5}
 
 
-def test_convert_overwrites_another_model_only_if_told(tmp_path: Path, capsys) -> None:
+def test_convert_overwrites_another_model_only_with_overwrite(tmp_path: Path, capsys) -> None:
     arguments = ["convert", "tiny-dense", str(tmp_path / "model")]
     assert main(arguments) == 0
     assert main(arguments) == 2
@@ -116,7 +116,7 @@ def test_convert_to_another_pattern_and_back_is_the_model_it_was(tmp_path: Path,
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_convert_lists_what_is_fresh_and_what_is_left_out(tmp_path: Path, capsys) -> None:
+def test_convert_lists_new_and_dropped_blocks(tmp_path: Path, capsys) -> None:
     arguments = ["convert", "tiny-dense", str(tmp_path / "own"), "--pattern", "[*-][ME][S-][G-]/[*-]"]
     assert main([*arguments, "--dtype", "bfloat16", "--seed", "3"]) == 0
     output = capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_convert_lists_what_is_fresh_and_what_is_left_out(tmp_path: Path, capsys
     assert not torch.equal(other["layers.1.moe.router.weight"], written["layers.1.moe.router.weight"].float())
 
 
-def test_a_model_of_no_family_is_scored_and_trained_and_comes_back(tmp_path: Path, capsys) -> None:
+def test_a_model_without_a_family_is_scored_trained_and_loaded_again(tmp_path: Path, capsys) -> None:
     assert main(["info", "tiny-hybrid"]) == 0
     output = capsys.readouterr().out
     assert "tiny-hybrid  of no family" in output
@@ -266,7 +266,7 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: p
     assert f"cannot listen at 127.0.0.1, port {port}: address already in use. Give" in capsys.readouterr().err
 
 
-def test_what_the_system_says_of_a_file_is_a_sentence(tmp_path: Path, capsys) -> None:
+def test_an_error_of_the_file_system_is_one_sentence(tmp_path: Path, capsys) -> None:
     assert main(["schema", "grpo", "--to", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"postlude schema: {tmp_path} cannot be used: is a directory.\n"
 
@@ -279,7 +279,7 @@ def test_a_config_of_another_name_is_not_taken_for_its_neighbour(words: str, tmp
     assert "other.json is known by its name: call it config.json" in capsys.readouterr().err
 
 
-def test_info_says_what_training_takes_as_the_planner_does(capsys) -> None:
+def test_info_prints_the_training_memory_of_the_planner(capsys) -> None:
     assert main(["info", "tiny-dense"]) == 0
     shown = re.search(r"bfloat16 +│ \S+ MiB │ (\S+) MiB", capsys.readouterr().out)
     assert main(["plan", "tiny-dense", "--seq", "8"]) == 0
@@ -289,7 +289,7 @@ def test_info_says_what_training_takes_as_the_planner_does(capsys) -> None:
     assert float(shown[1]) == pytest.approx(sum(map(float, parts)), abs=0.2)
 
 
-def test_a_model_without_a_tokenizer_is_told_where_it_goes(tmp_path: Path, capsys) -> None:
+def test_an_error_names_where_a_missing_tokenizer_belongs(tmp_path: Path, capsys) -> None:
     source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
     assert main(["logprobs", str(source), "--text", "hi"]) == 2
     assert "has no tokenizer. Put the model's tokenizer.json" in capsys.readouterr().err

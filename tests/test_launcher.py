@@ -234,7 +234,7 @@ def wait_for_a_signal(how: str, where: str) -> list[int]:
         pytest.param("deaf twice", signal.SIGTERM, -signal.SIGTERM, False, marks=pytest.mark.thorough),
     ],
 )
-def test_a_signal_goes_to_the_ranks_who_may_save_before_they_end(
+def test_a_signal_is_forwarded_to_ranks_that_may_save(
     how: str, number: signal.Signals, code: int, saved: bool, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"

@@ -171,7 +171,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write(tmp_path / "file", entries(tensors), tensors.items(), staging_bytes=300)
 
 
-def test_a_disk_that_says_so_last_is_heard(tmp_path: Path) -> None:
+def test_an_error_at_close_is_raised(tmp_path: Path) -> None:
     """As network file systems do: when a file is closed."""
 
     class File:
@@ -202,7 +202,7 @@ def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
         write(tmp_path / "file", {"a": TensorInfo(torch.float32, (3,))}, broken())
 
 
-def test_other_tensors_than_were_said_are_refused(tmp_path: Path) -> None:
+def test_tensors_other_than_declared_are_refused(tmp_path: Path) -> None:
     said = {"a": TensorInfo(torch.float32, (3,)), "b": TensorInfo(torch.float32, (3,))}
     right = torch.ones(3)
     for wrong, sentence in (

@@ -41,7 +41,7 @@ def reader(tmp_path: Path, request: pytest.FixtureRequest) -> ShardReader:
     return ShardReader(tmp_path, merge_indexes(written))
 
 
-def test_any_box_is_what_it_was(reader: ShardReader) -> None:
+def test_any_region_is_read_as_it_was_written(reader: ShardReader) -> None:
     for name, whole in WHOLE.items():
         assert torch.equal(reader.read(name), whole)
     assert torch.equal(reader.read("matrix", (1, 2), (3, 4)), WHOLE["matrix"][1:4, 2:6])
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_needed_is_not_opened(reader: ShardReader) -> None:
         reader.read("matrix")
 
 
-def test_a_part_that_nobody_wrote_is_missed(reader: ShardReader) -> None:
+def test_a_missing_shard_raises(reader: ShardReader) -> None:
     del reader.tensors["matrix"]["parts"][1]
     assert torch.equal(reader.read("matrix", (0, 0), (2, 7)), WHOLE["matrix"][:2])
     with pytest.raises(ValueError, match="does not hold all of matrix; load another checkpoint"):

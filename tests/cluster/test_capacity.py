@@ -155,7 +155,7 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
     RankActors._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
 
 
-def test_workers_without_a_place_are_waited_for_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_without_resources_are_awaited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with (
         closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, start_timeout=100.0)) as crew,
         caplog.at_level(logging.WARNING, "postlude"),

@@ -23,7 +23,7 @@ from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClien
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actor_pool import FAKE, answered, busy
 from tests.cluster.test_rank_actors import grpo
-from tests.recipes.test_killed import place, told
+from tests.recipes.test_killed import logged_files, place
 from tests.rollout import functions
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 from tests.serving.test_supervisor import QUICK, until
@@ -99,21 +99,21 @@ def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
         check(engine)
 
 
-def test_a_gang_that_loses_a_node_goes_on_with_another(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_lose_a_node_restart_on_another(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ("--steps=16", "--layout=dp_shard=2", "--timeout=120")
     assert grpo(place, "whole", *words) == 0
     with nodes(0, 1, 1, 1) as cluster:
 
         def lose() -> None:
-            until(lambda: len(told(place / "parts")["metrics"]) >= 6, 100.0)
+            until(lambda: len(logged_files(place / "parts")["metrics"]) >= 6, 100.0)
             cluster.remove_node(one_with(cluster, b"RankActor"), allow_graceful=False)
 
         thread = threading.Thread(target=lose)
         thread.start()
         assert grpo(place, "parts", "--ray", "--cluster.cpus_per_rank=1", "--cluster.cpus_per_worker=0", *words) == 0
         thread.join()
-    found = told(place / "parts")
+    found = logged_files(place / "parts")
     for row in found["metrics"]:
         row.pop("workers/lost", None)
-    assert found == told(place / "whole")
+    assert found == logged_files(place / "whole")
     assert caplog.text.count("All ranks start again from step-") == 1

@@ -21,7 +21,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.recipes.run.directory import read_record
 from postlude.world.failure_report import RankError, RankStatus
 from tests.conftest import PATIENCE
-from tests.recipes.test_killed import contents, order, place, told
+from tests.recipes.test_killed import contents, logged_files, order, place
 
 pytestmark = pytest.mark.slow
 __all__ = ["place"]  # a fixture
@@ -32,17 +32,17 @@ def grpo(place: Path, name: str, *words: str) -> int:
 
 
 @pytest.mark.thorough
-def test_a_gang_that_is_killed_goes_on_from_its_checkpoint(
+def test_killed_ranks_restart_from_their_checkpoint(
     local_ray: None, place: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert grpo(place, "whole") == 0
     order(place, "backward")
     assert grpo(place, "parts", "--ray") == 0
     assert not (place / "order").exists(), "the moment never came"
-    found = told(place / "parts")
+    found = logged_files(place / "parts")
     for row in found["metrics"]:
         assert row.pop("workers/lost", 0.0) == 0.0
-    assert found == told(place / "whole"), "no step is lost or learned twice"
+    assert found == logged_files(place / "whole"), "no step is lost or learned twice"
     assert contents(place / "parts") == contents(place / "whole")
     assert [start["step"] for start in read_record(place / "parts")["starts"]] == [0, 2]
     assert "rank 0 of 1 was lost: its worker process has died. All ranks start again from step-000002" in caplog.text
@@ -108,7 +108,7 @@ def test_what_is_worth_another_start() -> None:
     assert isinstance(failure_of({0: mistake}, 1).error, USER_ERRORS), "alone, it is told as without ranks"
 
 
-def test_rays_reasons_are_told_without_its_advice() -> None:
+def test_errors_of_ray_are_shown_without_its_advice() -> None:
     long = "The actor died.\n\tpid: 7\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM"
     assert death_reason(RuntimeError(long)) == "its worker process has died."
     assert death_reason(RuntimeError("The actor is dead because its node has died.\nmore")) == "its node has died."
@@ -135,7 +135,7 @@ def deadly(inputs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mistaken", "deadly"])
-def test_a_mistake_is_told_at_once_and_ranks_that_are_lost_again_and_again_in_the_end(
+def test_user_errors_end_a_run_at_once_and_lost_ranks_after_max_restarts(
     local_ray: None, place: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (place / "mistaken.py").write_text(MISTAKEN)
@@ -186,10 +186,10 @@ def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) ->
     second = started(place, *many)  # at once: the ranks of the first may not have noticed yet
     said, _ = second.communicate(timeout=2 * PATIENCE)
     assert second.returncode == 0, said
-    found = told(place / "parts")
+    found = logged_files(place / "parts")
     for row in found["metrics"]:
         row.pop("workers/lost", None)
-    assert found == told(place / "whole")
+    assert found == logged_files(place / "whole")
     starts = [start["step"] for start in read_record(place / "parts")["starts"]]
     assert starts[0] == 0
     assert starts[1] >= 4

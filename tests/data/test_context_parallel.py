@@ -34,13 +34,13 @@ def packed(lengths, budget: int = 40, multiple_of: int = 2) -> list[Microbatch]:
     return pack(sequences, budget=budget, columns=columns, multiple_of=multiple_of)
 
 
-def together(lengths) -> Microbatch:
+def pack_together(lengths) -> Microbatch:
     """All in one microbatch."""
     [microbatch] = packed(lengths, budget=sum(lengths), multiple_of=1)
     return microbatch
 
 
-def everywhere(microbatch: Microbatch, size: int, multiple_of: int = 1) -> list[Microbatch]:
+def shard_on_all_ranks(microbatch: Microbatch, size: int, multiple_of: int = 1) -> list[Microbatch]:
     """What each of `size` ranks holds of it."""
     return [shard_context(microbatch, Axis(size, rank), multiple_of=multiple_of) for rank in range(size)]
 
@@ -52,9 +52,9 @@ def fields(microbatch: Microbatch) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
-def test_every_real_token_is_on_one_rank_with_all_that_belongs_to_it(lengths, size, multiple_of):
+def test_every_token_is_on_one_rank_with_its_targets_and_columns(lengths, size, multiple_of):
     for whole in packed(lengths):
-        parts = everywhere(whole, size, multiple_of)
+        parts = shard_on_all_ranks(whole, size, multiple_of)
         real = [part.batch_indices >= 0 for part in parts]
         order = torch.cat([part.batch_indices[mask] for part, mask in zip(parts, real, strict=True)]).argsort()
         for name, values in fields(whole).items():
@@ -68,7 +68,7 @@ def test_every_real_token_is_on_one_rank_with_all_that_belongs_to_it(lengths, si
 def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, multiple_of):
     unit = 2 * size if size > 1 else 1
     for whole in packed(lengths):
-        parts = everywhere(whole, size, multiple_of)
+        parts = shard_on_all_ranks(whole, size, multiple_of)
         assert {len(part) % multiple_of for part in parts} == {0}
         assert len({len(part) for part in parts}) == 1
         in_chunks = sum(-(-length // unit) * unit for length in whole.packing.lengths)
@@ -84,9 +84,9 @@ def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, mu
 
 @settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
-def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
+def test_padding_is_masked_and_zero(lengths, size, multiple_of):
     for whole in packed(lengths):
-        for part in everywhere(whole, size, multiple_of):
+        for part in shard_on_all_ranks(whole, size, multiple_of):
             padding = part.batch_indices < 0
             assert part.padding == int(padding.sum())
             assert part.token_mask is None if part.padding == 0 else torch.equal(part.token_mask, ~padding)
@@ -97,9 +97,9 @@ def test_padding_is_told_apart_and_holds_nothing(lengths, size, multiple_of):
 
 @settings(max_examples=60)
 @given(some_lengths, st.integers(2, 5), multiples)
-def test_chunks_are_the_zigzag_and_positions_go_on(lengths, size, multiple_of):
+def test_chunks_are_the_zigzag_with_positions_of_the_sequence(lengths, size, multiple_of):
     for whole in packed(lengths):
-        parts = everywhere(whole, size, multiple_of)
+        parts = shard_on_all_ranks(whole, size, multiple_of)
         for sequence, (start, stop) in enumerate(parts[0].packing.slices()):
             chunks = {}
             for rank, part in enumerate(parts):
@@ -111,7 +111,7 @@ def test_chunks_are_the_zigzag_and_positions_go_on(lengths, size, multiple_of):
 
 @settings(max_examples=60)
 @given(some_lengths, sizes, multiples, st.booleans(), st.sampled_from([(), (3,)]))
-def test_scattered_parts_equal_the_unpacked_whole(lengths, size, multiple_of, shifted, trailing):
+def test_scatter_add_of_all_shards_equals_unpack(lengths, size, multiple_of, shifted, trailing):
     microbatches = packed(lengths)
     values = [torch.randn(len(whole), *trailing) for whole in microbatches]
     expected = torch.cat(unpack(microbatches, values, shifted=shifted))
@@ -120,14 +120,14 @@ def test_scattered_parts_equal_the_unpacked_whole(lengths, size, multiple_of, sh
         scatter_add(whole, rows, whole_into, shifted=shifted)
         by_place = torch.full((whole.batch_tokens + 1, *trailing), float("nan"))  # padding's is the last
         by_place[whole.batch_indices] = rows
-        for part in everywhere(whole, size, multiple_of):
+        for part in shard_on_all_ranks(whole, size, multiple_of):
             scatter_add(part, by_place[part.batch_indices], cut_into, shifted=shifted)
     assert torch.equal(whole_into, expected)
     assert torch.equal(cut_into, expected)
 
 
-def test_scatter_takes_what_a_head_gives():
-    whole = together([5, 2])
+def test_scatter_add_takes_results_of_every_dtype():
+    whole = pack_together([5, 2])
     for values in (whole.targets == 3, whole.targets, whole.targets.double()):
         into = torch.zeros(whole.batch_tokens, dtype=values.dtype)
         scatter_add(whole, values, into)
@@ -137,15 +137,15 @@ def test_scatter_takes_what_a_head_gives():
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @settings(max_examples=30)
 @given(some_lengths, st.integers(2, 4), multiples, st.sampled_from([None, 1, 3, 8]), st.integers(0, 100))
-def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size, multiple_of, window, seed):
+def test_attention_of_all_shards_equals_attention_of_full_sequences(softcap, lengths, size, multiple_of, window, seed):
     """The gather is a concatenation here; what padding holds is random, so that it would show."""
-    whole = together(lengths)
+    whole = pack_together(lengths)
     scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     torch.manual_seed(seed)
     inputs = [torch.randn(len(whole), heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     expected = attend(*inputs, whole.packing, whole.packing, scores)
 
-    parts = everywhere(whole, size, multiple_of)
+    parts = shard_on_all_ranks(whole, size, multiple_of)
     local = [[torch.cat([each, torch.randn_like(each[:1])])[part.batch_indices] for each in inputs] for part in parts]
     _, keys, values = (torch.cat(gathered) for gathered in zip(*local, strict=True))
     actual = torch.zeros_like(expected)
@@ -164,7 +164,7 @@ def test_attention_in_parts_equals_attention_to_the_whole(softcap, lengths, size
 @given(some_lengths, st.integers(2, 5))
 def test_every_rank_attends_to_as_many_keys(lengths, size):
     for whole in packed(lengths):
-        parts = everywhere(whole, size)
+        parts = shard_on_all_ranks(whole, size)
         work = {
             sum(
                 asking * (2 * asked - asking)
@@ -186,7 +186,7 @@ def sequence_loss(sums: torch.Tensor) -> torch.Tensor:
 def summed_over_ranks(group: dist.ProcessGroup, values: torch.Tensor, multiple_of: int):
     """One rank's sums, its lengths, and the gradients of its values at their places. Padding holds NaN."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = together(SUMMED)
+    whole = pack_together(SUMMED)
     part = shard_context(whole, Axis(size, rank, group), multiple_of=multiple_of)
     own = torch.cat([values, torch.full_like(values[:1], float("nan"))])[part.batch_indices].requires_grad_()
     sums = part.sequence_sum(own)
@@ -199,8 +199,8 @@ def summed_over_ranks(group: dist.ProcessGroup, values: torch.Tensor, multiple_o
 
 @pytest.mark.parametrize("multiple_of", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_over_shared_sequences_equal_those_of_whole_ones(ranks: Ranks, size: int, multiple_of: int) -> None:
-    whole = together(SUMMED)
+def test_sums_over_sharded_sequences_equal_those_of_full_ones(ranks: Ranks, size: int, multiple_of: int) -> None:
+    whole = pack_together(SUMMED)
     by_place = torch.randn(sum(SUMMED), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     values = by_place.requires_grad_()
     expected = whole.sequence_sum(values[whole.batch_indices])
@@ -214,7 +214,7 @@ def test_sums_over_shared_sequences_equal_those_of_whole_ones(ranks: Ranks, size
 
 
 def test_padding_does_not_count_in_a_sum() -> None:
-    part = shard_context(together([3, 2]), Axis(), multiple_of=4)
+    part = shard_context(pack_together([3, 2]), Axis(), multiple_of=4)
     values = torch.where(part.batch_indices < 0, float("nan"), 1.0).requires_grad_()
     sums = part.sequence_sum(values)
     assert sums.tolist() == [3, 2]
@@ -223,15 +223,15 @@ def test_padding_does_not_count_in_a_sum() -> None:
 
 
 def test_what_needs_no_cut_is_returned_as_it_is() -> None:
-    whole, empty = together([6, 2]), packed([6])[1]
+    whole, empty = pack_together([6, 2]), packed([6])[1]
     assert shard_context(whole, Axis(), multiple_of=4) is whole
     assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty
     assert shard_context(whole, Axis(), multiple_of=5).packing.lengths == (6, 4)
     assert shard_context(whole, Axis(), multiple_of=5).cp_shard is None
 
 
-def test_to_moves_a_cut_microbatch_whole() -> None:
-    moved = shard_context(together([6, 2]), Axis(2, 1)).to("meta")
+def test_to_moves_every_tensor_of_a_sharded_microbatch() -> None:
+    moved = shard_context(pack_together([6, 2]), Axis(2, 1)).to("meta")
     context = moved.cp_shard
     tensors = [*fields(moved).values(), moved.cu_seqlens, context.key_rows]
     tensors += [context.queries.cu_seqlens, context.keys.cu_seqlens]
@@ -241,19 +241,19 @@ def test_to_moves_a_cut_microbatch_whole() -> None:
 def test_gradients_reach_the_columns_owner_through_a_cut() -> None:
     owned = torch.zeros(5, requires_grad=True)
     [whole] = pack([[1, 2, 3, 4, 5]], budget=5, columns={"owned": [owned]})
-    sum(part.column("owned").sum() for part in everywhere(whole, 2)).backward()
+    sum(part.column("owned").sum() for part in shard_on_all_ranks(whole, 2)).backward()
     assert owned.grad.tolist() == [0, 1, 1, 1, 1]
 
 
 def one_cut() -> Microbatch:
-    return shard_context(together([3, 2]), Axis(2, 0))
+    return shard_context(pack_together([3, 2]), Axis(2, 0))
 
 
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
         (
-            lambda: shard_context(together([3]), Axis(), multiple_of=0),
+            lambda: shard_context(pack_together([3]), Axis(), multiple_of=0),
             "multiple_of is 0, but the least is 1. Give a positive multiple_of.",
         ),
         (

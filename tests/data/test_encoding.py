@@ -57,7 +57,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_of_several_mistakes_the_first_in_the_dataset_is_told() -> None:
+def test_the_first_of_several_bad_rows_is_reported() -> None:
     rows = [*TALKS]
     for place in (6, 13, 27):
         rows[place] = [[{"role": "user", "content": None}]]
@@ -102,7 +102,7 @@ def rows_of(kept: EncodedRows[Any]) -> list[Any]:
     return [kept[index] for index in range(len(kept))]
 
 
-def test_what_was_kept_equals_what_is_encoded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_rows_equal_newly_encoded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"), overlong="drop")
     fresh = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
     assert 0 < len(fresh) < 10
@@ -119,7 +119,7 @@ def test_what_was_kept_equals_what_is_encoded_anew(tmp_path: Path, monkeypatch: 
     assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
 
 
-def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Path) -> None:
+def test_the_cache_key_has_everything_that_the_tokens_depend_on(tmp_path: Path) -> None:
     path = dataset(tmp_path / "a.jsonl")
     data = Examples(path=path, overlong="cut")
 
@@ -156,7 +156,7 @@ def test_whatever_decides_the_tokens_decides_whether_they_are_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "unreadable", "missing"])
-def test_what_is_damaged_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
     fresh = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
     fresh.store()

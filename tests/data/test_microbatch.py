@@ -179,7 +179,7 @@ def test_shapes_that_disagree_are_refused(microbatch, changes, sentence):
     assert str(error.value) == sentence
 
 
-def test_what_the_host_knows_of_columns_goes_along_to_a_device_and_not_into_a_cut():
+def test_column_stats_are_computed_for_a_device_and_not_for_a_cp_shard():
     weights = [[0.0, 1.0, 0.0, 1e-60], [1.0, 0.5, 0.0, 0.0, 2.0], [3.0]]
     ids = [torch.arange(2 * len(each)).view(-1, 2) - 1 for each in weights]
     (microbatch,) = pack([[1] * len(each) for each in weights], budget=16, columns={"weights": weights, "ids": ids})

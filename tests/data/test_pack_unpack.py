@@ -115,7 +115,7 @@ def test_unpacked_targets_are_the_tokens(batch):
 
 @settings(max_examples=50)
 @given(batches(), st.integers(1, 8))
-def test_truncation_equals_packing_what_is_left(batch, budget):
+def test_truncation_equals_packing_truncated_sequences(batch, budget):
     sequences, _, multiple_of = batch
     columns = {
         "per_token": [torch.randn(len(sequence), 2) for sequence in sequences],

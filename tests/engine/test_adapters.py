@@ -134,7 +134,7 @@ def identical(one: Any, other: Any) -> bool:
     ],
     ids=str,
 )
-def test_each_is_what_it_would_be_alone(ranks: Ranks, layout: str, options: dict[str, Any]) -> None:
+def test_each_adapter_equals_one_trained_alone(ranks: Ranks, layout: str, options: dict[str, Any]) -> None:
     size, (new,) = Layout.parse(layout).world_size, ranks(1, new_adapters)
     for found in ranks(size, together_and_alone, layout, options):
         assert found["differing"] == []

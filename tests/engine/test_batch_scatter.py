@@ -37,7 +37,7 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
     ],
     ids=str,
 )
-def test_rows_that_are_handed_out_are_learned_as_the_whole(ranks: Ranks, layout: Layout) -> None:
+def test_training_on_a_scattered_batch_equals_the_global_batch(ranks: Ranks, layout: Layout) -> None:
     ((rows, places, loss, logprobs),) = ranks(1, learned, Layout())
     assert (rows, places) == (ROWS, [0.0, 1.0, 2.0, 3.0, 4.0])
     held: dict[int, set[int]] = {}

@@ -223,7 +223,7 @@ def save_unmoved(group: Any, how: str, layout: str, optimizer: AdamW, directory:
         pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_after_a_step_that_moved_nothing_goes_on(
+def test_a_checkpoint_after_a_step_without_an_update_resumes(
     ranks: Any, tmp_path: Path, how: str, layout: str, moments: Any
 ) -> None:
     optimizer = AdamW(lr=1e-3, moments=moments)
@@ -257,7 +257,7 @@ def test_every_rank_gets_its_own_random_state_back(ranks: Any, tmp_path: Path) -
 
 
 @pytest.mark.gpu
-def test_the_random_state_of_a_gpu_comes_back(tmp_path: Path) -> None:
+def test_the_random_state_of_a_gpu_is_restored(tmp_path: Path) -> None:
     with started(device="cuda"):
         engine = Engine(DENSE, budget=32)
         torch.cuda.manual_seed(5)
@@ -343,7 +343,7 @@ FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_no_directory(
+def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_directory(
     ranks: Any, tmp_path: Path, fault: str, wait: bool
 ) -> None:
     answers = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
@@ -539,7 +539,7 @@ def read_by(group: Any, directory: str) -> list[str]:
     return found
 
 
-def test_one_rank_reads_what_there_is_and_tells_the_others(ranks: Any, saved: Path) -> None:
+def test_only_rank_0_reads_the_directory(ranks: Any, saved: Path) -> None:
     assert ranks(2, read_by, str(saved)) == [[saved.name], []]
 
 

@@ -172,7 +172,7 @@ def refused_after(group: Any, layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
 @pytest.mark.parametrize(("refused", "cases"), [(refused_before, BEFORE), (refused_after, AFTER)])
-def test_what_cannot_be_counted_is_refused_on_every_rank_and_the_engine_goes_on(
+def test_unknown_counts_raise_on_every_rank_and_the_engine_stays_usable(
     ranks: Any, layout: str, refused: Callable[..., list[str]], cases: dict[str, tuple[Any, Any, str]]
 ) -> None:
     answers = ranks(Layout.parse(layout).world_size, refused, layout)

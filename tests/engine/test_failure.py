@@ -87,13 +87,13 @@ def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.slow
-def test_one_rank_is_whole_after_a_failure(ranks, failure: str) -> None:
+def test_one_rank_stays_usable_after_a_failure(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-dense", failure)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["measure", "backward"])
-def test_experts_and_what_their_routers_counted_are_kept(ranks, failure: str) -> None:
+def test_experts_and_router_counters_survive_a_failure(ranks, failure: str) -> None:
     ranks(1, failed_and_fresh, "tiny-moe", failure)
 
 
@@ -143,7 +143,9 @@ def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize(("failure", "call"), [("measure", "evaluate_loss"), ("backward", "forward_backward")])
-def test_one_of_several_ranks_refuses_to_go_on(ranks, layout: str, failure: str, call: str) -> None:
+def test_one_of_several_ranks_refuses_further_calls_after_a_failure(
+    ranks, layout: str, failure: str, call: str
+) -> None:
     for sentences in ranks(2, refused, layout, failure):
         assert set(sentences) == {
             f"RuntimeError: this engine's {call} failed ({FAULT}), and other ranks may still be in the middle of it: "
@@ -159,7 +161,7 @@ def beyond_mending(group: dist.ProcessGroup) -> str:
     return error_text(lambda: engine.evaluate_loss(batch(7), policy))
 
 
-def test_an_engine_that_cannot_be_made_anew_says_so(ranks) -> None:
+def test_an_engine_that_cannot_be_rebuilt_raises(ranks) -> None:
     (sentence,) = ranks(1, beyond_mending)
     assert sentence.startswith(
         f"RuntimeError: this engine's evaluate_loss failed ({FAULT}), and its stages could not be rebuilt"
@@ -188,7 +190,7 @@ def fail_in_between(device: str) -> list[Tensor]:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_whole_after_a_failure() -> None:
+def test_an_engine_on_a_gpu_stays_usable_after_a_failure() -> None:
     """Whole weights that were gathered on other streams are let go of, and the step's are used."""
     ((before, expected, found),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")
     moved = (expected - before).abs().max()
@@ -224,7 +226,7 @@ def go_on(layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_pipeline_refuses_to_go_on() -> None:
+def test_a_pipeline_stage_refuses_further_calls_after_a_failure() -> None:
     with PlainRanks(2, TIMEOUT, go_on, "pp=2") as both:
         assert both.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
 

@@ -44,7 +44,7 @@ def test_the_norm_is_summed_in_float64_piece_by_piece(ranks: Ranks) -> None:
     assert max(sizes) <= 7
 
 
-def test_clipping_scales_every_gradient_alike_at_once_and_leaves_out_what_has_none(
+def test_clipping_scales_all_gradients_and_skips_parameters_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, sizes = gradients.clip_grads_with_norm_, list[int]()

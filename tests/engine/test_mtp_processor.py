@@ -105,7 +105,7 @@ def test_the_default_as_a_processor_gives_the_defaults_numbers(ranks: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
-def test_ranks_whose_depths_have_nothing_to_learn_do_not_keep_others_waiting(ranks: Any, options: Any) -> None:
+def test_ranks_without_mtp_targets_do_not_block_other_ranks(ranks: Any, options: Any) -> None:
     """Of two ranks one has sequences of two tokens: no token is two ahead."""
     (expected,) = ranks(1, trained, "", nll, {}, (32, 2))
     for actual in ranks(2, trained, "dp_shard=2", skipping, options, (32, 2)):
@@ -116,7 +116,7 @@ def refused(group: Any, processor: Any) -> str:
     return error_text(lambda: trained(group, "", processor, {}))
 
 
-def test_a_processor_that_returns_something_else_is_told_so(ranks: Any) -> None:
+def test_an_mtp_processor_with_a_wrong_result_raises(ranks: Any) -> None:
     (sentence,) = ranks(1, refused, summed)
     assert "the MTP processor returned a tensor of shape (), but this microbatch has 25 tokens" in sentence
     assert sentence.endswith(

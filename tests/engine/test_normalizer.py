@@ -79,7 +79,7 @@ def test_losses_over_different_things_add_up_and_scale() -> None:
     assert_equal(scale.loss(2.0 * (tokens + masked), part), 2.0 * scale.loss(tokens + masked, part), "loss")
 
 
-def test_counts_of_a_whole_step_make_parts_of_it_add_up() -> None:
+def test_losses_with_the_counts_of_the_step_add_up() -> None:
     whole = microbatches(12)
     counts = {"mask": float(seen(MASK).sum()), "sequences": float(len(LENGTHS))}
 
@@ -239,7 +239,7 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
     return found
 
 
-def test_names_are_told_once_and_again_when_there_is_a_new_one(ranks: Any) -> None:
+def test_metric_names_are_gathered_only_when_there_is_a_new_one(ranks: Any) -> None:
     known = {"of rank 0": 1.0, "of rank 1": 2.0, "of both": 2.0, "sum": 2.0}
     for first, second, third, last in ranks(2, three_steps):
         assert first == (known, 1)
@@ -279,7 +279,7 @@ def test_more_metrics_than_usual_are_reduced_all_the_same(ranks: Any) -> None:
             assert list(numbers.values()) == [float(index) for index in range(count)]
 
 
-def test_a_ledger_forgets_what_it_has_no_room_for() -> None:
+def test_a_metric_index_drops_old_names_when_it_is_full() -> None:
     metric_index = MetricIndex()
     for start in (0, 200):
         metric_index.add([(str(index), "sum") for index in range(start, start + 200)])

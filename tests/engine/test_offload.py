@@ -109,7 +109,7 @@ def move(engine: Engine) -> None:
     ],
     ids=str,
 )
-def test_training_goes_on_as_if_nothing_had_happened(ranks: Any, layout: str, options: dict[str, Any]) -> None:
+def test_training_after_offload_and_onload_is_unchanged(ranks: Any, layout: str, options: dict[str, Any]) -> None:
     size = Layout.parse(layout).world_size
     for moved, stayed in zip(
         ranks(size, go_on, layout, options, True), ranks(size, go_on, layout, options, False), strict=True

@@ -165,9 +165,7 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
         ),
     ],
 )
-def test_the_same_gradients_move_weights_alike_in_every_layout(
-    ranks: Any, tmp_path: Path, kind: str, layout: str
-) -> None:
+def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
     """To the bit, as blocks and random numbers are the whole tensor's; and from a checkpoint of the other layout."""
     size, one, many = Layout.parse(layout).world_size, str(tmp_path / "one"), str(tmp_path / "many")
     (expected,) = ranks(1, given_gradients, kind, "", one)
@@ -221,7 +219,7 @@ def pieces(group: Any) -> bool:
 
 
 @pytest.mark.thorough
-def test_where_state_is_kept_changes_nothing(ranks: Any) -> None:
+def test_optimizer_state_in_host_memory_gives_equal_updates(ranks: Any) -> None:
     assert ranks(1, pieces) == [True]
 
 
@@ -280,7 +278,7 @@ def refused_on_two(group: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_layouts_that_cut_what_belongs_together_are_refused(ranks: Any) -> None:
+def test_layouts_that_share_narrow_weights_or_split_a_block_are_refused(ranks: Any) -> None:
     for rank, (shared, cut) in enumerate(ranks(2, refused_on_two)):
         assert "weights are stored narrower than fp32 where no other rank shares them, but" in shared
         assert f"of 320 columns of layers.0.mlp.down_proj.weight this rank stores {160 * rank} to" in cut
@@ -297,7 +295,7 @@ def move_on_a_gpu(engine: Engine, steps: range) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rounded, offload", "split, 8-bit moments, offload"])
-def test_on_a_gpu_state_comes_from_the_host_and_goes_back(kind: str, tmp_path: Path) -> None:
+def test_on_a_gpu_offloaded_state_is_copied_in_and_back(kind: str, tmp_path: Path) -> None:
     """In pieces, to the bit as if it stayed; also by way of a checkpoint that is saved right after a step."""
     given, stored = KINDS[kind]
 
@@ -337,7 +335,7 @@ def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str
     return decay, {name: set(engine.optimizer.state[each]) for name, each in engine.parameters.items()}, zero
 
 
-def test_what_a_parameter_is_its_module_says_and_not_its_shape(ranks: Any) -> None:
+def test_the_role_of_a_parameter_is_declared_by_its_module(ranks: Any) -> None:
     ((decay, state, zero),) = ranks(1, by_role)
     assert "layers.0.moe.experts.down_proj.bias" in decay  # [experts, size]
     for name in decay:
@@ -404,7 +402,7 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["", pytest.param("pp=2,tp=2", marks=pytest.mark.slow)])
-def test_split_weights_stay_whole_in_streams_exports_and_another_optimizer(
+def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:
     for found in ranks(Layout.parse(layout).world_size, exchanged, layout, str(tmp_path)):

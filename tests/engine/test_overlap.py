@@ -141,7 +141,7 @@ def in_between(group: Any, layout: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
-def test_gradients_add_up_and_evaluations_see_whole_weights(ranks: Any, layout: str) -> None:
+def test_gradients_accumulate_and_evaluations_use_gathered_weights(ranks: Any, layout: str) -> None:
     for plain, overlapped in ranks(2, in_between, layout):
         assert all(torch.equal(*each) for each in zip(plain, overlapped, strict=True))
 

@@ -57,7 +57,7 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_is_saved_loaded_and_streamed_or_says_why_not(ranks: Any, tmp_path: Path) -> None:
+def test_a_custom_model_is_saved_loaded_and_streamed_and_export_hf_refuses_it(ranks: Any, tmp_path: Path) -> None:
     for unmoved, alike, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
         assert not unmoved
         assert alike
@@ -137,7 +137,7 @@ def counting(group: Any, layout: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2", "cp=2", ""])
 @pytest.mark.slow
-def test_what_a_block_counts_is_of_the_whole_step_in_every_layout(ranks: Any, layout: str) -> None:
+def test_counters_of_a_block_cover_the_step_in_every_layout(ranks: Any, layout: str) -> None:
     found = ranks(Layout.parse(layout).world_size, counting, layout)
     totals = [each for rank in found for each in rank]
     assert len(totals) == (1 if layout in ("", "pp=2") else 2)

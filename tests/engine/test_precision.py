@@ -146,7 +146,7 @@ def test_what_is_promised_in_fp32_is_streamed_and_copied_in_fp32(ranks: Any, lay
         assert all(torch.equal(found[name], whole[name].bfloat16()) for name in found.keys() - wide)
 
 
-def test_a_model_made_in_bf16_keeps_what_it_promised() -> None:
+def test_a_bf16_model_keeps_its_fp32_parameters() -> None:
     model = LanguageModel(CONFIG, value_head=True, dtype=torch.bfloat16)
     wide = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
     assert wide == {*PROMISED, "layers.0.moe.selection_bias"}

@@ -87,7 +87,7 @@ def go_on(group: Any, directory: str, begun: str, pattern: str, layouts: tuple[s
     ],
 )
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_in_another_grouping_as_in_its_own(
+def test_a_checkpoint_resumes_in_another_grouping_of_blocks(
     ranks: Any, tmp_path: Path, pattern: str, layouts: tuple[str, str], exact: bool
 ) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
@@ -124,7 +124,7 @@ def replaced(group: Any, directory: str, begun: str, later: str) -> tuple[Any, .
     return before, other.new_tensors, kept, drawn, loaded, moments, state, curves, again
 
 
-def test_what_is_new_starts_without_moments_and_goes_on_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:
+def test_new_tensors_start_without_moments_and_resume_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), str(tmp_path / "later"))
     before, fresh, kept, drawn, loaded, moments, state, curves, again = ranks(1, replaced, *arguments)[0]

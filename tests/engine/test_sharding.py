@@ -115,7 +115,7 @@ def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
     [("tiny-dense", False), *(pytest.param("tiny-moe", each, marks=pytest.mark.thorough) for each in (False, True))],
 )
 @pytest.mark.slow
-def test_one_rank_alone_adds_gradients_up_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
+def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
     """What a model in bf16 gives for each microbatch, cast and added: to the bit, but for norms, which are not cast."""
     whole = LanguageModel(model_from_hf(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
     expected = {name: torch.zeros(parameter.shape) for name, parameter in whole.named_parameters()}
@@ -159,7 +159,7 @@ def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("layout", "overlap"), [("dp_shard=2", True), pytest.param("dp_shard=2,ep=2", False, marks=pytest.mark.thorough)]
 )
-def test_gradients_summed_once_are_those_summed_each_time(ranks: Any, layout: str, overlap: bool) -> None:
+def test_gradients_reduced_once_equal_those_reduced_per_microbatch(ranks: Any, layout: str, overlap: bool) -> None:
     for (numbers, moved, often), (numbers_once, moved_once, once) in ranks(2, once_and_often, layout, overlap):
         assert_equal(numbers_once, numbers, "losses and norm")
         for name, expected in moved.items():

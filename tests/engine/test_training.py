@@ -115,7 +115,7 @@ def decayed_alone(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str,
     return before, weights(engine)
 
 
-def test_decay_is_of_matrices_alone(ranks: Any) -> None:
+def test_weight_decay_applies_to_matrices_only(ranks: Any) -> None:
     for before, after in run(ranks, "tp=2", decayed_alone):
         for name, tensor in before.items():
             assert_equal(after[name], tensor * 0.95 if tensor.ndim > 1 else tensor, name)
@@ -130,7 +130,7 @@ def test_decay_is_of_matrices_alone(ranks: Any) -> None:
         (LRSchedule(shape="cosine", steps=10), {0: 1.0, 5: 0.5, 10: 0.0, 11: 0.0}),
     ],
 )
-def test_a_schedule_goes_up_and_comes_down(schedule: LRSchedule, factors: dict[int, float]) -> None:
+def test_a_schedule_warms_up_and_decays(schedule: LRSchedule, factors: dict[int, float]) -> None:
     assert {step: schedule.factor(step) for step in factors} == pytest.approx(factors)
 
 
@@ -162,7 +162,7 @@ def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     cases(LAYOUTS[1:4], [LAYOUTS[0], *SLOW[3:6]]),
 )
 @pytest.mark.slow
-def test_calls_with_the_counts_of_the_whole_accumulate_to_one_call(ranks: Any, layout: str, model: str) -> None:
+def test_several_calls_with_the_counts_of_the_step_equal_one_call(ranks: Any, layout: str, model: str) -> None:
     for (whole, expected, norm), (loss, found, norm_of_parts) in run(ranks, layout, in_parts, SOURCES[model]):
         assert_equal(torch.tensor(loss), torch.tensor(whole), "loss")
         assert_all_equal(found, expected)
@@ -200,7 +200,7 @@ def measured(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[:4], [LAYOUTS[4]]))
-def test_measuring_finds_what_a_step_would_and_makes_no_gradient(ranks: Any, layout: str, model: str) -> None:
+def test_evaluate_loss_equals_forward_backward_without_gradients(ranks: Any, layout: str, model: str) -> None:
     for found, expected, untouched in run(ranks, layout, measured, SOURCES[model]):
         assert untouched
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -264,9 +264,7 @@ def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) 
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:2], [LAYOUTS[2], LAYOUTS[4], SLOW[5]]))
-def test_a_reference_keeps_the_weights_it_was_made_from_and_leaves_the_engines_alone(
-    ranks: Any, layout: str, model: str
-) -> None:
+def test_a_reference_keeps_its_weights_and_does_not_change_the_engines(ranks: Any, layout: str, model: str) -> None:
     for offload in (False, True):
         for found in run(ranks, layout, reference_run, SOURCES[model], offload):
             assert found == (True, True, True)
@@ -305,7 +303,7 @@ BAD: dict[str, tuple[Callable[[OutputInputs], Any], str]] = {
 
 @pytest.mark.parametrize("objective", BAD)
 @pytest.mark.parametrize("layout", [pytest.param("", marks=pytest.mark.slow), "dp_shard=2"])
-def test_an_objective_that_is_none_is_told_in_a_sentence_and_leaves_no_trace(
+def test_an_objective_that_returns_no_loss_raises_and_leaves_the_engine_unchanged(
     ranks: Any, layout: str, objective: str
 ) -> None:
     for complaint, *whole in run(ranks, layout, failing_training, objective):
@@ -473,7 +471,7 @@ def selecting(group: Any, directory: str) -> dict[str, Any]:
     return found
 
 
-def test_a_selection_bias_moves_by_its_own_rate_alone(ranks: Any, tmp_path: Path) -> None:
+def test_a_selection_bias_is_updated_by_its_own_rate_only(ranks: Any, tmp_path: Path) -> None:
     (found,) = ranks(1, selecting, str(tmp_path))
     for rate, far in ("None", 0.0), ("0.0", 0.0):
         assert set(found[rate].values()) == {far}

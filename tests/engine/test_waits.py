@@ -99,7 +99,7 @@ def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: s
 
 
 @pytest.mark.slow
-def test_with_experts_elsewhere_a_layer_waits_once_for_how_many_rows_come(ranks: Any) -> None:
+def test_with_ep_a_layer_synchronises_once_for_the_exchange_sizes(ranks: Any) -> None:
     for found in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
         for sites in found.values():
             assert set(sites) == {"all_to_all.py:wait"}

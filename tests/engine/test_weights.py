@@ -123,7 +123,7 @@ def test_streamed_weights_are_transformers_own_to_the_bit(
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1, 1000, 10_000, 1 << 30])
-def test_a_bucket_is_never_larger_than_asked_unless_one_tensor_is(name: str, dtype: torch.dtype, limit: int) -> None:
+def test_a_bucket_has_at_most_bucket_bytes_or_one_tensor(name: str, dtype: torch.dtype, limit: int) -> None:
     family, model = model_from_hf(SOURCES[name])
     pieces = plan_tensors(model, family)
     buckets = plan_buckets(pieces, limit, dtype)

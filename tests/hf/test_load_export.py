@@ -330,7 +330,7 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match=r"lacks 1 tensor\(s\) .*: model\.layers\.2\.mlp\.up_proj\.weight"):
             load_model(directory)
 
-    def test_a_tensor_nobody_wants(self, directory: Path) -> None:
+    def test_an_unknown_tensor_is_refused(self, directory: Path) -> None:
         rewrite(directory, lambda tensors: tensors.update({"model.layers.9.surprise": torch.zeros(2)}))
         with pytest.raises(ValueError, match=r"no place for: model\.layers\.9\.surprise"):
             load_model(directory)
@@ -450,7 +450,7 @@ def test_the_byte_tokenizer_is_its_own_inverse() -> None:
     assert pack([tokenizer("ab")["input_ids"]], budget=4)[0].tokens.tolist() == [97, 98]
 
 
-def test_what_a_family_leaves_out_is_said_and_nothing_else_is_left_out(tmp_path: Path) -> None:
+def test_tensors_that_a_family_ignores_are_reported(tmp_path: Path) -> None:
     saved(CONFIGS["qwen3_next"](), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

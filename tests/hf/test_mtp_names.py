@@ -78,7 +78,7 @@ def test_depths_are_what_their_authors_compute_and_come_back_to_the_bit(name: st
     assert config == json.loads((source.directory / "config.json").read_text())
 
 
-def test_without_mtp_they_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+def test_without_mtp_the_depths_are_ignored_with_a_warning(tmp_path: Path) -> None:
     source = publish("deepseek_v3", tmp_path, depths=2)
     with pytest.warns(
         UserWarning, match=r"tensor\(s\) of the source, named model\.layers\.3\.…, model\.layers\.4\.… \(m"
@@ -93,7 +93,7 @@ def test_without_mtp_they_are_left_out_and_said_to_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "gone"), [("glm4_moe", "model.layers.3.eh_proj"), ("qwen3_next", "mtp.layers.0.mlp.gate")]
 )
-def test_a_depth_that_is_not_whole_is_a_sentence(name: str, gone: str, tmp_path: Path) -> None:
+def test_an_incomplete_mtp_depth_is_refused(name: str, gone: str, tmp_path: Path) -> None:
     source = publish(name, tmp_path)
     tensors = load_file(source.directory / FILE)
     lacking = {name: tensor for name, tensor in tensors.items() if name != f"{gone}.weight"}
@@ -124,7 +124,7 @@ def test_what_is_left_of_a_depth_is_no_reason_for_a_fresh_one(tmp_path: Path) ->
         load_model(source.directory, mtp=True)
 
 
-def test_copies_of_embedding_and_head_may_be_missing_and_are_said_to_differ(tmp_path: Path) -> None:
+def test_copies_of_embedding_and_head_may_be_missing_and_differing_ones_warn(tmp_path: Path) -> None:
     source = publish("glm4_moe", tmp_path / "published")
     tensors = load_file(source.directory / FILE)
     copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")

@@ -32,7 +32,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:1 tensor")  # of multi-token prediction
 @pytest.mark.parametrize(("kind", "tied"), [("dense", True), ("moe", False)])
-def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_the_text_model_of_a_vision_language_model(kind: str, tied: bool, tmp_path: Path) -> None:
     config, model, text = MODELS[kind]
     text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}
     theirs = model(config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)).eval()
@@ -69,7 +69,7 @@ def test_the_text_model_inside_one_that_sees(kind: str, tied: bool, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:.*vision")
 @pytest.mark.parametrize(("kind", "stacked"), [("dense", True), ("moe", True), ("moe", False)])
-def test_what_predicts_further_beside_one_that_sees(kind: str, stacked: bool, tmp_path: Path) -> None:
+def test_mtp_of_a_vision_language_model(kind: str, stacked: bool, tmp_path: Path) -> None:
     """Experts of multi-token prediction are published stacked and one by one; a server is given them stacked."""
     config, model, text = MODELS[kind]
     text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}

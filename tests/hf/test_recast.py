@@ -88,7 +88,7 @@ def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pa
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "[*-]*-", "[S-][*E]/[*-]"])
-def test_a_model_of_our_own_comes_back_from_its_files_to_the_bit(llama: Path, tmp_path: Path, pattern: str) -> None:
+def test_a_model_in_postludes_format_round_trips_bit_exactly(llama: Path, tmp_path: Path, pattern: str) -> None:
     blocks = {symbol: config for symbol, config in {"S": WINDOW, "E": MOE}.items() if symbol in pattern}
     model = load_model(Recast(llama, pattern, blocks), dtype=torch.bfloat16)
     directory = export_model(model, tmp_path / "own", max_shard_bytes=4000)
@@ -271,7 +271,7 @@ class TestDirectory:
         with pytest.raises(ValueError, match=r"has both config\.json and postlude\.json; remove the one"):
             load_model(llama)
 
-    def test_it_says_what_it_is(self, llama: Path, tmp_path: Path) -> None:
+    def test_an_export_has_a_model_card_a_tokenizer_and_the_umask(self, llama: Path, tmp_path: Path) -> None:
         before = os.umask(0o027)
         try:
             tokenizer = load_tokenizer("tiny-hybrid")
@@ -361,7 +361,7 @@ def test_a_block_that_knows_no_usual_sizes_says_so() -> None:
         BlockConfig.default_for(8, ())
 
 
-def test_an_endless_number_comes_back() -> None:
+def test_an_infinite_number_round_trips() -> None:
     config = small_config("[*-]", logit_softcap=float("inf"))
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == dataclasses.replace(
         config, blocks={symbol: config.blocks[symbol] for symbol in "*-"}

@@ -70,7 +70,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def test_each_element_is_where_it_is_said_to_be() -> None:
+def test_each_element_is_where_its_mapping_puts_it() -> None:
     tensors = ours()
     theirs = whole(tensors)
     prefix = "model.layers.0."
@@ -94,7 +94,7 @@ def test_each_element_is_where_it_is_said_to_be() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dimension", [0, 1])
-def test_parts_of_ranks_come_out_of_theirs_and_sum_up_to_them(ranks: int, dimension: int) -> None:
+def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int, dimension: int) -> None:
     tensors = ours()
     theirs = whole(tensors)
     summed = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}

@@ -179,7 +179,7 @@ def test_a_norm_around_zero_keeps_what_bf16_would_lose_beside_one() -> None:
     assert_equal(exact, torch.full((1, 4), 1.0 + norm.weight[0].item()))
 
 
-def test_rotary_turns_the_first_features_alone() -> None:
+def test_partial_rotary_rotates_only_the_first_features() -> None:
     positions, vectors = torch.arange(5), torch.randn(5, 2, 10)
     table = rotary_table(RotaryConfig(), positions, 4)
     turned = rotate(vectors, table)

@@ -187,7 +187,7 @@ def test_z_loss_adds_the_gradient_of_the_mean_squared_logsumexp() -> None:
         assert_equal(actual[name], parameter.grad, name)
 
 
-def test_side_losses_are_minimised_in_training_alone() -> None:
+def test_auxiliary_losses_have_gradients_only_in_training() -> None:
     config = MoEConfig(experts=5, top_k=2, intermediate_size=12, balance_coefficient=0.5)
     model = small_model("[*E]", blocks={"E": config})
     microbatch = small_microbatch()

@@ -147,7 +147,7 @@ def test_tokens_targets_and_columns_are_shifted_within_their_sequences() -> None
     assert (first.batch_targets, second.batch_targets) == (3, 1)
 
 
-def test_gradients_stop_where_they_are_told_to() -> None:
+def test_stop_trunk_and_stop_head_stop_gradients() -> None:
     batch = sequences(*LENGTHS)
     (microbatch,) = pack(batch, budget=64, depths=1)
 
@@ -167,7 +167,7 @@ def test_gradients_stop_where_they_are_told_to() -> None:
     assert reached(stop_trunk=True, stop_head=True) == depth
 
 
-def test_a_loss_of_ones_own_is_asked_for_each_depth() -> None:
+def test_a_custom_loss_is_called_for_each_depth() -> None:
     batch = sequences(*LENGTHS)
     masks = [torch.rand(len(sequence), generator=torch.Generator().manual_seed(3)) for sequence in batch]
     (microbatch,) = pack(batch, budget=64, columns={"mask": masks}, depths=2)

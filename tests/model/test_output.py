@@ -41,7 +41,7 @@ def test_token_losses_are_cross_entropy_and_zero_without_a_target() -> None:
     assert (model(microbatch, targets=True)[microbatch.targets < 0] == 0).all()
 
 
-def test_the_processors_result_comes_back_as_the_very_object_it_returned() -> None:
+def test_the_model_returns_the_very_object_of_the_output_processor() -> None:
     model, microbatch, context = small_model(), small_microbatch(), object()
     result = {"anything": object()}
     calls = []
@@ -120,7 +120,7 @@ def test_the_one_sweep_objective_equals_the_two_pass_form(tied: bool) -> None:
         assert_equal(gradient, references[name], f"gradient of {name}")
 
 
-def test_head_applies_scale_and_softcap_alike_on_both_paths() -> None:
+def test_logits_and_logprobs_apply_the_same_scale_and_softcap() -> None:
     model, microbatch = small_model(logit_scale=0.7, logit_softcap=2.0), small_microbatch()
     logits = model(microbatch)
     assert logits.abs().max() < 2.0

@@ -31,7 +31,7 @@ def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
     return held, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_less_is_kept_and_the_gradients_are_the_same() -> None:
+def test_recompute_saves_fewer_activations_with_equal_gradients() -> None:
     everything, expected = kept_and_gradients("none")
     for recompute in ("selective", "full"):
         _, gradients = kept_and_gradients(recompute)
@@ -51,7 +51,7 @@ def calls_of_norms(recompute: Any) -> dict[str, int]:
     return calls
 
 
-def test_what_is_not_kept_is_made_again() -> None:
+def test_activations_that_are_not_saved_are_recomputed() -> None:
     once = calls_of_norms("none")
     assert set(once.values()) == {1}
     for recompute in ("selective", "full"):

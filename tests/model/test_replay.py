@@ -176,7 +176,7 @@ def test_what_fits_no_router_is_refused(routing: Tensor, complaint: str) -> None
         model()(microbatch(routing))
 
 
-def test_other_columns_and_models_without_experts_are_told() -> None:
+def test_wrong_routing_columns_and_models_without_experts_raise() -> None:
     with pytest.raises(ValueError, match="this model has no router"):
         model("[*-]")(microbatch(random_routing(2, TOKENS)))
     with pytest.raises(ValueError, match=r"\[17, routers, top_k\]"):

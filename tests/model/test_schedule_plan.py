@@ -138,7 +138,7 @@ def test_one_depth_used_again_has_one_gradient(asked: Processor, recompute: Any)
     assert_alike(one, other, at_once(one, batch(3), asked), planned(other, batch(3), asked))
 
 
-def test_a_layer_used_again_is_done_once_and_after_all_its_uses() -> None:
+def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
     model = LanguageModel(small_config("[*-]/[*-][*-]/[*-][*-]", mtp_repeated=True))
     plan = model.build_schedule_plan(batch(2)[0], output_processor=processor, output_processor_context=0.1)
     done: list[tuple[Any, list[Tensor]]] = []
@@ -164,7 +164,7 @@ def test_a_layer_used_again_is_done_once_and_after_all_its_uses() -> None:
     ],
     ids=["said", "not said", "stop_trunk", "stop_head"],
 )
-def test_depths_are_what_they_are_at_once(asked: Processor, recompute: Any) -> None:
+def test_planned_mtp_depths_equal_those_of_a_forward(asked: Processor, recompute: Any) -> None:
     config = small_config("[*E]/[*E]/[*E]", tied_head=True)
     one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
     assert_alike(one, other, at_once(one, batch(2), asked), planned(other, batch(2), asked))
@@ -175,7 +175,7 @@ def exchanges(model: LanguageModel, processor: Any) -> list[str]:
     return [part.name for part in plan.parts if isinstance(part, AsyncExchange)]
 
 
-def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_asks() -> None:
+def test_a_plan_overlaps_the_exchanges_of_mtp_depths_if_the_processor_has_mtp_options() -> None:
     model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": FarMoE})
     own = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
     assert exchanges(model, processor) == [*own, "mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"]
@@ -184,7 +184,7 @@ def test_exchanges_of_depths_are_those_of_a_plan_if_the_processor_says_that_it_a
     assert exchanges(again, processor) == [*own, *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2]
 
 
-def test_a_processor_that_asks_otherwise_than_it_says_is_refused() -> None:
+def test_a_processor_that_requests_depths_unlike_its_mtp_options_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"requests depths with stop_trunk=True, but its `mtp_options` has stop_trunk=False"
     ):

@@ -183,7 +183,7 @@ def test_a_slow_last_stage_holds_up_the_first(ranks, vpp: int) -> None:
     assert unsent <= MAX_PENDING_SENDS
 
 
-def test_a_receive_is_launched_before_the_turn_ahead_of_the_one_that_needs_it(ranks) -> None:
+def test_a_receive_is_launched_one_entry_before_it_is_needed(ranks) -> None:
     microbatches = pack([torch.arange(4)] * 3, budget=4)
     (first, _), (last, _) = ranks(2, looking, 1, microbatches, 0.0)
     assert first == ["run"] * 3
@@ -217,7 +217,7 @@ def test_every_channel_is_used_when_it_is_made(ranks, layout: Layout, sent: list
     assert ranks(2, used_channels, layout) == sent
 
 
-def test_the_result_comes_back_as_it_is() -> None:
+def test_the_executor_returns_the_processors_result_unchanged() -> None:
     executor = Executor({0: build("[*-]", False, Stage())})
     marker = object()
     (result,) = executor.run(batch(1), output_processor=lambda inputs, context: (context, marker))

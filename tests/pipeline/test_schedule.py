@@ -262,7 +262,7 @@ def test_impossible_orders_are_refused(change: dict[str, int], sentence: str) ->
 F00, B00, F01 = Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0)
 
 
-def test_a_deadlock_names_what_waits_for_what() -> None:
+def test_a_deadlock_error_names_the_waiting_actions() -> None:
     with pytest.raises(
         DeadlockError, match="stuck: on rank 0, B0@0 waits for F0@0 and B0@1; on rank 1, F0@1 waits for"
     ):
@@ -320,7 +320,7 @@ def test_zero_bubble_as_the_paper_draws_it() -> None:
 
 
 @pytest.mark.parametrize("pp", range(2, 9))
-def test_zero_bubble_is_1f1b_with_what_backwards_put_off(pp: int) -> None:
+def test_zero_bubble_is_1f1b_with_deferred_wgrads(pp: int) -> None:
     for microbatches, rank in product(counts(pp), range(pp)):
         actions = tuple(chain.from_iterable(without_bubble(pp, microbatches)[rank]))
         assert tuple(each for each in actions if each.kind != "W") == orders(pp, 1, microbatches)[rank]

@@ -74,7 +74,7 @@ def test_receives_that_are_all_a_turn_ahead_do_not() -> None:
 
 
 @every_shape
-def test_every_payload_is_sent_after_its_turn_and_received_before_the_one_that_needs_it(shape: dict[str, Any]) -> None:
+def test_every_payload_is_sent_after_its_action_and_received_before_it_is_needed(shape: dict[str, Any]) -> None:
     pp, stages = shape["pp"], shape["pp"] * shape["vpp"]
     for microbatches in COUNTS:
         plan = transfer_plan(microbatches=microbatches, **shape)

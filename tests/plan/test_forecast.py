@@ -30,7 +30,7 @@ def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
     return CostModel(config=config, layout=Layout.parse(layout), **how)
 
 
-def test_a_turn_of_two_hides_what_it_can() -> None:
+def test_an_overlapped_entry_hides_communication_behind_compute() -> None:
     forward, backward = ActionCost(compute=2.0, exchange=1.0), ActionCost(compute=4.0, exchange=1.5, waited=0.5)
     assert entry_seconds([forward]) == 3.0
     assert entry_seconds([forward, backward]) == 2.0 + 4.5  # both exchanges behind the other's compute
@@ -42,7 +42,7 @@ def test_a_turn_of_two_hides_what_it_can() -> None:
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (4, 2)])
-def test_equal_stages_take_what_theory_says(pp: int, vpp: int) -> None:
+def test_equal_stages_take_the_theoretical_time(pp: int, vpp: int) -> None:
     layout, microbatches = Layout(pp=pp, vpp=vpp), 8
     cost = {"F": ActionCost(1.0), "B": ActionCost(2.0)}
     found = simulate_step(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
@@ -73,7 +73,7 @@ def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute: str) -> None:
+def test_a_backward_and_its_deferred_wgrads_take_as_long_as_one_backward(recompute: str) -> None:
     model = model_of("tiny-moe", "pp=2,dp_shard=2,ep=2", recompute=recompute)
     for stage in range(2):
         whole, part, rest = (
@@ -92,7 +92,7 @@ def test_a_backward_and_what_it_puts_off_take_as_long_as_both_at_once(recompute:
     ]  # sums come after all
 
 
-def test_a_forecast_with_zero_bubble_is_faster_and_counts_what_is_put_off() -> None:
+def test_a_zero_bubble_forecast_is_faster_and_counts_deferred_wgrads() -> None:
     model = model_of("tiny-dense", "pp=4")
     plain, filled = forecast(model), forecast(model, overlap="zero_bubble")
     assert filled.step.bubble < plain.step.bubble
@@ -128,7 +128,7 @@ def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
     assert sum(work.compute for work in again.costs.values()) == pytest.approx(whole * 4 / 3)
 
 
-def test_longer_sequences_cost_more_by_what_attends_alone() -> None:
+def test_longer_sequences_add_only_the_cost_of_attention() -> None:
     config = read_model("tiny-dense")[1]
     block = config.blocks["*"]
     short, long = (model_of("tiny-dense", length=length).model_flops for length in (512, 1024))

@@ -53,7 +53,7 @@ def test_depths_and_stages_are_counted_as_if_they_were_built(tied: bool, repeate
         assert count_parameters(config).stage(stage).used == counted(config, stage)
 
 
-def test_what_ranks_share_is_cut_and_what_they_copy_is_not() -> None:
+def test_sharded_parameters_are_divided_and_replicated_ones_are_not() -> None:
     config = config_of("tiny-moe")
     whole = count_parameters(config).layers["*E"]
     cut = count_parameters(config, Layout(tp=2, dp_shard=2, ep=4)).layers["*E"]
@@ -99,7 +99,7 @@ def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
 
 
 @pytest.mark.parametrize("symbol", list("*SMG+-E"))
-def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
+def test_deferred_wgrads_are_those_that_blocks_declare(symbol: str) -> None:
     """Within a tenth; heads of a few features leave more than their own."""
     config = small_config(symbol, hidden_size=64)
     (microbatch,) = pack(sequences(40, 24, 64), budget=128)
@@ -116,7 +116,7 @@ def test_what_is_put_off_is_what_blocks_say(symbol: str) -> None:
     )
 
 
-def test_depths_that_nobody_trains_are_held_and_no_more() -> None:
+def test_untrained_mtp_depths_only_take_weight_memory() -> None:
     config = config_of("tiny-dense", "/[*-]")
     (trained,) = estimate_memory(config, Layout(), mtp=True, **HOW)
     (idle,) = estimate_memory(config, Layout(), mtp=False, **HOW)
@@ -130,7 +130,7 @@ def test_depths_that_nobody_trains_are_held_and_no_more() -> None:
     assert trained.activations > without.activations
 
 
-def test_the_less_is_kept_the_less_is_needed() -> None:
+def test_recompute_lowers_the_estimated_memory() -> None:
     config = config_of("tiny-moe")
     none, selective, full = (
         estimate_memory(config, Layout(), recompute=recompute, **HOW)[0].activations

@@ -139,7 +139,7 @@ def noise() -> random.Random:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_every_task_is_learned_once_and_none_is_too_old(noise: random.Random, ahead: int) -> None:
+def test_every_task_is_trained_on_once_within_max_staleness(noise: random.Random, ahead: int) -> None:
     """Answer times have a long tail: now and then one takes longer than several steps."""
     engine = Elsewhere(lambda: 0.15 if noise.random() < 0.1 else noise.random() * 0.01)
     with closing(Steps(ahead, steps=9, engine=engine)) as run:
@@ -174,7 +174,7 @@ def test_what_is_under_way_is_begun_again(noise: random.Random) -> None:
     assert Counter(again[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
 
 
-def test_a_replacement_is_begun_for_what_is_not_learned_from() -> None:
+def test_another_take_in_the_same_step_starts_more_groups() -> None:
     with closing(Steps(1)) as run:
         run.learned(0)
         before = run.supply.state()["begun"]
@@ -184,7 +184,7 @@ def test_a_replacement_is_begun_for_what_is_not_learned_from() -> None:
         assert len(set(after) - set(before)) == 2
 
 
-def test_what_ends_all_conversations_is_told_to_who_waits() -> None:
+def test_an_error_of_the_conversation_thread_is_raised_by_wait() -> None:
     engine = Elsewhere()
     with closing(Steps(1, engine=engine)) as run:
         run.learned(0)
@@ -210,7 +210,7 @@ class Held:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_who_leaves_in_the_middle_closes_what_episodes_hold(background: bool) -> None:
+def test_close_releases_the_episodes_in_progress(background: bool) -> None:
     """While an engine answers, an episode is in nobody's hands but the conversations'."""
     tasks = [Task("a task:", {}, "the task")]
     environment = AsyncEnvironment(tasks, Held, name="Held", max_turns=9)
@@ -333,7 +333,7 @@ def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.thorough  # that rows reach ranks: tests/engine/test_batch_scatter.py, and test_grpo.py in layouts
 @pytest.mark.slow
-def test_all_ranks_learn_what_the_first_one_draws(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
+def test_all_ranks_train_on_the_rollouts_of_rank_0(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
     found = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
     assert [len(names) for names in found[0]] == [2] * 6
     assert found[1] == [], "the first rank alone asks for answers"
@@ -356,7 +356,7 @@ def asked_to_end(group: Any, directory: str, *overrides: str) -> RunOutcome:
 
 
 @pytest.mark.slow
-def test_a_signal_is_heard_while_answers_are_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_signal_is_handled_while_completions_are_awaited(ranks: Ranks, tmp_path: Path) -> None:
     settings = (*ASYNCHRONOUS, "--save_every=0", "--asynchrony.max_staleness=0", "--steps=3")
     with closing(TinyVLLM()) as server:
         over = threading.Event()

@@ -117,7 +117,7 @@ def seed(group: Any) -> int:
     return int(group.sampling.seed)
 
 
-def test_what_is_held_out_is_answered_by_other_seeds_than_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:
+def test_held_out_tasks_use_other_seeds_than_training(ranks: Ranks, tmp_path: Path) -> None:
     ((learned, held_out),) = ranks(1, seeds, str(tmp_path))
     assert len(learned) == len(held_out) == 2
     assert not learned & held_out

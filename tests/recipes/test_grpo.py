@@ -120,7 +120,7 @@ def fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome |
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_so_in_its_report(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_report_of_a_failed_run_has_the_failure(ranks: Ranks, tmp_path: Path) -> None:
     ((bad, before, ending),) = ranks(1, fails_once, str(tmp_path))
     assert bad == "The run failed after step 3: nothing can be learned."
     assert "<h2>" not in before[0], "it comes before everything else"
@@ -256,7 +256,7 @@ def test_a_continued_run_is_the_run_that_was_not_interrupted(
         assert kept == ["reference-000000", "reference-000002"]
 
 
-def test_references_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
+def test_pruning_keeps_the_references_that_a_checkpoint_needs(tmp_path: Path) -> None:
     for step in (0, 3, 6, 9):
         (tmp_path / reference_name(step, 3)).mkdir()
     run = Mock(path=tmp_path)
@@ -456,7 +456,7 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Ba
     return minibatches, batch.metrics
 
 
-def test_answers_whose_reward_failed_are_left_out() -> None:
+def test_completions_whose_reward_failed_are_excluded() -> None:
     """Of the baseline, the loss and the mean; what has no other left in its group has nothing to be compared with."""
     drawn = [
         *(answered(0, 1.0), answered(0, None), answered(0, 0.0)),
@@ -479,7 +479,7 @@ def test_answers_whose_reward_failed_are_left_out() -> None:
     assert nothing["reward/failed"] == 1.0
 
 
-def test_groups_whose_rewards_are_equal_are_not_learned_from() -> None:
+def test_groups_with_equal_rewards_are_not_trained_on() -> None:
     alike = [answered(group, 1.0) for group in (0, 0, 0, 1, 1, 1)]
     _, found = rollout_of([alike])
     assert found["groups_trained"] == 0.0

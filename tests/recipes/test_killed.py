@@ -132,7 +132,7 @@ def assert_equal(place: Path) -> None:
 
 
 @pytest.mark.thorough  # one of the five moments below
-def test_a_killed_run_goes_on(ranks: Ranks, place: Path) -> None:
+def test_a_killed_run_resumes(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
     order(place, "backward")
     with pytest.raises(pytest.fail.Exception, match="a rank died"):
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on(ranks: Ranks, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_goes_on(ranks: Ranks, place: Path) -> None:
+def test_a_run_that_is_killed_repeatedly_resumes(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
     for moment, step in (("reference", 1), ("rollout", 3), ("backward", 2), ("save", 2), ("prune", 2)):
         order(place, moment, step=step)
@@ -155,7 +155,7 @@ def test_a_run_killed_again_and_again_goes_on(ranks: Ranks, place: Path) -> None
 
 
 @pytest.mark.thorough  # on one rank above; that all end when one is killed, in tests/engine/test_failure.py
-def test_a_kill_of_one_rank_or_of_the_launcher_ends_all_and_the_command_goes_on(ranks: Ranks, place: Path) -> None:
+def test_killing_one_rank_or_the_launcher_ends_all_ranks_and_the_run_resumes(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     for victim, step, code, words in (
         ("rank", 3, 1, "postlude grpo: rank 1 of 2 was killed by SIGKILL.\n"),
@@ -180,9 +180,7 @@ def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)])
-def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(
-    ranks: Ranks, place: Path, by: signal.Signals
-) -> None:
+def test_a_signalled_run_finishes_its_step_saves_and_resumes(ranks: Ranks, place: Path, by: signal.Signals) -> None:
     ranks(1, trained, str(place), "whole")
     order(place, "backward", step=2, by=by.name)
     ended = asked_to_end(place)
@@ -198,7 +196,7 @@ def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_goes_on(
 
 @pytest.mark.thorough  # of one rank above; that a launcher hands signals on, in tests/test_launcher.py
 @pytest.mark.slow
-def test_ranks_agree_to_end_when_one_is_asked_or_the_launcher_is(ranks: Ranks, place: Path) -> None:
+def test_all_ranks_stop_if_one_rank_or_the_launcher_gets_a_signal(ranks: Ranks, place: Path) -> None:
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     order(place, "backward", step=2, by="SIGTERM")
     endings = ranks(2, trained, str(place), "parts", "--layout=pp=2")

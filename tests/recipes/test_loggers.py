@@ -64,7 +64,7 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=["open", "log", "log-for-good", "close"],
 )
-def test_a_sink_that_fails_is_named_once_and_ends_nothing(
+def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -88,7 +88,9 @@ def test_a_sink_that_fails_is_named_once_and_ends_nothing(
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_what_cannot_be_opened_is_said_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_cannot_be_opened_is_reported_in_the_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "trackio"):
         with pytest.raises(ImportError, match=f"loggers has {name}, but .* is missing. Run `pip install {name}`, or"):
@@ -115,7 +117,7 @@ def test_an_unknown_sink_is_a_sentence() -> None:
     assert load(SFTConfig, None, ["--loggers=[]", "--data.path=rows.jsonl"]).loggers == ()
 
 
-def test_without_tensorboard_a_run_says_so_once(
+def test_a_run_without_tensorboard_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
@@ -137,7 +139,7 @@ def interrupted_run(path: Path, logger: str, *, wait: float = 0.0) -> None:
                 run.log(step, {"loss": 1 / step, "rewards": [0.0, 1.0], "eval/pass@4": step / 8}, phase="sft")
 
 
-def test_tensorboard_forgets_what_is_done_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the package is missing: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -156,7 +158,7 @@ def package(name: str) -> Any:
 
 
 @pytest.mark.slow
-def test_mlflow_goes_on_with_the_same_run(
+def test_mlflow_continues_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mlflow = package("mlflow")
@@ -175,7 +177,7 @@ def test_mlflow_goes_on_with_the_same_run(
 
 
 @pytest.mark.slow
-def test_trackio_goes_on_with_the_same_run(
+def test_trackio_continues_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "there"))
@@ -192,7 +194,7 @@ def test_trackio_goes_on_with_the_same_run(
 
 
 @pytest.mark.slow
-def test_weights_and_biases_goes_on_with_the_same_run(
+def test_weights_and_biases_continues_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     package("wandb")

@@ -45,7 +45,7 @@ def metrics(group: Any, command: str, *settings: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_depths_learn_and_leave_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_training_mtp_depths_does_not_change_the_trunk(ranks: Ranks, tmp_path: Path) -> None:
     write_rows(tmp_path)
     plain = (
         *SETTINGS,
@@ -153,7 +153,7 @@ def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_predict_further_ahead_beside_its_rewards(ranks: Ranks, tmp_path: Path) -> None:
+def test_grpo_trains_mtp_depths_besides_the_policy(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
     settings = (*TASKS, "--prompts_per_step=4", "--samples_per_prompt=2", "--evaluation.every=0", "--export=false")
     for found in ranks(

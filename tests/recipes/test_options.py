@@ -227,7 +227,7 @@ ELSEWHERE = {
         f"lora.{name}": "tests/hf/test_lora_targets.py; test_resume.py: test_a_run_with_lora_resumes_to_the_bit"
         for name in ("rank", "alpha", "rslora", "targets", "experts", "ranks", "alphas")
     },
-    "selection_bias_rate": "tests/engine/test_training.py: test_a_selection_bias_moves_by_its_own_rate_alone",
+    "selection_bias_rate": "tests/engine/test_training.py: test_a_selection_bias_is_updated_by_its_own_rate_only",
     "mtp.processor": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
     "mtp.context": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
     "optimizer.moments": "tests/engine/test_optimizers.py",
@@ -531,7 +531,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(RECIPES))
-def test_every_option_is_heard(ranks: Ranks, tmp_path: Path, files: Path, command: str) -> None:
+def test_every_option_has_an_effect(ranks: Ranks, tmp_path: Path, files: Path, command: str) -> None:
     found: dict[tuple[str, ...], str] = {}
 
     def result(*changes: str) -> str:

@@ -174,7 +174,7 @@ def rows_of_two(group: Any) -> tuple[list[int], list[int], list[float]]:
     return everyone, rows.local(everyone), rows.sum(torch.tensor([1.0, float(mesh.dp.rank)])).tolist()
 
 
-def test_rows_are_gathered_in_one_order_whoever_holds_them(ranks: Ranks) -> None:
+def test_rows_are_gathered_in_the_same_order_in_every_layout(ranks: Ranks) -> None:
     whole = [10, 11, 12, 13, 14]
     assert ranks(2, rows_of_two) == [(whole, [11, 14], [2.0, 1.0]), (whole, [10, 12, 13], [2.0, 1.0])]
 

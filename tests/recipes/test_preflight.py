@@ -37,7 +37,7 @@ def refuse(sentence: str) -> str:
     raise ValueError(sentence)
 
 
-def test_every_mistake_is_told_at_once_but_none_that_follows_from_another() -> None:
+def test_the_preflight_reports_all_mistakes_but_none_that_follows_from_another() -> None:
     checks = [
         Check("one", lambda: "fine"),
         Check("two", lambda: refuse("the second is wrong.")),
@@ -50,7 +50,7 @@ def test_every_mistake_is_told_at_once_but_none_that_follows_from_another() -> N
     assert preflight(checks[:1]) == {"one": "fine"}
 
 
-def test_a_fault_of_ours_is_not_dressed_as_a_users_mistake() -> None:
+def test_an_internal_error_is_not_reported_as_a_user_error() -> None:
     with pytest.raises(KeyError):
         preflight([Check("ours", lambda: {}["missing"])])
 

@@ -361,7 +361,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert text.index("no reward was left") < text.index("<table")
 
 
-def test_the_machine_is_told_where_it_was_recorded(tmp_path: Path) -> None:
+def test_the_report_shows_the_recorded_machine(tmp_path: Path) -> None:
     run = two_phases(tmp_path / "run")
     assert "Machine" not in Page(write_report([run], tmp_path / "without.html")).text
     start = {"commit": "0123abc", "versions": {"torch": "2.11.0"}, "device": "NVIDIA H200"}

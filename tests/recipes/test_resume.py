@@ -105,7 +105,7 @@ def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, ro
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
+def test_a_run_that_a_full_disk_ended_resumes_when_there_is_room(
     tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def words(name: str, steps: int) -> list[str]:
@@ -205,7 +205,7 @@ def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path
         (["grpo", "--resume-from=step-1", "--from", "a/step-2"], "postlude grpo --from a/step-2"),
     ],
 )
-def test_the_command_that_goes_on(words: list[str], expected: str) -> None:
+def test_the_resume_command(words: list[str], expected: str) -> None:
     assert resume_command(words) == expected
 
 

@@ -41,7 +41,7 @@ from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of, trained, without_times
 from tests.serving.fake_receiver import Receiver
 from tests.serving.fake_vllm import FakeVLLM
-from tests.serving.test_generation_server import said, serving
+from tests.serving.test_generation_server import request_json, serving
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 
@@ -94,7 +94,7 @@ def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_grpo_by_a_server_goes_on_when_a_lost_server_comes_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, tmp_path: Path) -> None:
     """It is killed in the middle of the third step: two are saved, and the third is done when it is there again."""
     with closing(TinyVLLM()) as server:
         left = iter(range(15))  # of 6 answers a step
@@ -157,7 +157,7 @@ def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_the_one_server_that_is_started_anew_is_sent_weights_in_the_middle_of_a_step(
+def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
     ranks: Ranks, tmp_path: Path, staleness: int
 ) -> None:
     with ExitStack() as held:
@@ -278,42 +278,46 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
     assert "serving" in (there / "run" / "servers" / "0.log").read_text()
 
 
-def test_what_could_not_be_started_is_said_before_anything_begins(tmp_path: Path, monkeypatch) -> None:
-    assert told(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be launched"
+def test_servers_that_cannot_be_started_are_reported_in_the_preflight(tmp_path: Path, monkeypatch) -> None:
+    assert (
+        server_finding(tmp_path, "--rollout=generators", "--rollout.count=2") == "2 of postlude serve, to be launched"
+    )
     vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
-    assert "cannot be run as a Python interpreter" in told(*vllm, "--rollout.python=/nowhere/python")
-    assert "has no vLLM. Install it there" in told(*vllm)
+    assert "cannot be run as a Python interpreter" in server_finding(*vllm, "--rollout.python=/nowhere/python")
+    assert "has no vLLM. Install it there" in server_finding(*vllm)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert told(tmp_path, "--rollout=generators", "--rollout.count=2", "--rollout.gpus=1").startswith("2 of")
-    assert "needs 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in told(
+    assert server_finding(tmp_path, "--rollout=generators", "--rollout.count=2", "--rollout.gpus=1").startswith("2 of")
+    assert "needs 2 servers with 2 GPUs each, but the trainer leaves 2 of this machine's" in server_finding(
         tmp_path, "--rollout=vllm", "--rollout.count=2", "--rollout.gpus=2"
     )
     share = (tmp_path, "--rollout=generators", "--rollout.gpus=0.4")
-    assert "rollout.gpus is 0.4, but only Ray gives out shares of a GPU" in told(*share)
+    assert "rollout.gpus is 0.4, but only Ray gives out shares of a GPU" in server_finding(*share)
     on_ray = LaunchInfo("cuda", ray=True)
-    assert told(*share, start=on_ray) == "1 of postlude serve, to be launched"
-    assert "on Ray a server that requests no GPU sees none" in told(tmp_path, "--rollout=generators", start=on_ray)
+    assert server_finding(*share, start=on_ray) == "1 of postlude serve, to be launched"
+    assert "on Ray a server that requests no GPU sees none" in server_finding(
+        tmp_path, "--rollout=generators", start=on_ray
+    )
     by_cpu = ("--rollout=generators", "--rollout.device=cpu")
-    assert told(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be launched"
+    assert server_finding(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be launched"
 
 
-def told(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **found: Any) -> str:
-    """What the preflight of a GRPO run says of its servers, after it `found` something of its tasks."""
+def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **found: Any) -> str:
+    """Returns the finding of the preflight about the servers of a GRPO run; `found` are fields of its inputs."""
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
     inputs = PreflightInputs(config, start or LaunchInfo(), **found)
     (check,) = server_checks(inputs, config.rollout, config.sampling, gets_weights=True, compares_logprobs=compared)
     try:
-        return check.look()
+        return check.run()
     except USER_ERRORS as error:
         return str(error)
 
 
 @pytest.mark.slow
-def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVLLM, tmp_path: Path) -> None:
+def test_missing_features_of_a_server_are_reported_in_the_preflight(server: TinyVLLM, tmp_path: Path) -> None:
     asked = (tmp_path, f"--rollout={server.url}")
-    assert told(*asked) == "1 of 1 reply (vllm)"
-    both = told(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
+    assert server_finding(*asked) == "1 of 1 reply (vllm)"
+    both = server_finding(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
     assert both == "1 of 2 reply (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
     known, choice = server.reply, server.choice
 
@@ -321,13 +325,15 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
         return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
 
     server.reply = reply
-    assert f"{server.url} is llama.cpp, which takes no new weights" in told(*asked)
+    assert f"{server.url} is llama.cpp, which takes no new weights" in server_finding(*asked)
     server.reply = lambda path, body: {} if path == "/weight_info" else known(path, body)
-    assert "does not report its weights at /weight_info" in told(*asked)
+    assert "does not report its weights at /weight_info" in server_finding(*asked)
     server.reply = lambda path, body: (
         {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
     )
-    assert "does not update a head that is tied to the embedding" in told(*asked)  # tiny-dense has such a head
+    assert "does not update a head that is tied to the embedding" in server_finding(
+        *asked
+    )  # tiny-dense has such a head
     server.reply = known
 
     def without(**changes: Any) -> Any:
@@ -339,16 +345,16 @@ def test_what_a_server_cannot_give_is_said_before_anything_begins(server: TinyVL
         return changed
 
     server.choice = without(logprobs=None)
-    assert f"{server.url} gave no log-probs" in told(*asked)
+    assert f"{server.url} gave no log-probs" in server_finding(*asked)
     server.choice = without(token_ids=None)
-    assert f"{server.url} gave text but no token ids" in told(*asked)
+    assert f"{server.url} gave text but no token ids" in server_finding(*asked)
     server.choice = without(token_ids=[9999] * 8)
-    assert f"{server.url} gave token 9999, which is not in the vocabulary (0 to" in told(*asked)
+    assert f"{server.url} gave token 9999, which is not in the vocabulary (0 to" in server_finding(*asked)
     server.choice = without(text="Rome")
-    assert f"{server.url} decodes its tokens as 'Rome'" in told(*asked)
+    assert f"{server.url} decodes its tokens as 'Rome'" in server_finding(*asked)
     server.choice = choice
     server.kill()
-    assert "the only server does not reply any more" in told(*asked)
+    assert "the only server does not reply any more" in server_finding(*asked)
 
 
 def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
@@ -373,21 +379,21 @@ def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> N
             _stop_tokens(inputs, answers)
 
 
-def test_a_server_without_room_for_what_it_will_be_asked_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
+def test_a_server_with_a_too_short_max_length_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
     known, asked = server.reply, (tmp_path, f"--rollout={server.url}")
     stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
     server.reply = lambda path, body: stated if path == "/v1/models" else known(path, body)
-    assert told(*asked, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
-    assert told(*asked, longest_prompt=68) == (
+    assert server_finding(*asked, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
+    assert server_finding(*asked, longest_prompt=68) == (
         f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and a completion of up to 3 make "
         "71. Start it with a larger one, or lower sampling.max_new_tokens."
     )
     assert "but a conversation of several turns may have budget=256 tokens. Start it with a larger one, or lower" in (
-        told(*asked, longest_prompt=5, grows=True)
+        server_finding(*asked, longest_prompt=5, grows=True)
     )
 
 
-def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: Path) -> None:
+def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> None:
     _, tiny = read_model("tiny-dense")
     own = vllm_max_length(tiny, load_tokenizer("tiny-dense"))
     assert own == 2048
@@ -408,15 +414,17 @@ def test_a_server_that_is_started_has_room_for_what_it_will_be_asked(tmp_path: P
     assert "--max-batch-tokens" not in words(1024, "--rollout=generators")
     assert "--max-batch-tokens 70000" in words(70000, "--rollout=generators")
     vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
-    assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in told(*vllm, longest_prompt=2046)
-    assert "has no vLLM" in told(*vllm, longest_prompt=2045)
+    assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in server_finding(*vllm, longest_prompt=2046)
+    assert "has no vLLM" in server_finding(*vllm, longest_prompt=2045)
     short = (
         "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and a completion of up to 3 make 9"
     )
     for given in ("--max-model-len,8", "--max_model_len=8"):
-        assert f"{short}. Raise it, or" in told(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
+        assert f"{short}. Raise it, or" in server_finding(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
     few = ("--rollout=generators", "--rollout.arguments=[--max-batch-tokens,8]")
-    assert "rollout.arguments give servers --max-batch-tokens 8, but" in told(tmp_path, *few, longest_prompt=6)
+    assert "rollout.arguments give servers --max-batch-tokens 8, but" in server_finding(
+        tmp_path, *few, longest_prompt=6
+    )
 
 
 def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,10 +465,10 @@ def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
         assert len(program.key) >= 32
         assert program.key not in " ".join(program.command) + repr(program)
     given = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
-    assert "the run makes its own key" in told(*given)
+    assert "the run makes its own key" in server_finding(*given)
 
 
-def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
+def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
     """The server is here, as the machine that starts it says, and knows the key by its environment alone."""
     rollout = config_of(tmp_path, "--rollout=generators").rollout
     program = build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
@@ -470,7 +478,7 @@ def test_a_server_that_is_started_answers_the_run_alone(tmp_path: Path) -> None:
         with closing(launch_servers(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
             ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=2))
             assert len(one.tokens) == 2
-        assert said(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
+        assert request_json(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
 
 
 def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
@@ -480,17 +488,17 @@ def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
     assert inputs.longest_prompt == len(encoder.prompt("1 + 1 + 1 =")) > len(encoder.prompt("1 + 1 ="))
 
 
-def test_log_probs_of_another_temperature_are_refused_where_ratios_are_taken_to_them(
+def test_logprobs_at_another_temperature_are_refused_with_old_logprobs_rollout(
     server: TinyVLLM, tmp_path: Path
 ) -> None:
     hot = (tmp_path, f"--rollout={server.url}", "--sampling.temperature=0.7")
-    assert "1 of 1 reply" in told(*hot)  # this one gives them at the temperature
+    assert "1 of 1 reply" in server_finding(*hot)  # this one gives them at the temperature
     known = server.answer
     server.answer = lambda body: (known(body)[0], [-0.5] * len(known(body)[0]))
-    assert "gives log-probs at temperature 1, but the temperature is 0.7" in told(*hot)
-    assert "1 of 1 reply" in told(*hot, "--old_logprobs=recompute")
+    assert "gives log-probs at temperature 1, but the temperature is 0.7" in server_finding(*hot)
+    assert "1 of 1 reply" in server_finding(*hot, "--old_logprobs=recompute")
     server.answer = lambda body: (known(body)[0], [0.0] * len(known(body)[0]))
-    assert "gives log-probs among the tokens that sampling.top_p leaves" in told(*hot, "--sampling.top_p=0.9")
+    assert "gives log-probs among the tokens that sampling.top_p leaves" in server_finding(*hot, "--sampling.top_p=0.9")
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
@@ -549,7 +557,7 @@ def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
 
 
 @pytest.mark.thorough
-def test_a_student_that_is_served_learns_what_it_learns_here(ranks: Ranks, server: TinyVLLM, tmp_path: Path) -> None:
+def test_distillation_with_a_server_equals_the_native_generator(ranks: Ranks, server: TinyVLLM, tmp_path: Path) -> None:
     (native,) = ranks(1, distilled, str(tmp_path / "native"))
     (served,) = ranks(1, distilled, str(tmp_path / "served"), f"--data.rollout={server.url}")
     assert served == native

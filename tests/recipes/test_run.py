@@ -240,7 +240,7 @@ def test_a_run_of_another_config_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
-def test_what_may_change_is_written_and_what_it_was_is_kept(tmp_path: Path) -> None:
+def test_a_changed_config_is_written_and_the_old_one_is_kept(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", CONFIG) as run:
         train(run, 1, 4)
         assert run.changed == {}
@@ -260,7 +260,7 @@ def test_what_may_change_is_written_and_what_it_was_is_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("left", ["config", "start", "samples", "partial checkpoint", "broken config"])
-def test_a_start_that_made_no_step_does_not_bind_the_next(tmp_path: Path, left: str) -> None:
+def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, left: str) -> None:
     run = open_run(tmp_path / "run", CONFIG)
     if left == "start":
         run.log(0, {"eval/loss": 1.0}, phase="start")
@@ -446,7 +446,7 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
     ("start", "said"),
     [(0, ""), (2, "resuming after step 2/3\n"), (3, "step 3/3 is done, and nothing is left to do: ")],
 )
-def test_a_run_that_goes_on_says_so(start: int, said: str) -> None:
+def test_a_resumed_run_prints_its_step(start: int, said: str) -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out), start=start):
         pass

@@ -93,7 +93,7 @@ def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path
         ["--environment={kind: episodes, settings: {hfToken: secret1}}"],
     ],
 )
-def test_the_command_that_goes_on_shows_no_secret(words: list[str]) -> None:
+def test_the_resume_command_shows_no_secret(words: list[str]) -> None:
     found = resume_command(["grpo", "my.yaml", *words, "--steps", "3"])
     assert "secret" not in found
     assert MASK in found

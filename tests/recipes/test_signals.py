@@ -32,7 +32,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_heard_and_one_that_follows_at_once_is_the_same(
+def test_two_signals_in_quick_succession_count_as_one(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]

@@ -110,7 +110,7 @@ def test_no_name_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["failed", "interrupted"])
-def test_a_bad_end_is_said_first(tmp_path: Path, outcome: Any) -> None:
+def test_a_failure_is_the_first_line_of_the_summary(tmp_path: Path, outcome: Any) -> None:
     run = grpo_run(tmp_path / "run")
     sentence = "all rewards <failed>; look at reward.py."
     write_outcome(run, RunOutcome(outcome, 5, sentence))

@@ -191,7 +191,7 @@ def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
     return [len(call) for call in engine.calls], [each.reward for each in found]
 
 
-def test_a_slow_tool_holds_up_nobody(ranks: Ranks) -> None:
+def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
     ((rounds, rewards),) = ranks(1, slow_and_fast)
     assert rewards == [1.0] * 4 * SAMPLES
     assert rounds[:4] == [4 * SAMPLES, *[3 * SAMPLES] * 3], "fast ones have had all their turns"
@@ -206,7 +206,7 @@ def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     return found
 
 
-def test_limits_end_a_conversation_with_what_it_earned(ranks: Ranks) -> None:
+def test_limits_end_a_conversation_with_its_reward_so_far(ranks: Ranks) -> None:
     ((over_budget, unfinished),) = ranks(1, limited)
     assert over_budget == (0.0, {"over_budget": 1.0}, 4), "4 + 4·(1 + 4) tokens and 5 more do not fit"
     assert unfinished == (-0.5, {"unfinished": 1.0}, 2)

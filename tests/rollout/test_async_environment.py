@@ -69,7 +69,7 @@ def counting(**settings: Any) -> AsyncEnvironment:
     return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": LIMIT, **settings})
 
 
-def test_an_episode_keeps_its_state_and_adds_up_what_it_earns() -> None:
+def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
     environment = counting()
     episodes = [environment.reset(environment.tasks[index]) for index in (1, 2)]
     assert step(environment, episodes, ["go", "earn"]) == [

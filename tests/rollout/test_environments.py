@@ -133,7 +133,7 @@ def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_conversation_goes_on_until_it_is_judged(workers: int) -> None:
+def test_a_conversation_continues_until_the_environment_returns_a_reward(workers: int) -> None:
     games = [Task("guess", {"number": 5}), Task("guess", {"number": 8}), Task("guess", {"number": 3})]
     environment = MultiTurn(games, guess, max_turns=3, unfinished_reward=-0.5, workers=workers)
     episodes = [environment.reset(game) for game in games]

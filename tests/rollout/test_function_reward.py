@@ -41,7 +41,7 @@ def seen_by(function: Callable[..., Any], turn: AssistantTurn, **options: Any) -
     return result.score
 
 
-def test_a_function_gets_what_it_names() -> None:
+def test_a_reward_function_gets_the_arguments_that_it_names() -> None:
     calls: list[dict[str, Any]] = []
 
     def named(completion: str, answer: int, length: int, truncated: bool, completion_ids: list[int]) -> float:
@@ -76,7 +76,7 @@ def test_a_function_gets_what_it_names() -> None:
     ]
 
 
-def test_a_function_that_asks_for_what_is_not_there_is_a_sentence() -> None:
+def test_a_reward_function_with_an_unknown_argument_is_refused() -> None:
     def strange(completion: str, anwser: int) -> float:
         return 1.0
 

@@ -40,7 +40,7 @@ def scores(reward: JudgeReward, *texts: str) -> list[Score]:
         return [result.score or Score(0.0) for result in step(environment, episodes, texts)]
 
 
-def test_a_judge_is_asked_and_its_score_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_gets_the_template_and_its_score_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with judge_server(lambda body, number: f"score: 1? No. Score: {len(body['messages'][1]['content'])}.5") as server:
         reward = JudgeReward(
@@ -107,7 +107,7 @@ def test_an_answer_without_a_score_is_a_failed_call_or_a_number() -> None:
         reward.close()
 
 
-def test_a_busy_judge_is_asked_again_and_a_refusal_is_final() -> None:
+def test_a_request_to_a_busy_judge_is_retried_and_a_refusal_is_final() -> None:
     def answer(body: dict[str, Any], number: int) -> Any:
         if "refuse" in str(body):
             return 400, {"error": "no such model"}

@@ -96,7 +96,7 @@ def gone(pid: int, patience: float = 300.0) -> bool:
     return False
 
 
-def test_workers_give_what_this_process_would_in_order() -> None:
+def test_workers_return_the_results_of_this_process_in_order() -> None:
     many = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
     with closing(RewardPool(length, workers=0)) as here, closing(RewardPool(length, workers=3)) as there:
         expected = score_all(here, many)
@@ -149,7 +149,7 @@ def test_a_forked_child_does_not_answer_for_its_parent(workers: int) -> None:
         assert [score.reward for score in score_all(pool, calls(*asked))] == [3.0, 1.0, 0.0] * 3
 
 
-def test_half_an_answer_holds_up_nobody() -> None:
+def test_a_partial_reply_delays_no_other_call() -> None:
     """A reply that never comes whole costs its call the time limit, and no other call waits for it."""
     with closing(RewardPool(half_an_answer, workers=2, timeout=LIMIT)) as pool:
         scores = score_all(pool, calls("fine", "half", "fine", "fine"))
@@ -159,7 +159,7 @@ def test_half_an_answer_holds_up_nobody() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [start_child_and_hang, start_session_and_hang])
-def test_a_hung_worker_is_ended_with_what_it_started(tmp_path: Path, function: Callable[[str], None]) -> None:
+def test_a_hung_worker_is_killed_with_its_child_processes(tmp_path: Path, function: Callable[[str], None]) -> None:
     if function is start_session_and_hang and not Path("/proc/self/environ").exists():
         pytest.skip("processes of other sessions are found by /proc")
     workers = open_pool(function, count=1, timeout=5.0)

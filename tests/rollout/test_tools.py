@@ -88,7 +88,7 @@ def test_a_call_that_is_only_thought_of_is_none(file: Path) -> None:
         assert reply([], [said], {}) == [{"role": "tool", "content": "5"}], said
 
 
-def test_a_model_is_told_of_tools_by_their_types(file: Path) -> None:
+def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:
     found = load_tools([f"{file}:add", f"{file}:wait"])
     assert tool_schema("add", found["add"]) == {
         "type": "function",

@@ -67,7 +67,7 @@ def test_one_that_differs_from_most_is_left_out_and_named(several, caplog) -> No
     assert "such as dp0:tp0:second" in caplog.text
 
 
-def test_one_that_kept_what_it_had_is_left_out_even_if_it_is_alone(several, caplog) -> None:
+def test_a_server_with_unchanged_hashes_is_excluded_even_if_it_is_the_only_one(several, caplog) -> None:
     engine, (server,) = several(1)
     compared(engine, "first")
     compared(engine, "first")
@@ -78,7 +78,7 @@ def test_one_that_kept_what_it_had_is_left_out_even_if_it_is_alone(several, capl
     assert f"{server.url} has its previous weights" in caplog.text
 
 
-def test_where_nobody_can_tell_all_go_on_and_it_is_said(several, caplog) -> None:
+def test_without_a_majority_all_servers_stay_and_a_warning_is_logged(several, caplog) -> None:
     engine, servers = several(2)
     servers[1].weights = ("x", "b")
     with caplog.at_level(logging.WARNING, "postlude"):

@@ -71,8 +71,8 @@ def serving(
         assert not thread.is_alive()
 
 
-def said(url: str, body: Any = None) -> tuple[int, Any]:
-    """The status and the JSON of an answer."""
+def request_json(url: str, body: Any = None) -> tuple[int, Any]:
+    """Returns the status and the JSON of the reply."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
@@ -108,7 +108,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
         while not any(each.tokens[2:] for each in list(served._session._active.values())):
             time.sleep(0.001)
         for bad in ("cut", "nowhere"):
-            status, words = said(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
+            status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
             assert status == 400
             assert words["error"].startswith("the weights stay 'start.1', as they were: ")
         engine.reload(Weights(str(tmp_path / "new"), "start.2"))
@@ -138,10 +138,13 @@ def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Pat
             engine.reload(Weights(str(tmp_path / "new"), "start.1"))
 
 
-def test_one_without_weights_answers_once_it_has_some(tmp_path: Path) -> None:
+def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
-        assert said(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (503, {"error": "there are no weights yet."})
+        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (
+            503,
+            {"error": "there are no weights yet."},
+        )
         engine.reload(Weights(str(tmp_path / "new"), "start.1"))
         ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
         assert one.versions == (VersionSpan("start.1", 0, 3),)
@@ -181,15 +184,15 @@ def test_one_without_weights_answers_once_it_has_some(tmp_path: Path) -> None:
 )
 def test_a_bad_request_is_a_sentence(body: Any, status: int, sentence: str) -> None:
     with serving(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64)) as (_, url):
-        code, words = said(f"{url}/generate", body)
+        code, words = request_json(f"{url}/generate", body)
         assert (code, sentence in words["error"]) == (status, True), words
-        assert said(f"{url}/health") == (200, {"status": "ok"})
-        assert said(f"{url}/elsewhere")[0] == 404
+        assert request_json(f"{url}/health") == (200, {"status": "ok"})
+        assert request_json(f"{url}/elsewhere")[0] == 404
 
 
-def test_without_the_key_nothing_is_told_but_that_it_runs() -> None:
+def test_without_the_key_only_health_replies() -> None:
     with serving(Generator(sharp()), key="open sesame") as (_, url):
-        assert said(f"{url}/health")[0] == 200
+        assert request_json(f"{url}/health")[0] == 200
         for path, body in (
             ("/v1/models", None),
             ("/weights", None),
@@ -197,7 +200,7 @@ def test_without_the_key_nothing_is_told_but_that_it_runs() -> None:
             ("/generate", {}),
             ("/no", None),
         ):
-            assert said(f"{url}{path}", body)[0] == 401
+            assert request_json(f"{url}{path}", body)[0] == 401
         wrong = GenerationClient(url, api_key="open sesam", retries=0)
         with closing(wrong), pytest.raises(ServerError, match="status 401: this server needs its key"):
             wrong.generate([[1]], SamplingParams(max_new_tokens=1))
@@ -238,7 +241,9 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
         closing(GenerationClient(url)) as engine,
     ):
         request_ids = [engine.submit(each) for each in requests]
-        replies = [said(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)]
+        replies = [
+            request_json(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)
+        ]
         while len(found) < 2 * len(request_ids):
             found |= {(each.request_id, each.number): each.completion for each in engine.poll(timeout=60)}
         assert served._failure is None
@@ -249,15 +254,15 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
             assert found[request_id, number].tokens == answer.tokens
 
 
-def test_a_step_that_fails_is_told_to_all_under_way_and_later_requests_are_answered(monkeypatch) -> None:
+def test_a_failed_step_fails_running_requests_and_later_ones_are_served(monkeypatch) -> None:
     from postlude.generate.session import Session
 
     with serving(Generator(sharp())) as (_, url):
         with monkeypatch.context() as patched:
             patched.setattr(Session, "step", lambda self: 1 / 0)
-            status, words = said(f"{url}/generate", {"prompt": [1], "sampling": {}})
+            status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {}})
             assert (status, words["error"]) == (500, "generating failed: division by zero")
-        assert said(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
+        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
 
 
 def test_a_device_that_is_broken_ends_it(monkeypatch) -> None:
@@ -268,7 +273,7 @@ def test_a_device_that_is_broken_ends_it(monkeypatch) -> None:
 
     monkeypatch.setattr(Session, "step", broken)
     with serving(Generator(sharp())) as (served, url):
-        status, words = said(f"{url}/generate", {"prompt": [1], "sampling": {}})
+        status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {}})
         assert (status, "generating has ended" in words["error"]) == (500, True)
         assert isinstance(served._failure, torch.AcceleratorError)
 
@@ -280,18 +285,18 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(tmp_path: Path) -> None:
     index = tmp_path / "broken" / "model.safetensors.index.json"
     question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
     with serving(Generator(sharp())) as (_, url):
-        before = said(f"{url}/generate", question)
+        before = request_json(f"{url}/generate", question)
         for directory in ("~nosuchuser/x", "/a\0b", str(tmp_path / "empty"), str(tmp_path / "nowhere")):
-            status, words = said(f"{url}/weights", {"directory": directory, "version": "b"})
+            status, words = request_json(f"{url}/weights", {"directory": directory, "version": "b"})
             assert (status, "the weights stay 'default', as they were: " in words["error"]) == (400, True), words
         for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": 3}}'):
             index.write_text(text)
-            status, words = said(f"{url}/weights", {"directory": str(index.parent), "version": "b"})
+            status, words = request_json(f"{url}/weights", {"directory": str(index.parent), "version": "b"})
             assert (status, "is not a safetensors index" in words["error"]) == (400, True), words
         for body in (None, [1], {"directory": 3, "version": "b"}, {"directory": "x"}):
-            assert said(f"{url}/weights", json.dumps(body).encode())[0] == 400
-        assert said(f"{url}/generate", question) == before
-        assert said(f"{url}/weights") == (200, {"version": "default", "checksum": None})
+            assert request_json(f"{url}/weights", json.dumps(body).encode())[0] == 400
+        assert request_json(f"{url}/generate", question) == before
+        assert request_json(f"{url}/weights") == (200, {"version": "default", "checksum": None})
 
 
 def test_weights_of_which_some_were_read_are_not_used(tmp_path: Path, monkeypatch) -> None:
@@ -300,15 +305,15 @@ def test_weights_of_which_some_were_read_are_not_used(tmp_path: Path, monkeypatc
     with serving(Generator(sharp())) as (_, url):
         with monkeypatch.context() as patched:
             patched.setattr("postlude.hf.reload.fill", lambda *_: 1 / 0)
-            status, words = said(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})
+            status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})
             assert (status, "there are no weights until others are read" in words["error"]) == (500, True)
-        assert said(f"{url}/generate", question)[0] == 503
-        assert said(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})[0] == 200
-        assert said(f"{url}/generate", question)[0] == 200
+        assert request_json(f"{url}/generate", question)[0] == 503
+        assert request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})[0] == 200
+        assert request_json(f"{url}/generate", question)[0] == 200
 
 
-def begun(url: str, body: dict[str, Any], path: str = "/generate") -> socket.socket:
-    """A connection on which a request was sent."""
+def open_request(url: str, body: dict[str, Any], path: str = "/generate") -> socket.socket:
+    """Sends a request, and returns its connection."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     data = json.dumps(body).encode()
     connection = socket.create_connection((host, int(port)), timeout=60)
@@ -324,9 +329,9 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "close", "close behind another request"])
-def test_what_nobody_waits_for_is_not_generated(how: str) -> None:
+def test_a_request_of_a_disconnected_client_is_dropped(how: str) -> None:
     with serving(Generator(sharp())) as (served, url):
-        connection = begun(url, {"prompt": [1], "sampling": {"max_new_tokens": 60_000, "ignore_eos": True}})
+        connection = open_request(url, {"prompt": [1], "sampling": {"max_new_tokens": 60_000, "ignore_eos": True}})
         until(lambda: served._session.busy)
         if how == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -339,7 +344,7 @@ def test_what_nobody_waits_for_is_not_generated(how: str) -> None:
 def test_a_client_that_has_ended_its_own_side_is_answered(monkeypatch) -> None:
     monkeypatch.setattr("postlude.serving.server.generation_server.POLL_SECONDS", 0.001)
     body = {"prompt": [1], "sampling": {"max_new_tokens": 200, "ignore_eos": True}}
-    with serving(Generator(sharp())) as (_, url), begun(url, body) as connection:
+    with serving(Generator(sharp())) as (_, url), open_request(url, body) as connection:
         connection.shutdown(socket.SHUT_WR)
         reply = http.client.HTTPResponse(connection)
         reply.begin()  # which passes over the interim response that told it from one that is closed
@@ -353,7 +358,7 @@ def test_a_large_request_is_refused_before_it_is_read() -> None:
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
-            assert said(f"{url}/health")[0] == 200
+            assert request_json(f"{url}/health")[0] == 200
 
 
 @pytest.mark.thorough

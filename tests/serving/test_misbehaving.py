@@ -215,7 +215,7 @@ def connect(held: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings:
 
 @pytest.mark.parametrize("when", ["always", "sometimes"])
 @pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
-def test_beside_a_healthy_server_every_answer_comes_and_is_right(fault: str, when: str) -> None:
+def test_with_a_healthy_server_every_completion_is_correct(fault: str, when: str) -> None:
     wrong = () if when == "always" else (1, 4)
     with ExitStack() as held:
         bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
@@ -226,7 +226,7 @@ def test_beside_a_healthy_server_every_answer_comes_and_is_right(fault: str, whe
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
-def test_alone_it_is_asked_again_until_it_answers_right(fault: str) -> None:
+def test_the_only_server_is_retried_until_its_completion_is_valid(fault: str) -> None:
     with ExitStack() as held:
         bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong=(1, 4))))
         engine = connect(held, bad, slow=fault in SLOW)
@@ -244,7 +244,7 @@ def test_alone_and_for_ever_it_is_named_with_its_reason(fault: str) -> None:
             assert bad.url in str(outcome)
 
 
-def test_a_server_is_asked_for_no_more_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 429 to whatever is more than two at once; with each such answer it is asked for fewer."""
     under_way, refused = 0, 0
     lock = threading.Lock()
@@ -274,7 +274,7 @@ def test_a_server_is_asked_for_no_more_at_once_than_it_takes(monkeypatch: pytest
     assert refused
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(caplog) -> None:
+def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
     """For longer than its failures in a row would allow; without outage_timeout that is the end."""
     with closing(FakeVLLM()) as server:
         port = server.port
@@ -302,7 +302,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(c
     assert logged.count("It is unavailable now") == 1
 
 
-def test_a_server_that_asks_for_an_hour_is_told_of_and_asked_again_sooner(caplog) -> None:
+def test_a_retry_after_of_an_hour_is_logged_and_shortened(caplog) -> None:
     with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
         bad = held.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
         assert all(isinstance(outcome, Completion) for outcome in answered(connect(held, bad, outage_timeout=0.0)))

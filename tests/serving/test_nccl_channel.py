@@ -28,7 +28,7 @@ def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
     channel.close()
 
 
-def test_workers_that_never_come_are_given_up_and_the_gpu_goes_on() -> None:
+def test_workers_that_never_join_time_out_and_the_gpu_stays_usable() -> None:
     device = torch.device("cuda", 0)
     with pytest.raises(ChannelError, match="did not join to receive weights within 2 s"):
         NCCLRendezvous(2, device).open(2.0)

@@ -21,7 +21,7 @@ from postlude.rollout.tasks import Task
 from postlude.rollout.verdict import Verdict
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
-from tests.serving.test_generation_server import begun, said, serving, until
+from tests.serving.test_generation_server import open_request, request_json, serving, until
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say \N{SNOWMAN}."}]
 
@@ -54,7 +54,7 @@ def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_completion(url: str) -> None:
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 3, "n": 2}
-    status, found = said(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
+    status, found = request_json(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
     assert status == 200
     here = alone(encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2)
     assert [choice["text"] for choice in found["choices"]] == [each.text for each in here]
@@ -71,7 +71,7 @@ def test_a_completion(url: str) -> None:
     "prompt", [["Once", "Twice"], [[79, 110], [84]], [79, 110]], ids=["texts", "lists of ids", "ids"]
 )
 def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
-    _, found = said(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
+    _, found = request_json(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
     each = [prompt] if isinstance(prompt[0], int) else prompt
     here = [
         alone(encoded(one) if isinstance(one, str) else one, SamplingParams(max_new_tokens=4, seed=1), first=place)[
@@ -100,7 +100,7 @@ def test_a_judge_reads_its_score_from_the_answer_of_the_generator(url: str) -> N
 
 def test_a_chat_completion(url: str) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 7, "seed": 5, "logprobs": True}
-    status, found = said(f"{url}/v1/chat/completions", body)
+    status, found = request_json(f"{url}/v1/chat/completions", body)
     assert status == 200
     (here,) = alone(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
     (choice,) = found["choices"]
@@ -108,20 +108,20 @@ def test_a_chat_completion(url: str) -> None:
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(here.logprobs, abs=1e-4)
     assert found["object"] == "chat.completion"
     parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in MESSAGES]
-    assert said(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == found["choices"]
+    assert request_json(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == found["choices"]
 
 
 def test_without_a_limit_a_chat_may_fill_the_room_there_is(url: str) -> None:
-    _, found = said(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
+    _, found = request_json(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
     assert found["usage"]["total_tokens"] == 192
 
 
 def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "seed": 2, "ignore_eos": True}
-    whole = said(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
+    whole = request_json(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
     for stop in ("zzhzz", ["zzhzz"]):
-        assert said(f"{url}/v1/completions", body | {"stop": stop})[1]["choices"][0]["text"] == whole
-    cut = said(f"{url}/v1/completions", body | {"stop": whole[5:7]})[1]["choices"][0]
+        assert request_json(f"{url}/v1/completions", body | {"stop": stop})[1]["choices"][0]["text"] == whole
+    cut = request_json(f"{url}/v1/completions", body | {"stop": whole[5:7]})[1]["choices"][0]
     assert (cut["text"], cut["finish_reason"]) == (whole.partition(whole[5:7])[0], "stop")
 
 
@@ -129,9 +129,9 @@ def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
 def test_a_stream_is_the_same_answer_in_pieces(url: str, stop: str | None) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 30, "seed": 4, "n": 2, "logprobs": True}
     if stop:
-        text = said(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+        text = request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
         body["stop"] = text[9:12]
-    _, whole = said(f"{url}/v1/chat/completions", body)
+    _, whole = request_json(f"{url}/v1/chat/completions", body)
     chunks = events(f"{url}/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
     *chunks, usage = chunks
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
@@ -147,7 +147,7 @@ def test_a_stream_is_the_same_answer_in_pieces(url: str, stop: str | None) -> No
 
 def test_a_stream_of_a_completion(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 12, "seed": 4}
-    _, whole = said(f"{url}/v1/completions", body)
+    _, whole = request_json(f"{url}/v1/completions", body)
     chunks = events(f"{url}/v1/completions", body | {"stream": True})
     assert "".join(part["choices"][0]["text"] for part in chunks) == whole["choices"][0]["text"]
     assert {part["object"] for part in chunks} == {"text_completion"}
@@ -185,28 +185,31 @@ def test_a_stream_of_a_completion(url: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
-    status, found = said(f"{url}/v1/{path}", body)
+    status, found = request_json(f"{url}/v1/{path}", body)
     assert (status, sentence in found["error"]["message"]) == (400, True), found
     assert found["error"]["type"] == "invalid_request_error"
 
 
-def test_fields_that_ask_for_nothing_are_taken(url: str) -> None:
+def test_unsupported_fields_without_effect_are_accepted(url: str) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": None}
-    assert said(f"{url}/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False} | neutral)[0] == 200
+    assert request_json(f"{url}/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False} | neutral)[0] == 200
     own = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
-    assert said(f"{url}/v1/chat/completions", {"messages": [*MESSAGES, own, MESSAGES[1]], "max_tokens": 1})[0] == 200
+    assert (
+        request_json(f"{url}/v1/chat/completions", {"messages": [*MESSAGES, own, MESSAGES[1]], "max_tokens": 1})[0]
+        == 200
+    )
 
 
 def test_the_models_are_one(url: str) -> None:
-    status, found = said(f"{url}/v1/models")
+    status, found = request_json(f"{url}/v1/models")
     assert (status, [each["id"] for each in found["data"]]) == (200, ["tiny"])
     assert {"id", "object", "created", "owned_by"} <= set(found["data"][0])
 
 
-def test_a_stream_that_nobody_reads_ends() -> None:
+def test_a_stream_of_a_disconnected_client_ends() -> None:
     with serving(Generator(sharp(), load_tokenizer("tiny-dense"))) as (served, address):
         body = {"prompt": "Once", "stream": True, "max_tokens": 60_000, "ignore_eos": True}
-        connection = begun(address, body, path="/v1/completions")
+        connection = open_request(address, body, path="/v1/completions")
         assert connection.recv(10)
         connection.close()
         until(lambda: not served._session.busy)

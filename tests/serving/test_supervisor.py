@@ -75,7 +75,7 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
         assert "It is restarted." in caplog.text
 
 
-def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch) -> None:
+def test_a_proxy_is_not_used_for_launched_servers(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with closing(
         SupervisedClient(ServerSupervisor(replace(FAKE, start_timeout=15.0), 1, LocalLauncher(tmp_path)), **QUICK)
@@ -84,7 +84,7 @@ def test_a_proxy_is_not_asked_for_servers_of_our_own(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
+def test_requests_wait_for_the_replacement_of_the_only_server(tmp_path: Path) -> None:
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_one_alone_that_is_killed_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> None:
+def test_a_server_without_restarts_left_ends_requests_with_a_sentence(tmp_path: Path) -> None:
     with closing(
         SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path), max_restarts=0), **QUICK)
     ) as engine:
@@ -104,7 +104,7 @@ def test_one_that_ends_too_often_is_given_up_in_a_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.thorough  # it is given time to end by itself
-def test_one_that_cannot_be_ended_is_given_up_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+def test_a_server_that_cannot_be_stopped_ends_requests_with_a_sentence(tmp_path: Path, monkeypatch) -> None:
     """Those who wait for another in its place would wait for ever."""
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
@@ -157,7 +157,7 @@ def test_one_that_is_not_ready_in_time_is_a_sentence_with_the_end_of_its_log(tmp
         SupervisedClient(ServerSupervisor(program, 1, LocalLauncher(tmp_path)))
 
 
-def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Path, monkeypatch) -> None:
+def test_gpus_are_assigned_and_released_and_rank_variables_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     here = LocalLauncher(tmp_path, ["4", "5", "6"])
     shown = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
@@ -171,7 +171,7 @@ def test_gpus_are_given_out_and_given_back_and_no_server_is_a_rank(tmp_path: Pat
     here.start(show).stop()
 
 
-def test_the_port_of_a_server_is_given_to_no_other_before_it_listens_there(tmp_path: Path) -> None:
+def test_the_port_of_a_server_is_reserved_until_it_listens(tmp_path: Path) -> None:
     running = LocalLauncher(tmp_path).start(saying("import time; time.sleep(60)"))
     port = int(running.url.rpartition(":")[2])
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -195,7 +195,7 @@ class Machines:
         return SimpleNamespace(url=f"http://{next(self.urls)}", exit_reason=next(self.how), stop=lambda: None)
 
 
-def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path, monkeypatch) -> None:
+def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, monkeypatch) -> None:
     """A log that is gone, and a machine that raises, cost their own server alone."""
 
     def lost() -> str:
@@ -237,7 +237,7 @@ def test_the_watch_goes_on_whatever_befalls_the_look_at_a_server(tmp_path: Path,
     assert heard[0] == "http://8000 was ended by signal 9", "as is known a moment after it is not reached any more"
 
 
-def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) -> None:
+def test_the_first_error_of_a_log_comes_before_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     after = [f"(pid=7) went on {count}" for count in range(9)]
     log.write_text("\n".join(["loading", "(pid=8) ERROR 10:53 [worker.py:9] ValueError: no memory", *after]))
@@ -247,7 +247,7 @@ def test_the_first_error_of_a_log_is_told_before_its_last_lines(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_servers_end_with_who_started_them_however_it_ends(tmp_path: Path) -> None:
+def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Killed outright, with a server that hears no request to end, and one of its own children."""
     stubborn = """
         import os, signal, subprocess, sys, time

@@ -103,7 +103,7 @@ def test_every_byte_arrives_from_one_rank(one_rank) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
+def test_a_receiver_that_dies_does_not_affect_the_others(one_rank) -> None:
     with Remote(spoil=Dies("/update_weights", 3)) as doomed, Remote() as other:
         expected, sent = one_rank(ODD, [doomed.url, other.url], steps=2)
         arrived(other, expected, "start.2")
@@ -124,7 +124,7 @@ def test_one_that_dies_in_the_middle_costs_itself_alone(one_rank) -> None:
         pytest.param(Hangs("/update_weights"), None, id="hangs", marks=pytest.mark.thorough),
     ],
 )
-def test_one_that_fails_does_not_hold_up_the_others_for_long(
+def test_a_receiver_that_fails_delays_the_others_only_until_the_timeout(
     one_rank, spoil: Any, reported_workers: int | None
 ) -> None:
     with Remote(spoil=spoil, reported_workers=reported_workers) as failing, Remote() as other:
@@ -135,7 +135,7 @@ def test_one_that_fails_does_not_hold_up_the_others_for_long(
         assert failing.received()["version"] != "start.1"
 
 
-def test_one_that_comes_late_is_sent_weights_before_it_is_asked(ranks) -> None:
+def test_a_late_server_gets_weights_before_its_first_request(ranks) -> None:
     with Remote() as one, Remote() as other:
         ranks(1, _comes_late, [one.url, other.url])
 
@@ -159,7 +159,7 @@ def _comes_late(group: Any, urls: list[str]) -> None:
         assert late.state == "up"
 
 
-def test_when_nobody_is_left_there_is_a_sentence(ranks) -> None:
+def test_without_a_receiver_left_the_error_is_one_sentence(ranks) -> None:
     with Remote(spoil=Refuses("/get_world_size", 404)) as failing:
         (said,) = ranks(1, _fails, failing.url)
         assert "could not take new weights: status 404: no" in said

@@ -220,11 +220,11 @@ def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> Non
             PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=True
         )
         with pytest.raises(ValueError, match="does not update a head that is tied to the embedding"):
-            check.look()
+            check.run()
         (check,) = server_checks(
             PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=False
         )
-        assert check.look() == "1 of 1 reply (vllm)"
+        assert check.run() == "1 of 1 reply (vllm)"
 
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_learns_from_what_vllm_says(ranks: Ranks, served: Served, tmp_path: Path) -> None:
+def test_grpo_trains_on_completions_of_vllm(ranks: Ranks, served: Served, tmp_path: Path) -> None:
     """The first step's ratios are 1: what vLLM sampled with is what the trainer has, after every step."""
     if served.family != "llama":
         pytest.skip("shown on one family")

@@ -57,7 +57,7 @@ def digests(url: str) -> dict[str, str]:
         return found
 
 
-def test_what_is_sent_is_what_vllm_has(ranks: Ranks, tmp_path: Path) -> None:
+def test_vllm_has_the_weights_that_were_sent(ranks: Ranks, tmp_path: Path) -> None:
     old, new = (written("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
     native = [
         [one.tokens for (one,) in Generator(load_model(each, dtype=torch.float32).eval()).generate(PROMPTS, GREEDY)]

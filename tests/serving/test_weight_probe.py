@@ -143,14 +143,14 @@ def test_one_of_two_servers_with_old_weights_gives_no_samples(ranks: Any, tmp_pa
     assert max(row["sync/gap"] for row in metrics) < 1e-5, "of the servers that are used"
 
 
-def test_a_server_that_takes_the_weights_when_it_is_given_them_again_is_used(ranks: Any, tmp_path: Path) -> None:
+def test_a_server_with_correct_weights_after_the_second_transfer_is_used(ranks: Any, tmp_path: Path) -> None:
     with server(MissesOneUpdate) as url:
         ((metrics, states, problem),) = ranks(1, probed, str(tmp_path), [url], "pp=1", "float32")
     assert (states, problem) == (["up"], "")
     assert [row["servers/failed"] for row in metrics] == [0, 1, 0]
 
 
-def test_a_busy_server_is_asked_again() -> None:
+def test_the_probe_of_a_busy_server_is_retried() -> None:
     requests = [Request((5, length), GREEDY) for length in range(16)]
     bodies = [
         {"token_ids": list(one.prompt), "sampling_params": {"seed": one.seed, "max_tokens": 1}} for one in requests

@@ -80,7 +80,7 @@ def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
         assert {"forward"} <= {span.kind for span in between if span.microbatch != 0}
 
 
-def test_a_pipeline_tells_what_it_waits_for(ranks: Any) -> None:
+def test_a_recorded_pipeline_names_what_a_rank_waits_for(ranks: Any) -> None:
     (first, spans), (second, others) = ranks(2, recorded, "pp=2", "[*-]{2}", False)
     assert first
     assert second
@@ -92,7 +92,7 @@ def test_a_pipeline_tells_what_it_waits_for(ranks: Any) -> None:
     assert {span.label for span in others if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}
 
 
-def test_a_failed_step_tells_what_had_ended() -> None:
+def test_a_recording_of_a_failed_step_has_the_spans_that_ended() -> None:
     recording = Recording(0, torch.device("cpu"))
     with recording.span("forward", "whole"):
         pass
