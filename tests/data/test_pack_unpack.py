@@ -62,9 +62,9 @@ def test_the_batch_knows_its_counts_before_the_step(batch):
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
     tokens = sum(len(microbatch) for microbatch in microbatches)
     targets = sum(int((microbatch.targets != IGNORE).sum()) for microbatch in microbatches)
-    assert all(each.target_count == int((each.targets != IGNORE).sum()) for each in microbatches)
-    assert {(each.batch_tokens, each.batch_targets) for each in microbatches} == {(tokens, targets)}
-    assert [(each.index, each.count) for each in microbatches] == [
+    assert all(microbatch.target_count == int((microbatch.targets != IGNORE).sum()) for microbatch in microbatches)
+    assert {(microbatch.batch_tokens, microbatch.batch_targets) for microbatch in microbatches} == {(tokens, targets)}
+    assert [(microbatch.index, microbatch.count) for microbatch in microbatches] == [
         (index, len(microbatches)) for index in range(len(microbatches))
     ]
 
@@ -123,8 +123,10 @@ def test_truncation_equals_packing_truncated_sequences(batch, budget):
     }
     kept_columns = columns | {"per_token": [values[:budget] for values in columns["per_token"]]}
     truncated = pack(sequences, budget=budget, columns=columns, truncate=True, multiple_of=multiple_of)
-    kept = pack([each[:budget] for each in sequences], budget=budget, columns=kept_columns, multiple_of=multiple_of)
-    for left, right in zip(truncated, kept, strict=True):
+    packed = pack(
+        [sequence[:budget] for sequence in sequences], budget=budget, columns=kept_columns, multiple_of=multiple_of
+    )
+    for left, right in zip(truncated, packed, strict=True):
         assert (left.sequences, left.packing, left.batch_tokens) == (right.sequences, right.packing, right.batch_tokens)
         assert torch.equal(left.tokens, right.tokens)
         assert torch.equal(left.targets, right.targets)
@@ -135,7 +137,7 @@ def test_truncation_equals_packing_truncated_sequences(batch, budget):
 @pytest.mark.parametrize("shifted", [True, False])
 def test_unpack_is_differentiable_and_entry_0_gives_no_gradient(shifted):
     microbatches = pack([[1, 2, 3], [4], [5, 6]], budget=4, multiple_of=4)
-    values = [torch.randn(len(each), 2, dtype=torch.float64, requires_grad=True) for each in microbatches]
+    values = [torch.randn(len(microbatch), 2, dtype=torch.float64, requires_grad=True) for microbatch in microbatches]
     assert torch.autograd.gradcheck(lambda *values: tuple(unpack(microbatches, values, shifted=shifted)), values)
 
 
@@ -197,9 +199,9 @@ def test_tensors_keep_their_dtype_and_other_values_get_a_plain_one(entry, dtype)
 def test_columns_are_aligned_alike_in_every_dtype(dtype):
     """Also in those that numpy does not know."""
     sequences = [[1, 2, 3], [4], [5, 6, 7, 8]]
-    values = [torch.arange(1, len(each) + 1) * (place + 1) for place, each in enumerate(sequences)]
+    values = [torch.arange(1, len(sequence) + 1) * (index + 1) for index, sequence in enumerate(sequences)]
     (plain,) = pack(sequences, budget=8, columns={"x": values})
-    (other,) = pack(sequences, budget=8, columns={"x": [each.to(dtype) for each in values]})
+    (other,) = pack(sequences, budget=8, columns={"x": [sequence.to(dtype) for sequence in values]})
     assert other.column("x").dtype == dtype
     assert torch.equal(other.column("x"), plain.column("x").to(dtype))
 
