@@ -64,7 +64,7 @@ def imported(program: str) -> set[str]:
     ],
 )
 def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -> None:
-    found, told, modules = started(arguments.split())
+    found, output, modules = started(arguments.split())
     assert found == code
     assert said in output
     assert not modules & {"torch", "transformers", "tokenizers", "numpy", "asyncio"}
@@ -72,9 +72,9 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -
 
 @pytest.mark.slow
 def test_built_in_models_are_described_without_what_they_do_not_need() -> None:
-    code, told, modules = started(*(["info", model] for model in sorted(BUILTIN)))
+    code, output, modules = started(*(["info", model] for model in sorted(BUILTIN)))
     assert code == 0
-    assert told.count("parameters") >= len(BUILTIN)
+    assert output.count("parameters") >= len(BUILTIN)
     assert "torch" in modules
     assert not modules & {"transformers", "tokenizers", "torch.distributed.tensor", "sympy", "triton"}
 
