@@ -12,11 +12,11 @@ from postlude.recipes.config.settings import RolloutLimits
 from postlude.recipes.run.health import Health
 from tests.conftest import Ranks
 from tests.model.small import small_model
-from tests.recipes.test_grpo import SPREAD, config_of, trained
+from tests.recipes.test_grpo import VARIED_REWARDS, config_of, run_and_read_metrics
 from tests.recipes.test_rollout_engine import SHORT, lost
 
 FP8 = ("--rollout.quantization=fp8", "--rollout.kv_cache_dtype=fp8")
-SETTINGS = (*SHORT, *SPREAD, "--steps=2", "--old_logprobs=recompute")
+SETTINGS = (*SHORT, *VARIED_REWARDS, "--steps=2", "--old_logprobs=recompute")
 
 
 def test_a_mismatch_above_its_limit_is_one_sentence() -> None:
@@ -36,7 +36,7 @@ def test_a_run_above_its_limit_saves_its_state_and_ends(ranks: Ranks, tmp_path: 
     assert sentence.startswith("rollout_kl is ")
     assert "at step 1, and limits.rollout_kl is 1e-09" in sentence
     assert "step-000001 is complete" in sentence
-    (rows,) = ranks(1, trained, str(tmp_path), *SETTINGS, *FP8)
+    (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SETTINGS, *FP8)
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["sync/gap"] < 1e-5 < row["sync/fp8_gap"]

@@ -232,7 +232,7 @@ ELSEWHERE = {
     "mtp.context": "test_mtp.py: test_a_processor_of_your_own_is_named_in_a_recipe",
     "optimizer.moments": "tests/engine/test_optimizers.py",
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
-    "dtype": "test_grpo.py: test_what_is_computed_in",
+    "dtype": "test_grpo.py: test_dtype_sets_the_compute_dtype",
     "loggers": "test_sinks.py",
     "code_changes": "test_resume.py: test_changed_code_is_refused_unless_it_is_allowed",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",

@@ -11,11 +11,11 @@ import pytest
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.probe import WeightsDiffer
 from tests.conftest import Ranks
-from tests.recipes.test_grpo import SPREAD, trained
+from tests.recipes.test_grpo import VARIED_REWARDS, run_and_read_metrics
 from tests.recipes.test_rollout_engine import SHORT, TinyReceiver, TinyVLLM, lost
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
-SETTINGS = (*SHORT, *SPREAD, "--steps=2")
+SETTINGS = (*SHORT, *VARIED_REWARDS, "--steps=2")
 QUICK = (*SETTINGS, "--rollout.backoff=0.01")
 
 
@@ -37,7 +37,7 @@ def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks,
     assert sentence.startswith(f"the only server cannot be used any more: {server.url} {problem}")
     assert "step-000001 is complete" in sentence
     with closing(TinyVLLM()) as another:
-        (rows,) = ranks(1, trained, str(tmp_path), *QUICK, f"--rollout={another.url}")
+        (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *QUICK, f"--rollout={another.url}")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["sync/gap"] < 1e-5 for row in rows)
 
@@ -65,14 +65,14 @@ def test_a_native_generator_that_keeps_old_weights_ends_the_run_in_that_step(ran
     assert outcome == "failed"
     assert sentence.startswith("the native generator of rank 0 has the weights of optimizer step 0 after it was given")
     assert "step-000001 is complete" in sentence
-    (rows,) = ranks(1, trained, str(tmp_path), *SETTINGS)
+    (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SETTINGS)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["sync/gap"] < 1e-5 for row in rows)
 
 
 def refused(group: Any, directory: str, *overrides: str) -> str:
     with pytest.raises(WeightsDiffer) as raised:
-        trained(group, directory, *overrides)
+        run_and_read_metrics(group, directory, *overrides)
     return str(raised.value)
 
 
@@ -81,7 +81,7 @@ def test_the_limit_is_set_and_taken_away_in_a_config(ranks: Ranks, tmp_path: Pat
     with closing(TinyVLLM()) as server:
         read_once(server)
         chosen = (*QUICK, f"--rollout={server.url}")
-        (rows,) = ranks(1, trained, str(tmp_path), *chosen, "--rollout.probe_limit=0")
+        (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *chosen, "--rollout.probe_limit=0")
         assert len(rows) == 2
         assert not any("sync/gap" in row for row in rows)
     (tmp_path / "narrow").mkdir()

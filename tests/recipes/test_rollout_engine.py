@@ -38,7 +38,7 @@ from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.run.runtime import Runtime
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
-from tests.recipes.test_grpo import config_of, trained, without_times
+from tests.recipes.test_grpo import config_of, run_and_read_metrics, without_times
 from tests.serving.fake_receiver import Receiver
 from tests.serving.fake_vllm import FakeVLLM
 from tests.serving.test_generation_server import request_json, serving
@@ -105,7 +105,7 @@ def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, t
     assert sentence.startswith(f"the only server does not reply any more: {server.url} cannot be reached")
     assert "step-000002 is complete" in sentence
     with closing(TinyVLLM()) as another:
-        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={another.url}")
+        (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={another.url}")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
@@ -141,7 +141,9 @@ def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Rank
         with closing(TinyReceiver(tmp_path / f"{sync} server")) as server:
             chosen = (f"--rollout.urls=[{server.url}]", f"--rollout.sync={sync}")
             (tmp_path / sync).mkdir()
-            (rows[sync],) = ranks(1, trained, str(tmp_path / sync), *SHORT, "--rollout.kind=server", *chosen)
+            (rows[sync],) = ranks(
+                1, run_and_read_metrics, str(tmp_path / sync), *SHORT, "--rollout.kind=server", *chosen
+            )
             assert server.calls.count("/collective_rpc") == (3 if sync == "disk" else 0)
             assert server.calls.count("/finish_weight_update") == (3 if sync == "network" else 0)
     for row in rows["network"]:
@@ -173,7 +175,7 @@ def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
         patient = ("--rollout.backoff=0.01", "--rollout.retries=12")  # as long as another takes to start
         chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", *patient)
         late = f"--asynchrony.max_staleness={staleness}"
-        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, "--rollout.kind=server", *chosen, late)
+        (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SHORT, "--rollout.kind=server", *chosen, late)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum(row["servers/failed"] for row in rows) >= 1
     if not staleness:
@@ -209,7 +211,7 @@ def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks:
         assert "No space left on device (os error 28). There must be room for two copies of the weights." in sentence
         assert "step-000002 is complete" in sentence
         assert not list((tmp_path / "run").rglob("*.partial"))
-        (rows,) = ranks(1, trained, str(tmp_path), *SHORT, f"--rollout={server.url}")
+        (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={server.url}")
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
@@ -219,21 +221,21 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
     whole.mkdir()
     broken.mkdir()
     with closing(TinyVLLM()) as server:
-        (rows,) = ranks(1, trained, str(whole), *SHORT, f"--rollout={server.url}")
+        (rows,) = ranks(1, run_and_read_metrics, str(whole), *SHORT, f"--rollout={server.url}")
         left = iter(range(15))
         server.before = lambda: server.kill() if next(left, None) is None else None
         ranks(
             1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.outage_timeout=0"
         )
     with closing(TinyVLLM()) as another:
-        (again,) = ranks(1, trained, str(broken), *SHORT, f"--rollout={another.url}")
+        (again,) = ranks(1, run_and_read_metrics, str(broken), *SHORT, f"--rollout={another.url}")
     kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
     found = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in again]
     assert without_times(found) == without_times(kept)
 
 
 def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
-    """As `trained`, but a server of the run is killed as soon as its first step is logged."""
+    """As `run_and_read_metrics`, but a server of the run is killed as soon as its first step is logged."""
     from postlude.serving.launch.launcher import LocalLauncher
 
     begun: list[Any] = []
@@ -264,8 +266,8 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
     for each in (here, there, broken):
         each.mkdir()
     settings = (*SHORT, "--steps=4")
-    (native,) = ranks(1, trained, str(here), *settings)
-    (rows,) = ranks(1, trained, str(there), *settings, "--rollout=generators")
+    (native,) = ranks(1, run_and_read_metrics, str(here), *settings)
+    (rows,) = ranks(1, run_and_read_metrics, str(there), *settings, "--rollout=generators")
     (again,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
     for found in (rows, again):
         for row, expected in zip(found, native, strict=True):
@@ -572,5 +574,5 @@ def test_grpo_by_a_server_in_other_layouts(
     ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
 ) -> None:
     who = rollout or server.url
-    rows, *_ = ranks(2, trained, str(tmp_path), *SHORT, f"--rollout={who}", f"--layout={layout}")
+    rows, *_ = ranks(2, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={who}", f"--layout={layout}")
     assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)

@@ -184,7 +184,7 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
-def test_a_continued_run_is_the_run_that_was_not_interrupted(ranks: Ranks, tmp_path: Path, command: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     (expected,) = ranks(1, trained, command, str(tmp_path / "whole"))
