@@ -32,9 +32,9 @@ def engine_in(layout: str, source: Any = DENSE) -> Engine:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    found = {name: tensor.clone() for name, tensor in engine.gradients()}
+    actual = {name: tensor.clone() for name, tensor in engine.gradients()}
     engine.zero_grad()
-    return found
+    return actual
 
 
 # --- a step of several calls
@@ -64,9 +64,9 @@ def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tens
 @pytest.mark.parametrize("layout", ["dp_shard=2", "pp=2"])
 def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout: str) -> None:
     """Depths and the side losses of routers in them included. Counts that lack one of them are refused."""
-    for expected, found, (tokens, ahead, every, differ) in ranks(2, in_parts, layout):
+    for expected, actual, (tokens, ahead, every, differ) in ranks(2, in_parts, layout):
         for name, gradient in expected.items():
-            assert_equal(found[name], gradient, name)
+            assert_equal(actual[name], gradient, name)
         assert tokens.startswith('LookupError: a loss is a mean over "tokens", whose sum over the step is not known')
         assert ahead.startswith('LookupError: a loss is a mean over "tokens +1", whose sum over the step is not known')
         assert every.startswith('LookupError: counts has no "all_tokens"')
@@ -92,10 +92,10 @@ def ahead_in(group: Any, layout: str) -> tuple[float, dict[str, Tensor]]:
 def test_a_loss_over_sequences_at_a_depth_is_their_mean_in_every_layout(ranks: Any) -> None:
     ((loss, expected),) = ranks(1, ahead_in, "")
     for layout in ("dp_shard=2", "cp=2"):
-        for found_loss, found in ranks(2, ahead_in, layout):
+        for found_loss, actual in ranks(2, ahead_in, layout):
             assert_equal(torch.tensor(found_loss), torch.tensor(loss), "loss")
             for name, gradient in expected.items():
-                assert_equal(found[name], gradient, name)
+                assert_equal(actual[name], gradient, name)
 
 
 # --- what is refused, before a pass or after it
@@ -194,28 +194,28 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
         places = inputs.microbatch.batch_indices
-        found = {f"{dtype}": (places % 7 - 3).to(dtype) for dtype in DTYPES}
-        found["wide"] = torch.stack((places, -places), -1).to(torch.int16)
-        return found | {f"a name of its own for layer {index}": places for index in range(200)}
+        actual = {f"{dtype}": (places % 7 - 3).to(dtype) for dtype in DTYPES}
+        actual["wide"] = torch.stack((places, -places), -1).to(torch.int16)
+        return actual | {f"a name of its own for layer {index}": places for index in range(200)}
 
-    found = engine.evaluate_tokens(batch(), processor, shifted=False)
+    actual = engine.evaluate_tokens(batch(), processor, shifted=False)
     again = engine.evaluate_tokens(batch(), lambda inputs: {"x": inputs.microbatch.batch_indices})["x"]
     assert len(again) == len(LENGTHS)
     (alone,) = engine.evaluate_tokens(Batch(sequences(6)), processor, shifted=False)[
         "wide"
     ]  # of two ranks, one has no token
     assert alone[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
 def test_values_of_any_dtype_and_under_any_names_come_back(ranks: Any, layout: str) -> None:
     places = torch.arange(sum(LENGTHS)).split(LENGTHS)
-    for found in ranks(Layout.parse(layout).world_size, evaluated, layout):
-        assert len(found) == len(DTYPES) + 201
+    for actual in ranks(Layout.parse(layout).world_size, evaluated, layout):
+        assert len(actual) == len(DTYPES) + 201
         for dtype in DTYPES:
-            for values, expected in zip(found[str(dtype)], places, strict=True):
+            for values, expected in zip(actual[str(dtype)], places, strict=True):
                 assert torch.equal(values, (expected % 7 - 3).to(dtype))
-        for values, expected in zip(found["wide"], places, strict=True):
+        for values, expected in zip(actual["wide"], places, strict=True):
             assert torch.equal(values, torch.stack((expected, -expected), -1).to(torch.int16))
-        assert all(map(torch.equal, found["a name of its own for layer 199"], places))
+        assert all(map(torch.equal, actual["a name of its own for layer 199"], places))

@@ -29,13 +29,17 @@ def microbatches(budget: int = 64, multiple_of: int = 1) -> list[Microbatch]:
     return pack(BATCH.sequences, budget=budget, columns=BATCH.columns, multiple_of=multiple_of)
 
 
-def seen(values: list[Tensor]) -> Tensor:
+def without_first_tokens(values: list[Tensor]) -> Tensor:
     """What is predicted: all tokens but the first of each sequence."""
     return torch.cat([each[1:] for each in values]).double()
 
 
 def weighed(over: str) -> Tensor:
-    return {"tokens": torch.ones_like(seen(VALUES)), "mask": seen(MASK), "share": seen(SHARE)}[over]
+    return {
+        "tokens": torch.ones_like(without_first_tokens(VALUES)),
+        "mask": without_first_tokens(MASK),
+        "share": without_first_tokens(SHARE),
+    }[over]
 
 
 @pytest.mark.parametrize("over", ["tokens", "mask", "share"])
@@ -43,17 +47,17 @@ def weighed(over: str) -> Tensor:
 def test_a_loss_is_the_weighted_mean_of_the_whole_batch(over: str, budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
     scale = LossNormalizer(parts)
-    found = sum(scale.loss(Loss(part.column("value"), over=over), part) for part in parts)
-    expected = (seen(VALUES) * weighed(over)).sum() / weighed(over).sum()
-    assert_equal(torch.as_tensor(found), expected, over)
+    actual = sum(scale.loss(Loss(part.column("value"), over=over), part) for part in parts)
+    expected = (without_first_tokens(VALUES) * weighed(over)).sum() / weighed(over).sum()
+    assert_equal(torch.as_tensor(actual), expected, over)
 
 
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_a_loss_over_sequences_is_their_mean(budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
     scale = LossNormalizer(parts)
-    found = sum(scale.loss(Loss(part.sequence_sum(part.column("value")), over="sequences"), part) for part in parts)
-    assert_equal(torch.as_tensor(found), seen(VALUES).sum() / len(LENGTHS), "sequences")
+    actual = sum(scale.loss(Loss(part.sequence_sum(part.column("value")), over="sequences"), part) for part in parts)
+    assert_equal(torch.as_tensor(actual), without_first_tokens(VALUES).sum() / len(LENGTHS), "sequences")
 
 
 @pytest.mark.parametrize("over", ["tokens", "mask", "share", "sequences"])
@@ -81,18 +85,18 @@ def test_losses_over_different_things_add_up_and_scale() -> None:
 
 def test_losses_with_the_counts_of_the_step_add_up() -> None:
     whole = microbatches(12)
-    counts = {"mask": float(seen(MASK).sum()), "sequences": float(len(LENGTHS))}
+    counts = {"mask": float(without_first_tokens(MASK).sum()), "sequences": float(len(LENGTHS))}
 
     def objective(part: Microbatch) -> Loss:
         return Loss(part.column("value"), over="mask") + Loss(part.sequence_sum(part.column("value")), "sequences")
 
     expected = sum(LossNormalizer(whole).loss(objective(part), part) for part in whole)
-    found = torch.zeros(())
+    actual = torch.zeros(())
     for rows in ([0, 3], [1, 2, 4], [5]):
         columns = {name: [values[row] for row in rows] for name, values in BATCH.columns.items()}
         parts = pack([BATCH.sequences[row] for row in rows], budget=12, columns=columns)
-        found += sum(LossNormalizer(parts, counts).loss(objective(part), part) for part in parts)
-    assert_equal(found, torch.as_tensor(expected), "loss")
+        actual += sum(LossNormalizer(parts, counts).loss(objective(part), part) for part in parts)
+    assert_equal(actual, torch.as_tensor(expected), "loss")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -150,8 +154,8 @@ REDUCTIONS = {"mean": mean, "sum": total, "max": largest, "min": smallest}
 def reduced(weights: Tensor, values: Tensor) -> dict[str, float]:
     kept = values[weights != 0]
     weighted = (values * weights).sum()
-    found = {"mean": weighted / weights.sum(), "sum": weighted, "max": kept.max(), "min": kept.min()}
-    return {name: float(value) for name, value in found.items()}
+    metrics = {"mean": weighted / weights.sum(), "sum": weighted, "max": kept.max(), "min": kept.min()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def metrics(part: Microbatch) -> dict[str, tuple[Metric, str]]:
@@ -163,12 +167,12 @@ def metrics(part: Microbatch) -> dict[str, tuple[Metric, str]]:
     }
 
 
-def check_metrics(found: dict[str, float]) -> None:
+def check_metrics(actual: dict[str, float]) -> None:
     sums = torch.stack([values[1:].double().sum() for values in VALUES])
     for over in ("tokens", "mask", "share", "sequences"):
         weights = torch.ones(len(LENGTHS)) if over == "sequences" else weighed(over)
-        for name, expected in reduced(weights, sums if over == "sequences" else seen(VALUES)).items():
-            assert_equal(torch.tensor(found[f"{name} over {over}"]), torch.tensor(expected), f"{name} over {over}")
+        for name, expected in reduced(weights, sums if over == "sequences" else without_first_tokens(VALUES)).items():
+            assert_equal(torch.tensor(actual[f"{name} over {over}"]), torch.tensor(expected), f"{name} over {over}")
 
 
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
@@ -183,28 +187,30 @@ def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple
 
 def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]:
     """The loss over sequences, given one by one and as a sum, and every metric."""
-    here = mesh(Layout.parse(layout))
-    whole = microbatches(12, here.dp.size)
-    own = [shard_context(part, here.cp) for part in whole[here.dp.rank :: here.dp.size]]
-    scale = LossNormalizer(whole, cp_size=here.cp.size)
+    dp_cp_mesh = mesh(Layout.parse(layout))
+    whole = microbatches(12, dp_cp_mesh.dp.size)
+    local_microbatches = [
+        shard_context(part, dp_cp_mesh.cp) for part in whole[dp_cp_mesh.dp.rank :: dp_cp_mesh.dp.size]
+    ]
+    scale = LossNormalizer(whole, cp_size=dp_cp_mesh.cp.size)
     tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
-    for part in own:
+    for part in local_microbatches:
         values = part.sequence_sum(part.column("value"))
         tally.add_loss(scale.loss(Loss(values, over="sequences"), part))
         summed.add_loss(scale.loss(Loss(values.sum(), over="sequences"), part))
         for name, (metric, _) in metrics(part).items():
             tally.add(name, metric, part)
-    found = tally.reduce(True)
-    return found.pop("loss"), summed.reduce(True)["loss"], found
+    actual = tally.reduce(True)
+    return actual.pop("loss"), summed.reduce(True)["loss"], actual
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "cp=2"])
 def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout: str) -> None:
-    expected = seen(VALUES).sum() / len(LENGTHS)
-    for by_one, summed, found in ranks(2, over_ranks, layout):
+    expected = without_first_tokens(VALUES).sum() / len(LENGTHS)
+    for by_one, summed, actual in ranks(2, over_ranks, layout):
         assert_equal(torch.tensor(by_one), expected, "loss over sequences")
         assert_equal(torch.tensor(summed), expected, "loss over sequences as a sum")
-        check_metrics(found)
+        check_metrics(actual)
 
 
 def silent(group: Any) -> dict[str, float]:
@@ -217,9 +223,9 @@ def silent(group: Any) -> dict[str, float]:
 
 
 def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: Any) -> None:
-    for found in ranks(2, silent):
-        assert found["loss"] == 2.0
-        assert_equal(torch.tensor(found["value"]), seen(VALUES).sum(), "sum")
+    for actual in ranks(2, silent):
+        assert actual["loss"] == 2.0
+        assert_equal(torch.tensor(actual["value"]), without_first_tokens(VALUES).sum(), "sum")
 
 
 def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
@@ -228,15 +234,15 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
     gather = dist.all_gather_object
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_object", lambda *a, **k: (gathers.append(1), gather(*a, **k)))
-        found = []
+        actual = []
         for step in range(4):
             tally = MetricAccumulator(LossNormalizer(parts), metric_index)
             names = [f"of rank {group.rank()}", "of both", *["late"] * (step == 3 and group.rank() == 1)]
             for name in names:
                 tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
             tally.add("sum", total(torch.ones(())), parts[0])
-            found.append((tally.reduce(True), len(gathers)))
-    return found
+            actual.append((tally.reduce(True), len(gathers)))
+    return actual
 
 
 def test_metric_names_are_gathered_only_when_there_is_a_new_one(ranks: Any) -> None:
@@ -257,25 +263,25 @@ def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
     for part in parts:
         for name, (metric, _) in metrics(part).items():
             tally.add(name, metric, part)
-    found = tally.reduce(True)
+    actual = tally.reduce(True)
     monkeypatch.undo()
     assert len(looks) == 1
-    check_metrics(found)
+    check_metrics(actual)
 
 
 def many_metrics(group: Any) -> list[dict[str, float]]:
-    parts, metric_index, found = microbatches(), MetricIndex(), []
+    parts, metric_index, actual = microbatches(), MetricIndex(), []
     for count in (2, 300, 300, 2):
         tally = MetricAccumulator(LossNormalizer(parts), metric_index)
         for index in range(count):
             tally.add(f"a metric with a long name, number {index}", total(torch.full((), float(index))), parts[0])
-        found.append(tally.reduce(group.rank() == 1))
-    return found
+        actual.append(tally.reduce(group.rank() == 1))
+    return actual
 
 
 def test_more_metrics_than_usual_are_reduced_all_the_same(ranks: Any) -> None:
-    for found in ranks(2, many_metrics):
-        for count, numbers in zip((2, 300, 300, 2), found, strict=True):
+    for actual in ranks(2, many_metrics):
+        for count, numbers in zip((2, 300, 300, 2), actual, strict=True):
             assert list(numbers.values()) == [float(index) for index in range(count)]
 
 
@@ -291,9 +297,9 @@ def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refu
     tally = MetricAccumulator(LossNormalizer([part]))
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(torch.ones(3), over="mask"), part)
-    found = tally.reduce(True)
-    assert found.pop("sum") == 0.0
-    assert all(map(math.isnan, found.values()))
+    actual = tally.reduce(True)
+    assert actual.pop("sum") == 0.0
+    assert all(map(math.isnan, actual.values()))
     with pytest.raises(ValueError, match='metric "mean" is a mean in one microbatch and a max in another'):
         tally.add("mean", largest(torch.ones(3)), part)
 
@@ -304,8 +310,8 @@ def test_weights_that_cancel_still_count() -> None:
     values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
     for name, kind in REDUCTIONS.items():
         tally.add(name, kind(values, over="sign"), part)
-    found = tally.reduce(True)
-    assert (found["sum"], found["max"], found["min"]) == (2.0, 5.0, 3.0)
+    actual = tally.reduce(True)
+    assert (actual["sum"], actual["max"], actual["min"]) == (2.0, 5.0, 3.0)
 
 
 @pytest.mark.parametrize("place", [0, 1])

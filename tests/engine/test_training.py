@@ -63,14 +63,14 @@ def cases(quick: list[tuple[str, str]] = LAYOUTS, slow: list[tuple[str, str]] = 
 
 
 def run(ranks: Any, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    found: list[Any] = ranks(Layout.parse(layout).world_size, function, layout, *arguments)
-    return found
+    actual: list[Any] = ranks(Layout.parse(layout).world_size, function, layout, *arguments)
+    return actual
 
 
-def assert_all_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert set(found) == set(expected)
+def assert_all_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert_equal(found[name], tensor, name)
+        assert_equal(actual[name], tensor, name)
 
 
 # --- the optimizer
@@ -97,13 +97,13 @@ def test_steps_equal_torchs_adamw_on_a_plain_model(ranks: Any, layout: str, mode
         plain.step(DAMPED.lr * factor)
     assert max(plain.norms) > 0.5  # the clip is at work
     expected = plain.weights()
-    for found in run(ranks, layout, five_steps, SOURCES[model]):
-        assert_equal(torch.tensor(found["losses"]), torch.tensor(losses), "losses")
-        assert_equal(torch.tensor([step.grad_norm for step in found["steps"]]), torch.tensor(plain.norms), "norms")
-        assert [step.step for step in found["steps"]] == [1, 2, 3, 4, 5]
-        assert [step.lr for step in found["steps"]] == pytest.approx(plain.rates, rel=1e-12)
-        assert not any(step.skipped for step in found["steps"])
-        assert_all_equal(found["weights"], expected)
+    for actual in run(ranks, layout, five_steps, SOURCES[model]):
+        assert_equal(torch.tensor(actual["losses"]), torch.tensor(losses), "losses")
+        assert_equal(torch.tensor([step.grad_norm for step in actual["steps"]]), torch.tensor(plain.norms), "norms")
+        assert [step.step for step in actual["steps"]] == [1, 2, 3, 4, 5]
+        assert [step.lr for step in actual["steps"]] == pytest.approx(plain.rates, rel=1e-12)
+        assert not any(step.skipped for step in actual["steps"])
+        assert_all_equal(actual["weights"], expected)
 
 
 def decayed_alone(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -137,14 +137,14 @@ def test_a_schedule_warms_up_and_decays(schedule: LRSchedule, factors: dict[int,
 # --- accumulation, and calls in between
 
 
-def part(given: Batch, rows: list[int]) -> Batch:
-    columns = {name: [values[row] for row in rows] for name, values in given.columns.items()}
-    return Batch([given.sequences[row] for row in rows], columns)
+def part(full_batch: Batch, rows: list[int]) -> Batch:
+    columns = {name: [values[row] for row in rows] for name, values in full_batch.columns.items()}
+    return Batch([full_batch.sequences[row] for row in rows], columns)
 
 
 def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     engine, given = build(layout, hf), batch(1)
-    whole = engine.forward_backward(given, policy).loss
+    full_loss = engine.forward_backward(given, policy).loss
     expected = {name: tensor.clone() for name, tensor in engine.gradients()}
     norm = engine.grad_norm()
     engine.zero_grad()
@@ -153,8 +153,8 @@ def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     loss = 0.0
     for rows in ([0, 3, 8], [1, 2, 4, 5, 6], [7, 9]):
         loss += engine.forward_backward(part(given, rows), policy, counts=counts).loss
-    found = {name: tensor.clone() for name, tensor in engine.gradients()}
-    return (whole, expected, norm), (loss, found, engine.grad_norm())
+    actual = {name: tensor.clone() for name, tensor in engine.gradients()}
+    return (full_loss, expected, norm), (loss, actual, engine.grad_norm())
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
 )
 @pytest.mark.slow
 def test_several_calls_with_the_counts_of_the_step_equal_one_call(ranks: Any, layout: str, model: str) -> None:
-    for (whole, expected, norm), (loss, found, norm_of_parts) in run(ranks, layout, in_parts, SOURCES[model]):
-        assert_equal(torch.tensor(loss), torch.tensor(whole), "loss")
-        assert_all_equal(found, expected)
+    for (full_loss, expected, norm), (loss, actual, norm_of_parts) in run(ranks, layout, in_parts, SOURCES[model]):
+        assert_equal(torch.tensor(loss), torch.tensor(full_loss), "loss")
+        assert_all_equal(actual, expected)
         assert_equal(torch.tensor(norm_of_parts), torch.tensor(norm), "norm")
 
 
@@ -188,25 +188,25 @@ def with_evaluation_between(group: Any, layout: str, hf: PretrainedConfig) -> tu
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:2], [LAYOUTS[2], LAYOUTS[4], SLOW[0], *SLOW[3:5]]))
 def test_training_with_evaluation_in_between_equals_training_alone(ranks: Any, layout: str, model: str) -> None:
-    for found in run(ranks, layout, with_evaluation_between, SOURCES[model]):
-        assert found == (True, True)
+    for actual in run(ranks, layout, with_evaluation_between, SOURCES[model]):
+        assert actual == (True, True)
 
 
 def measured(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     engine = build(layout, hf)
-    found = engine.evaluate_loss(batch(1), policy)
+    actual = engine.evaluate_loss(batch(1), policy)
     untouched = all(parameter.grad is None for parameter in engine.parameters.values())
-    return found, engine.forward_backward(batch(1), policy), untouched
+    return actual, engine.forward_backward(batch(1), policy), untouched
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[:4], [LAYOUTS[4]]))
 def test_evaluate_loss_equals_forward_backward_without_gradients(ranks: Any, layout: str, model: str) -> None:
-    for found, expected, untouched in run(ranks, layout, measured, SOURCES[model]):
+    for actual, expected, untouched in run(ranks, layout, measured, SOURCES[model]):
         assert untouched
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
         of_objective = {name: value for name, value in expected.metrics.items() if not name.startswith("moe/")}
-        assert found.metrics == pytest.approx(of_objective, rel=1e-5, abs=1e-7)
-        assert (found.tokens, found.microbatches) == (expected.tokens, expected.microbatches)
+        assert actual.metrics == pytest.approx(of_objective, rel=1e-5, abs=1e-7)
+        assert (actual.tokens, actual.microbatches) == (expected.tokens, expected.microbatches)
 
 
 # --- a gradient that is not finite
@@ -266,8 +266,8 @@ def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:2], [LAYOUTS[2], LAYOUTS[4], SLOW[5]]))
 def test_a_reference_keeps_its_weights_and_does_not_change_the_engines(ranks: Any, layout: str, model: str) -> None:
     for offload in (False, True):
-        for found in run(ranks, layout, reference_run, SOURCES[model], offload):
-            assert found == (True, True, True)
+        for actual in run(ranks, layout, reference_run, SOURCES[model], offload):
+            assert actual == (True, True, True)
 
 
 def failing_training(group: Any, layout: str, objective: str) -> tuple[Any, ...]:
@@ -306,9 +306,9 @@ BAD: dict[str, tuple[Callable[[OutputInputs], Any], str]] = {
 def test_an_objective_that_returns_no_loss_raises_and_leaves_the_engine_unchanged(
     ranks: Any, layout: str, objective: str
 ) -> None:
-    for complaint, *whole in run(ranks, layout, failing_training, objective):
-        assert complaint.startswith(BAD[objective][1])
-        assert all(whole)
+    for error, *unchanged in run(ranks, layout, failing_training, objective):
+        assert error.startswith(BAD[objective][1])
+        assert all(unchanged)
 
 
 def learn_nothing(group: Any, layout: str) -> str:
@@ -330,8 +330,8 @@ def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor
     logprobs, ids = engine.topk(given, 4)
     cool = engine.logprobs(given, entropy=True, temperature=0.7)
     assert cool.entropy is not None
-    found = engine.evaluate_tokens(given, own_values, shifted=False)
-    return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **found}
+    actual = engine.evaluate_tokens(given, own_values, shifted=False)
+    return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **actual}
 
 
 def own_values(inputs: OutputInputs) -> dict[str, Tensor]:
@@ -349,29 +349,29 @@ def test_topk_logprobs_and_values_of_ones_own_equal_the_plain_models(ranks: Any,
         logits = unpack(microbatches, [plain(each) for each in microbatches], shifted=False)
         hidden = [plain(each, output_processor=lambda inputs, _: inputs.hidden) for each in microbatches]
     own = unpack(microbatches, hidden, shifted=False)
-    for found in run(ranks, layout, read, SOURCES[model]):
+    for actual in run(ranks, layout, read, SOURCES[model]):
         for index, sequence in enumerate(map(torch.as_tensor, given.sequences)):
             logprobs = logits[index].log_softmax(-1)[:-1]
             cool = (logits[index] / 0.7).log_softmax(-1)[:-1]
-            assert_equal(found["logprobs"][index][1:], logprobs.topk(4).values, "top-k log-probs")
-            assert_equal(logprobs.gather(1, found["ids"][index][1:]), logprobs.topk(4).values, "top-k ids")
-            assert_equal(found["cool"][index][1:], cool.gather(1, sequence[1:, None])[:, 0], "log-probs")
-            assert_equal(found["entropy"][index][1:], -(cool.exp() * cool).sum(-1), "entropy")
-            assert all(not found[name][index][0].any() for name in ("logprobs", "ids", "cool", "entropy"))
-            assert_equal(found["own"][index], own[index][:, :2], "own values")
-            assert torch.equal(found["token"][index], sequence * 10)
+            assert_equal(actual["logprobs"][index][1:], logprobs.topk(4).values, "top-k log-probs")
+            assert_equal(logprobs.gather(1, actual["ids"][index][1:]), logprobs.topk(4).values, "top-k ids")
+            assert_equal(actual["cool"][index][1:], cool.gather(1, sequence[1:, None])[:, 0], "log-probs")
+            assert_equal(actual["entropy"][index][1:], -(cool.exp() * cool).sum(-1), "entropy")
+            assert all(not actual[name][index][0].any() for name in ("logprobs", "ids", "cool", "entropy"))
+            assert_equal(actual["own"][index], own[index][:, :2], "own values")
+            assert torch.equal(actual["token"][index], sequence * 10)
 
 
 # --- recompute
 
 
 def recomputing(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]:
-    found = {}
+    actual = {}
     for recompute in ("none", "selective", "full"):
         engine = build(layout, hf, recompute=recompute)
         loss = engine.forward_backward(batch(1), policy).loss
-        found[recompute] = loss, {name: tensor.clone() for name, tensor in engine.gradients()}
-    return found
+        actual[recompute] = loss, {name: tensor.clone() for name, tensor in engine.gradients()}
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -382,11 +382,11 @@ def recomputing(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]
     ],
 )
 def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str, model: str) -> None:
-    for found in run(ranks, layout, recomputing, SOURCES[model]):
-        loss, gradients = found["none"]
+    for actual in run(ranks, layout, recomputing, SOURCES[model]):
+        loss, gradients = actual["none"]
         for recompute in ("selective", "full"):
-            assert found[recompute][0] == loss
-            assert_all_equal(found[recompute][1], gradients)
+            assert actual[recompute][0] == loss
+            assert_all_equal(actual[recompute][1], gradients)
 
 
 # --- the selection bias of a MoE, which no family has yet: the engine is given a config that does
@@ -441,9 +441,9 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
 def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: Any, layout: str, recompute: str) -> None:
     ((expected, _),) = run(ranks, "", balancing, "none", str(tmp_path / "one"))
     assert any(bias.any() for bias in expected.values())
-    for found, alike in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
+    for actual, alike in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
         assert alike
-        assert same(found, expected)
+        assert same(actual, expected)
 
 
 BIASED = CONFIGS["glm4_moe"]()  # as DeepSeek-V3 and Nemotron-H choose experts, too
@@ -451,7 +451,7 @@ BIASED = CONFIGS["glm4_moe"]()  # as DeepSeek-V3 and Nemotron-H choose experts, 
 
 def selecting(group: Any, directory: str) -> dict[str, Any]:
     """What three steps without a learning rate make of the selection biases, by the rate; and what is exported."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for rate in (None, 0.0, 0.01):
         engine = build("", BIASED, selection_bias_rate=rate, optimizer=AdamW(lr=0.0))
         for block in engine.stages[0].blocks:
@@ -462,20 +462,20 @@ def selecting(group: Any, directory: str) -> dict[str, Any]:
         for seed in range(3):
             engine.forward_backward(batch(seed, vocab_size=61), policy)
             engine.optimizer_step()
-        found[str(rate)] = {name: (engine.tensors[name] - bias).abs().max().item() for name, bias in before.items()}
+        actual[str(rate)] = {name: (engine.tensors[name] - bias).abs().max().item() for name, bias in before.items()}
         exported = engine.export_hf(Path(directory) / str(rate))
-        found[f"{rate} exported"] = {
+        actual[f"{rate} exported"] = {
             name: tensor for name, tensor in load_model(exported).state_dict().items() if "selection_bias" in name
         }
-        assert same(found[f"{rate} exported"], {name: engine.tensors[name] for name in before})
-    return found
+        assert same(actual[f"{rate} exported"], {name: engine.tensors[name] for name in before})
+    return actual
 
 
 def test_a_selection_bias_is_updated_by_its_own_rate_only(ranks: Any, tmp_path: Path) -> None:
-    (found,) = ranks(1, selecting, str(tmp_path))
+    (actual,) = ranks(1, selecting, str(tmp_path))
     for rate, far in ("None", 0.0), ("0.0", 0.0):
-        assert set(found[rate].values()) == {far}
-    assert all(0.0 < moved < 0.0301 for moved in found["0.01"].values())
+        assert set(actual[rate].values()) == {far}
+    assert all(0.0 < moved < 0.0301 for moved in actual["0.01"].values())
 
 
 def test_a_selection_bias_rate_needs_a_router_with_a_bias() -> None:

@@ -23,8 +23,8 @@ def test_grpo_centres_and_scales_each_group() -> None:
         if len(members) == 1:
             assert advantage == 0.0
             continue
-        wanted = (REWARDS[index] - statistics.mean(members)) / (statistics.stdev(members) + 0.1)
-        assert advantage == pytest.approx(wanted, rel=1e-6)
+        expected = (REWARDS[index] - statistics.mean(members)) / (statistics.stdev(members) + 0.1)
+        assert advantage == pytest.approx(expected, rel=1e-6)
 
 
 def test_without_the_standard_deviation_and_without_oneself() -> None:
@@ -34,10 +34,10 @@ def test_without_the_standard_deviation_and_without_oneself() -> None:
         members = groups_of(index)
         assert plain[index] == pytest.approx(REWARDS[index] - statistics.mean(members), abs=1e-7)
         members.remove(REWARDS[index])
-        wanted = REWARDS[index] - statistics.mean(members) if members else 0.0
-        assert others[index] == pytest.approx(wanted, abs=1e-7)
+        expected = REWARDS[index] - statistics.mean(members) if members else 0.0
+        assert others[index] == pytest.approx(expected, abs=1e-7)
         if members:
-            assert scaled[index] == pytest.approx(wanted / (statistics.stdev(groups_of(index)) + 0.1), rel=1e-6)
+            assert scaled[index] == pytest.approx(expected / (statistics.stdev(groups_of(index)) + 0.1), rel=1e-6)
 
 
 def test_equal_rewards_teach_exactly_nothing() -> None:
@@ -48,7 +48,7 @@ def test_equal_rewards_teach_exactly_nothing() -> None:
 def test_reinforce_plus_plus_normalises_over_every_token() -> None:
     masks = [[0, 1, 1, 1], [0, 0, 1], [0, 1, 0, 1]]
     penalties = [[9.0, 0.1, 0.2, 0.3], [9.0, 9.0, 0.4], [9.0, 0.5, 9.0, 0.6]]
-    found = reinforce_plus_plus([1.0, 2.0, 0.0], masks, penalties=penalties, gamma=0.9)
+    actual = reinforce_plus_plus([1.0, 2.0, 0.0], masks, penalties=penalties, gamma=0.9)
     returns = [
         [-0.1 + 0.9 * (-0.2 + 0.9 * 0.7), -0.2 + 0.9 * 0.7, 0.7],
         [1.6],
@@ -56,25 +56,25 @@ def test_reinforce_plus_plus_normalises_over_every_token() -> None:
     ]
     flat = [value for each in returns for value in each]
     average, deviation = statistics.mean(flat), statistics.pstdev(flat)
-    for advantages, mask, wanted in zip(found, masks, returns, strict=True):
-        kept = advantages[torch.tensor(mask) > 0].tolist()
-        assert kept == pytest.approx([(value - average) / deviation for value in wanted], rel=1e-5)
+    for advantages, mask, expected in zip(actual, masks, returns, strict=True):
+        masked = advantages[torch.tensor(mask) > 0].tolist()
+        assert masked == pytest.approx([(value - average) / deviation for value in expected], rel=1e-5)
         assert advantages[torch.tensor(mask) == 0].abs().sum() == 0
 
 
 def test_reinforce_plus_plus_takes_the_groups_mean_first() -> None:
     masks = [[0, 1], [0, 1], [0, 1], [0, 1]]
-    found = reinforce_plus_plus([1.0, 0.0, 5.0, 5.0], masks, groups=[0, 0, 1, 1])
-    assert [float(each[1]) for each in found] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+    actual = reinforce_plus_plus([1.0, 0.0, 5.0, 5.0], masks, groups=[0, 0, 1, 1])
+    assert [float(each[1]) for each in actual] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
 def test_gae_is_the_discounted_sum_of_surprises() -> None:
     rewards, values, gamma, lam = [0.1, 0.0, 1.0], [0.5, 0.2, 0.4], 0.9, 0.8
     surprises = [0.1 + 0.9 * 0.2 - 0.5, 0.0 + 0.9 * 0.4 - 0.2, 1.0 - 0.4]
     (advantages,), (returns,) = gae([rewards], [values], gamma=gamma, lam=lam)
-    wanted = [sum((gamma * lam) ** k * each for k, each in enumerate(surprises[start:])) for start in range(3)]
-    assert advantages.tolist() == pytest.approx(wanted)
-    assert returns.tolist() == pytest.approx([a + v for a, v in zip(wanted, values, strict=True)])
+    expected = [sum((gamma * lam) ** k * each for k, each in enumerate(surprises[start:])) for start in range(3)]
+    assert advantages.tolist() == pytest.approx(expected)
+    assert returns.tolist() == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
     _, (returns,) = gae([rewards], [values], gamma=1.0, lam=1.0)
     assert returns.tolist() == pytest.approx([1.1, 1.0, 1.0])
 
@@ -96,36 +96,36 @@ def test_gae_steps_over_tokens_that_are_masked_out() -> None:
 def test_a_reward_on_a_masked_token_is_earned_by_the_last_that_counts_before_it() -> None:
     values, masks = [[7.0, 0.5, 7.0, 0.2, 7.0, 7.0]], [[0, 1, 0, 1, 0, 0]]
     moved = gae([[0.0, 0.4, 0.0, 1.5, 0.0, 0.0]], values, masks=masks, gamma=0.9, lam=0.8)
-    found = gae([[0.0, 0.1, 0.3, 0.0, 0.5, 1.0]], values, masks=masks, gamma=0.9, lam=0.8)
-    for one, other in zip(found, moved, strict=True):
+    actual = gae([[0.0, 0.1, 0.3, 0.0, 0.5, 1.0]], values, masks=masks, gamma=0.9, lam=0.8)
+    for one, other in zip(actual, moved, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
     values, masks = [[1.0, 2.0, 50.0], [3.0, 7.0]], [[1, 1, 0], [1, 1]]
     first, second = whiten(values, masks)
-    kept = torch.cat([first[:2], second])
+    masked = torch.cat([first[:2], second])
     assert first[2] == 0
-    assert float(kept.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(kept.std(correction=0)) == pytest.approx(1, rel=1e-5)
+    assert float(masked.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(masked.std(correction=0)) == pytest.approx(1, rel=1e-5)
     assert whiten([[1.0]], [[0]])[0].tolist() == [0.0]
 
 
 def test_ranks_that_hold_parts_of_a_batch_whiten_as_one_does() -> None:
     """Each asks for the sums of all: first of values and tokens, then of squares."""
     values, masks = [[1.0, 2.0, 50.0], [3.0, 7.0], [0.5]], [[1, 1, 0], [1, 1], [1]]
-    kept = torch.tensor([1.0, 2.0, 3.0, 7.0, 0.5], dtype=torch.float64)
-    replies = iter([torch.tensor([13.5, 5.0], dtype=torch.float64), (kept - 2.7).square().sum()])
-    asked = []
+    masked = torch.tensor([1.0, 2.0, 3.0, 7.0, 0.5], dtype=torch.float64)
+    replies = iter([torch.tensor([13.5, 5.0], dtype=torch.float64), (masked - 2.7).square().sum()])
+    local_sums = []
 
     def all_sum(own: torch.Tensor) -> torch.Tensor:
-        asked.append(own)
+        local_sums.append(own)
         return next(replies)
 
-    found = whiten(values[:2], masks[:2], all_sum=all_sum)
-    assert asked[0].tolist() == [13.0, 4.0]
-    assert float(asked[1]) == pytest.approx(float((kept[:4] - 2.7).square().sum()))
-    for part, whole in zip(found, whiten(values, masks)[:2], strict=True):
+    actual = whiten(values[:2], masks[:2], all_sum=all_sum)
+    assert local_sums[0].tolist() == [13.0, 4.0]
+    assert float(local_sums[1]) == pytest.approx(float((masked[:4] - 2.7).square().sum()))
+    for part, whole in zip(actual, whiten(values, masks)[:2], strict=True):
         torch.testing.assert_close(part, whole)
 
 

@@ -90,11 +90,11 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
     off = {"loss": difference(torch.tensor(result.loss), expected.detach())}
     for parameter, tensor in engine.parameters.items():
         assert tensor.grad is not None, parameter
-        found, whole = local_shard(tensor.grad), wanted[parameter]
+        actual, whole = local_shard(tensor.grad), wanted[parameter]
         if whole is None:
-            off[parameter] = float(found.abs().sum())
+            off[parameter] = float(actual.abs().sum())
         else:
-            off[parameter] = float((found - whole[region(tensor)]).abs().max()) / float(whole.abs().max())
+            off[parameter] = float((actual - whole[region(tensor)]).abs().max()) / float(whole.abs().max())
     return off
 
 
@@ -126,9 +126,9 @@ def values(group: dist.ProcessGroup, layout: str) -> tuple[list[Tensor], list[Te
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp_replicate=2"])
 def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: str) -> None:
-    for found, wanted in ranks(2, values, layout):
-        assert [(each.dtype, len(each)) for each in found] == [(torch.float32, len(each)) for each in wanted]
-        assert_equal(torch.cat(found), torch.cat(wanted), "values")  # together: those of one sequence may be near 0
+    for actual, wanted in ranks(2, values, layout):
+        assert [(each.dtype, len(each)) for each in actual] == [(torch.float32, len(each)) for each in wanted]
+        assert_equal(torch.cat(actual), torch.cat(wanted), "values")  # together: those of one sequence may be near 0
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_axes_together(ranks: Ranks, layout: str, kind: str, name: str) -> None:
 def metrics(group: dist.ProcessGroup, layout: str, settings: dict[str, Any]) -> tuple[dict[str, float], Tensor]:
     model, batch = one_rank()
     engine = engine_of(layout)
-    found = engine.forward_backward(batch, PolicyGradient(**settings)).metrics
+    actual = engine.forward_backward(batch, PolicyGradient(**settings)).metrics
     engine.zero_grad()
     with torch.no_grad():
-        return dict(found), plain.policy_with_metrics(model, batch, **settings)[1]
+        return dict(actual), plain.policy_with_metrics(model, batch, **settings)[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_equal_one_ranks(ranks: Ranks, layout: str) -> None:
-    for found, wanted in ranks(2, metrics, layout, {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}):
-        assert found == pytest.approx({name: wanted[name] for name in found}, rel=1e-4, abs=1e-6)
+    for actual, wanted in ranks(2, metrics, layout, {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}):
+        assert actual == pytest.approx({name: wanted[name] for name in actual}, rel=1e-4, abs=1e-6)

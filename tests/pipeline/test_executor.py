@@ -84,10 +84,10 @@ def pipeline(
 
 
 def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], gradients: Gradients) -> None:
-    assert all(not found for found, _ in answers[:-1]), "only the rank with the last stage has results"
-    found = answers[-1][0]
-    assert len(found) == len(results)
-    for (loss, logprobs, index), expected in zip(found, results, strict=True):
+    assert all(not actual for actual, _ in answers[:-1]), "only the rank with the last stage has results"
+    actual = answers[-1][0]
+    assert len(actual) == len(results)
+    for (loss, logprobs, index), expected in zip(actual, results, strict=True):
         assert_equal(loss, expected["loss"], "loss")
         assert_equal(logprobs, expected["parts"][0], "log-probs")
         assert index == expected["parts"][1]
@@ -132,7 +132,7 @@ def test_empty_microbatches_weigh_nothing(ranks) -> None:
     answers = ranks(2, pipeline, 1, "[*-]{4}", False, [microbatches])
     full = [microbatch for microbatch in microbatches if len(microbatch)]
     expected, gradients = one_rank("[*-]{4}", False, full)
-    answers[-1] = ([found for found in answers[-1][0] if len(found[1])], answers[-1][1])
+    answers[-1] = ([actual for actual in answers[-1][0] if len(actual[1])], answers[-1][1])
     assert_same(answers, expected, gradients)
 
 

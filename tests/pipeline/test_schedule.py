@@ -30,8 +30,8 @@ def counts(pp: int) -> list[int]:
 
 @cache
 def orders(pp: int, vpp: int, microbatches: int, *, forward_only: bool = False) -> Orders:
-    how = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "forward_only": forward_only}
-    return tuple(one_f_one_b(rank=rank, **how) for rank in range(pp))
+    options = {"pp": pp, "vpp": vpp, "microbatches": microbatches, "forward_only": forward_only}
+    return tuple(one_f_one_b(rank=rank, **options) for rank in range(pp))
 
 
 @cache
@@ -79,9 +79,9 @@ def test_a_remainder_is_spread_over_the_groups() -> None:
 
 
 def test_an_order_is_a_value() -> None:
-    how = {"pp": 3, "vpp": 2, "microbatches": 7, "rank": 1}
-    assert one_f_one_b(**how) == one_f_one_b(**how)
-    assert {one_f_one_b(**how)} == {one_f_one_b(**how)}
+    options = {"pp": 3, "vpp": 2, "microbatches": 7, "rank": 1}
+    assert one_f_one_b(**options) == one_f_one_b(**options)
+    assert {one_f_one_b(**options)} == {one_f_one_b(**options)}
 
 
 @every_shape
@@ -237,8 +237,8 @@ def test_a_schedule_out_of_order_is_found_or_keeps_its_dependencies(data, pp, vp
     except DeadlockError:
         return
     for action in chain.from_iterable(lists):
-        needed = dependencies(action, stages=pp * vpp)
-        assert all(times.finish[other] <= times.start[action] for other in needed)
+        inputs = dependencies(action, stages=pp * vpp)
+        assert all(times.finish[other] <= times.start[action] for other in inputs)
 
 
 SHAPE = {"pp": 2, "vpp": 2, "microbatches": 4, "rank": 0}
@@ -276,13 +276,13 @@ def overlapped(pp: int, vpp: int, microbatches: int) -> tuple[tuple[ScheduleEntr
 
 
 def test_overlapped_turns_of_one_rank_and_of_two() -> None:
-    def said(each: tuple[ScheduleEntry, ...]) -> str:
+    def as_text(each: tuple[ScheduleEntry, ...]) -> str:
         return " ".join("+".join(map(str, turn)) for turn in each)
 
-    assert said(overlapped(1, 1, 3)[0]) == "F0@0 F1@0+B0@0 F2@0+B1@0 B2@0"
+    assert as_text(overlapped(1, 1, 3)[0]) == "F0@0 F1@0+B0@0 F2@0+B1@0 B2@0"
     first, last = overlapped(2, 1, 5)
-    assert said(first) == "F0@0 F1@0 F2@0 F3@0+B0@0 F4@0+B1@0 B2@0 B3@0 B4@0"
-    assert said(last) == "F0@1 F1@1+B0@1 F2@1+B1@1 F3@1+B2@1 F4@1+B3@1 B4@1"
+    assert as_text(first) == "F0@0 F1@0 F2@0 F3@0+B0@0 F4@0+B1@0 B2@0 B3@0 B4@0"
+    assert as_text(last) == "F0@1 F1@1+B0@1 F2@1+B1@1 F3@1+B2@1 F4@1+B3@1 B4@1"
 
 
 @every_shape
@@ -303,14 +303,14 @@ def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp
 @every_shape
 def test_without_overlap_a_turn_is_an_action(pp: int, vpp: int) -> None:
     for forward_only in (False, True):
-        how = {"pp": pp, "vpp": vpp, "microbatches": 5, "rank": 0, "forward_only": forward_only}
-        assert tuple(chain.from_iterable(rank_schedule(**how))) == one_f_one_b(**how)
-        assert all(len(turn) == 1 for turn in rank_schedule(**how))
+        options = {"pp": pp, "vpp": vpp, "microbatches": 5, "rank": 0, "forward_only": forward_only}
+        assert tuple(chain.from_iterable(rank_schedule(**options))) == one_f_one_b(**options)
+        assert all(len(turn) == 1 for turn in rank_schedule(**options))
 
 
 def without_bubble(pp: int, microbatches: int) -> tuple[tuple[ScheduleEntry, ...], ...]:
-    how = {"pp": pp, "vpp": 1, "microbatches": microbatches, "overlap": ZERO_BUBBLE}
-    return tuple(rank_schedule(rank=rank, **how) for rank in range(pp))
+    options = {"pp": pp, "vpp": 1, "microbatches": microbatches, "overlap": ZERO_BUBBLE}
+    return tuple(rank_schedule(rank=rank, **options) for rank in range(pp))
 
 
 def test_zero_bubble_as_the_paper_draws_it() -> None:
@@ -324,8 +324,8 @@ def test_zero_bubble_is_1f1b_with_deferred_wgrads(pp: int) -> None:
     for microbatches, rank in product(counts(pp), range(pp)):
         actions = tuple(chain.from_iterable(without_bubble(pp, microbatches)[rank]))
         assert tuple(each for each in actions if each.kind != "W") == orders(pp, 1, microbatches)[rank]
-        made = [each for each in actions if each.kind == "W"]
-        assert made == [Action("W", rank, microbatch) for microbatch in range(microbatches)]
+        wgrad_actions = [each for each in actions if each.kind == "W"]
+        assert wgrad_actions == [Action("W", rank, microbatch) for microbatch in range(microbatches)]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
@@ -334,23 +334,23 @@ def test_bubble_and_memory_of_zero_bubble_as_theory_says(pp: int, times: tuple[i
     forward, backward, weights = times
     for microbatches in counts(pp):
         schedule = without_bubble(pp, microbatches)
-        found = simulate_turns(schedule, pp=pp, vpp=1, times=dict(zip("FBW", times, strict=True)))
+        actual = simulate_turns(schedule, pp=pp, vpp=1, times=dict(zip("FBW", times, strict=True)))
         plain = simulate(
             orders(pp, 1, microbatches), pp=pp, vpp=1, forward_time=forward, backward_time=backward + weights
         )
-        assert found.makespan <= plain.makespan
+        assert actual.makespan <= plain.makespan
         if microbatches >= pp:
             work = microbatches * sum(times)
             assert plain.makespan - work == (pp - 1) * sum(times)
-            assert found.makespan - work == (pp - 1) * (forward + max(0, backward - weights))
-        assert found.peak_in_flight == plain.peak_in_flight
+            assert actual.makespan - work == (pp - 1) * (forward + max(0, backward - weights))
+        assert actual.peak_in_flight == plain.peak_in_flight
         both = [peak_held(each, lambda _: 1.0, lambda _: 1.0) for each in schedule]
         assert both == [min(pp, microbatches)] * pp
 
 
 def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
-    how = {"pp": 4, "vpp": 2, "microbatches": 5, "rank": 1, "forward_only": True}
-    assert rank_schedule(overlap=ZERO_BUBBLE, **how) == rank_schedule(**how)
+    options = {"pp": 4, "vpp": 2, "microbatches": 5, "rank": 1, "forward_only": True}
+    assert rank_schedule(overlap=ZERO_BUBBLE, **options) == rank_schedule(**options)
 
 
 @pytest.mark.parametrize(
