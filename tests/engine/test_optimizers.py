@@ -23,6 +23,7 @@ from postlude.model.parallel import local_shard, region
 from postlude.objectives import SFT
 from postlude.plan.memory import estimate_memory
 from tests.engine.training import ADAMW, batch, build, config, error_text, optimizer_state, policy, same, train, weights
+from tests.equality import TOLERANCE, difference
 from tests.hf.families import CONFIGS
 from tests.model.small import sequences, small_config
 
@@ -291,6 +292,21 @@ def move_on_a_gpu(engine: Engine, steps: range) -> None:
             parameter.grad_dtype = None
             parameter.grad = torch.randn(parameter.shape, generator=generator, device="cuda")
         engine.optimizer_step()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
+    found = []
+    with started(device="cuda"):
+        for least in (1, 1 << 40):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("postlude.engine.optimizers.LARGE", least)
+                source = config("tiny-dense", num_hidden_layers=1)
+                engine = Engine(source, budget=64, device="cuda", optimizer=AdamW(lr=1e-2, weight_decay=0.1))
+                move_on_a_gpu(engine, range(4))
+                found.append(weights(engine))
+    for name, small in found[1].items():
+        assert difference(found[0][name], small) < TOLERANCE, name
 
 
 @pytest.mark.gpu
