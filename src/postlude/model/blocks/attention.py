@@ -198,12 +198,8 @@ class Attention(Block):
         unsupported = (
             config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
         )
-        if (
-            unsupported
-            or not config.rotary
-            or context.decode_state is not None
-            or context.microbatch.cp_shard is not None
-        ):
+        decode_state, cp_shard = context.decode_state, context.microbatch.cp_shard
+        if unsupported or not config.rotary or decode_state is not None or cp_shard is not None:
             return None
         if not 0 < packing.max_length < LONG or not prefers_triton(
             hidden, (config.head_dim, config.head_dim), score_config
