@@ -24,8 +24,6 @@ from postlude.world.devices import group_device
 MetricKey = tuple[str, Reduction]
 MIN_SLOTS = 256
 """The least number of slots in the reduced tensor, so that ranks with different metrics use one size."""
-
-
 DIGEST, NEGATED_DIGEST, FAILED_RANK, METRICS = range(4)
 """Entries of the tensor whose maximum is taken; from METRICS on, one per slot."""
 

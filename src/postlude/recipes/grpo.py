@@ -43,12 +43,7 @@ from postlude.recipes.rollout_columns import (
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluate, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
-from postlude.recipes.rollouts.sampler import (
-    RolloutBatch,
-    open_rollout_sampler,
-    sample_rows,
-    trajectory_metrics,
-)
+from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, sample_rows, trajectory_metrics
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
