@@ -83,7 +83,7 @@ def test_the_tiles_of_an_h200_are_those_of_the_measurements() -> None:
         )
     room = GPUS["H200"].shared_memory // 2
     assert decode_linear.low_rank_tile(512, 4096, 256, 256, 2, room) == (64, 64, 64)
-    assert decode_linear.low_rank_tile(16, 4096, 256, 64, 1, room) == (16, 128, 128)
+    assert decode_linear.low_rank_tile(16, 4096, 256, 64, 1, room) == (16, 128, 256)
 
 
 @pytest.mark.gpu

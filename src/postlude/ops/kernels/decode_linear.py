@@ -34,6 +34,7 @@ from postlude.ops.norm import Norm
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
 ADAPTED_BLOCK = 128  # with adapters: tiles of A take shared memory too
+MOST_SUMS = 2048  # of products with A: if there are more, warps share them in place of having their own features
 SPARE = 4096  # bytes of shared memory besides the tiles
 
 
@@ -193,16 +194,34 @@ def add_low_rank(
     room = gpu_of(rows.device).shared_memory // rows.element_size()
     tokens, columns, block = low_rank_tile(count, width, span, ranks, 2 if activation else 1, room)
     strides = (rows.stride(0), product.stride(0), output.stride(0))
-    constants = (*strides, width, features, tokens, span, columns, block, activation, rank, ranks, *firsts)
-    grid = (triton.cdiv(count, tokens), triton.cdiv(features, span), 1)
-    _low_rank(grid, (rows, product, output, low_rank.a, low_rank.b), (count,), constants, WARPS)
+    parts = WARPS if tokens * ranks * (2 if activation else 1) <= MOST_SUMS and block >= 16 * WARPS else 1
+    early = starts_early(rows.device)
+    constants = (
+        *strides,
+        width,
+        features,
+        tokens,
+        span,
+        columns,
+        block,
+        parts,
+        activation,
+        rank,
+        ranks,
+        *firsts,
+        early,
+    )
+    grid, tensors = (triton.cdiv(count, tokens), triton.cdiv(features, span), 1), (rows, product, output)
+    _low_rank(grid, (*tensors, low_rank.a, low_rank.b), (count,), constants, WARPS, **launch_options(rows.device))
     return output
 
 
 def low_rank_tile(count: int, width: int, span: int, ranks: int, layers: int, room: int) -> tuple[int, int, int]:
     """Returns tokens, columns and features of a tile whose numbers fit in `room`."""
-    tokens = 16 if count <= 64 else 32 if count <= 256 else 64
-    columns, block = min(span, 128 // layers), _divisor(width, 64 if ranks > 64 else ADAPTED_BLOCK)
+    tokens = 16 if count <= 64 else 32 if count <= 256 or ranks * layers <= 64 else 64
+    while tokens > 16 and ranks <= 64 and tokens * ranks * layers > MOST_SUMS:
+        tokens //= 2
+    columns, block = min(span, 128 // layers), _divisor(width, 64 if ranks > 64 else BLOCK)
     while 2 * block * (tokens + layers * ranks) > room:  # rows and A, loaded one block ahead
         block //= 2
     while layers * ranks * (tokens + columns) > room:  # what A gives, and B
@@ -215,22 +234,38 @@ def _low_rank_kernel(
     rows, product, output, a, b, count,
     STRIDE: tl.constexpr, PRODUCT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     token, rank = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.arange(0, RANKS)
     first_column = tl.program_id(1) * SPAN
     live, known = (token < count)[:, None], (rank < RANK)
     first_row = _layer(first_column, SECOND, THIRD, FOURTH) * RANK if ACTIVATION is None else 0
-    low = tl.zeros((TOKENS, RANKS), tl.float32)
-    low_up = tl.zeros((TOKENS, RANKS), tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK, num_stages=3):
-        place = start + tl.arange(0, BLOCK)
-        values = tl.load(rows + token[:, None] * STRIDE + place[None, :], mask=live, other=0.0)
-        a_at = a + (first_row + rank)[None, :] * WIDTH + place[:, None]
-        low = tl.dot(values, tl.load(a_at, mask=known[None, :], other=0.0), low)
-        if ACTIVATION is not None:
-            low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, :], other=0.0), low_up)
+    if PARTS == 1:
+        low = tl.zeros((TOKENS, RANKS), tl.float32)
+        low_up = tl.zeros((TOKENS, RANKS), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK, num_stages=3):
+            place = start + tl.arange(0, BLOCK)
+            values = tl.load(rows + token[:, None] * STRIDE + place[None, :], mask=live, other=0.0)
+            a_at = a + (first_row + rank)[None, :] * WIDTH + place[:, None]
+            low = tl.dot(values, tl.load(a_at, mask=known[None, :], other=0.0), low)
+            if ACTIVATION is not None:
+                low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, :], other=0.0), low_up)
+    else:  # each warp takes its own features
+        of_part: tl.constexpr = BLOCK // PARTS
+        feature = tl.arange(0, PARTS)[:, None] * of_part + tl.arange(0, of_part)[None, :]
+        low = tl.zeros((PARTS, TOKENS, RANKS), tl.float32)
+        low_up = tl.zeros((PARTS, TOKENS, RANKS), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK, num_stages=3):
+            place = start + feature
+            values = tl.load(rows + token[None, :, None] * STRIDE + place[:, None, :], mask=live[None], other=0.0)
+            a_at = a + (first_row + rank)[None, None, :] * WIDTH + place[:, :, None]
+            low = tl.dot(values, tl.load(a_at, mask=known[None, None, :], other=0.0), low)
+            if ACTIVATION is not None:
+                low_up = tl.dot(values, tl.load(a_at + RANK * WIDTH, mask=known[None, None, :], other=0.0), low_up)
+        low, low_up = tl.sum(low, 0), tl.sum(low_up, 0)
     dtype = rows.dtype.element_ty
     low, low_up = low.to(dtype), low_up.to(dtype)
     for start in tl.static_range(0, SPAN, COLUMNS):
