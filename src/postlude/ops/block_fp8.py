@@ -151,7 +151,7 @@ def _use_kernel(rows: Tensor, weight: FP8Weight, backend: Backend) -> bool:
     refused, (features, width) = None, weight.values.shape
     if not len(rows):
         refused = EMPTY
-    elif weight.restored is not None and backend == "auto":
+    elif weight.restored is not None and backend == "auto" and not rows.is_cuda:
         return False
     elif features % BLOCK or width % BLOCK:
         refused = f"a weight of {[features, width]} does not divide into blocks of {BLOCK}"

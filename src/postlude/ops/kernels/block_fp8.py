@@ -20,8 +20,7 @@ from postlude.ops.kernels.launch import Launcher
 from postlude.ops.norm import Norm
 
 BLOCK = tl.constexpr(128)  # features of a scale
-PROGRAMS = 132  # to aim at: multiprocessors of an H200
-MOST_SPLITS = 8
+PROGRAMS = 264  # to have at most where programs share sums: two for each multiprocessor of an H200
 CHUNK = 2048  # features that a program of `quantize` takes where there is no norm
 STAGES = 4
 
@@ -47,39 +46,33 @@ def product(
     *,
     residual: Tensor | None = None,
     counters: Tensor | None = None,
-    tile: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Returns the product of `quantize`d rows with `weight` [out, in], plus the residual if given: [T, out].
 
-    `weight_scales` are [out / 128, in / 128]. `counters` are those of `decode_linear.linear_add`. `tile` gives columns,
-    loads ahead, warps and splits, for measurements.
+    `weight_scales` are [out / 128, in / 128]. `counters` are those of `decode_linear.linear_add`.
     """
     count, width = values.shape
     features = weight.shape[0]
-    tokens = 64 if count <= 64 else 128
-    columns = 128 if count > 64 else 64
-    stages, warps = STAGES, 8 if tokens == 128 else 4
-    if tile is not None:
-        columns, stages, warps = tile[:3]
-    row_tiles, tiles = triton.cdiv(count, tokens), triton.cdiv(features, columns)
-    splits = 1
-    while (
-        counters is not None
-        and row_tiles == 1
-        and splits < MOST_SPLITS
-        and tiles * splits * 3 <= PROGRAMS * 2
-        and width % (splits * 2 * BLOCK.value) == 0
-    ):
-        splits *= 2
-    if tile is not None:
-        splits = tile[3]
+    tokens, columns, stages, warps, splits = tile_for(count, features, width, counters is not None)
+    tiles = triton.cdiv(features, columns)
     output = torch.empty(count, features, dtype=dtype, device=values.device)
     parts = None if splits == 1 else torch.empty(splits, count, features, dtype=torch.float32, device=values.device)
     tensors = (values, scales, weight, weight_scales, residual, output, parts, counters)
     stride = 0 if residual is None else residual.stride(0)
     constants = (stride, width, features, tokens, columns, splits, stages)
-    _product((tiles, splits, row_tiles), tensors, (count,), constants, warps)
+    _product((tiles, splits, triton.cdiv(count, tokens)), tensors, (count,), constants, warps)
     return output
+
+
+def tile_for(count: int, features: int, width: int, shares_sums: bool) -> tuple[int, int, int, int, int]:
+    """Returns tokens and columns of a tile, loads ahead, warps, and programs that share a column's sum."""
+    if count > 128:  # a prefill: rather read tokens less often than have many programs
+        return 128, 128, STAGES, 8, 1
+    columns, splits = 64, 1
+    tiles = triton.cdiv(features, columns)
+    while shares_sums and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * BLOCK.value) == 0:
+        splits *= 2
+    return 64 if count <= 64 else 128, columns, STAGES, 4, splits
 
 
 @triton.jit(do_not_specialize=["count", "eps", "offset"])
@@ -119,11 +112,16 @@ def _product_kernel(
     weight_at = weight + column[None, :].to(tl.int64) * WIDTH + split * each + tl.arange(0, BLOCK)[:, None]
     scales_at = scales + split * (each // BLOCK) * count + token
     weight_scales_at = weight_scales + (tile * COLUMNS // BLOCK) * (WIDTH // BLOCK) + split * (each // BLOCK)
+    if COLUMNS > BLOCK:
+        weight_scales_at = weight_scales + (column // BLOCK) * (WIDTH // BLOCK) + split * (each // BLOCK)
     for block in tl.range(0, each // BLOCK, num_stages=STAGES):
         given = tl.load(rows_at + block * BLOCK, mask=live[:, None], other=0.0)
         weights = tl.load(weight_at + block * BLOCK, mask=inside[None, :], other=0.0)
-        scale = tl.load(scales_at + block * count, mask=live, other=0.0) * tl.load(weight_scales_at + block)
-        total += tl.dot(given, weights) * scale[:, None]
+        scale = tl.load(scales_at + block * count, mask=live, other=0.0)
+        if COLUMNS > BLOCK:
+            total += tl.dot(given, weights) * scale[:, None] * tl.load(weight_scales_at + block)[None, :]
+        else:
+            total += tl.dot(given, weights) * (scale * tl.load(weight_scales_at + block))[:, None]
     held = live[:, None] & inside[None, :]
     if SPLITS == 1:
         _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE, FEATURES)
