@@ -125,9 +125,9 @@ def identical(one: Any, other: Any) -> bool:
     ("layout", "options"),
     [
         ("", {}),
-        ("tp=2", {}),
         ("pp=2", {"critic": True}),
         ("dp_shard=2,ep=2", {}),
+        pytest.param("tp=2", {}, marks=pytest.mark.thorough),
         pytest.param("dp_shard=2", {"gather_once": True}, marks=pytest.mark.thorough),
         pytest.param("cp=2", {"recompute": "full"}, marks=pytest.mark.thorough),
         pytest.param("dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),

@@ -62,6 +62,10 @@ def cases(quick: list[tuple[str, str]] = LAYOUTS, slow: list[tuple[str, str]] = 
     ]
 
 
+def thorough(*more: tuple[str, str]) -> list[Any]:
+    return [pytest.param(layout, model, id=f"{layout}-{model}", marks=pytest.mark.thorough) for layout, model in more]
+
+
 def run(ranks: Any, layout: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     actual: list[Any] = ranks(Layout.parse(layout).world_size, function, layout, *arguments)
     return actual
@@ -186,7 +190,9 @@ def with_evaluation_between(group: Any, layout: str, hf: PretrainedConfig) -> tu
     return same(*gradients), same(weights(alone), weights(interrupted))
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:2], [LAYOUTS[2], LAYOUTS[4], SLOW[0], *SLOW[3:5]]))
+@pytest.mark.parametrize(
+    ("layout", "model"), [*cases(LAYOUTS[1:2], [LAYOUTS[4]]), *thorough(LAYOUTS[2], SLOW[0], *SLOW[3:5])]
+)
 def test_training_with_evaluation_in_between_equals_training_alone(ranks: Any, layout: str, model: str) -> None:
     for actual in run(ranks, layout, with_evaluation_between, SOURCES[model]):
         assert actual == (True, True)
@@ -225,7 +231,7 @@ def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     return facts, unchanged, losses, expected, same(weights(engine), weights(other))
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:3], [LAYOUTS[0], LAYOUTS[3], *SLOW[4:]]))
+@pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], LAYOUTS[:1]), *thorough(LAYOUTS[3], *SLOW[4:])])
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_by_all_and_changes_nothing(ranks: Any, layout: str, model: str) -> None:
     for facts, unchanged, losses, expected, equal in run(ranks, layout, skipping, SOURCES[model]):
@@ -263,7 +269,7 @@ def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) 
     return moved, equal, same(weights(engine), weights(other))
 
 
-@pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:2], [LAYOUTS[2], LAYOUTS[4], SLOW[5]]))
+@pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:2], [LAYOUTS[4]]), *thorough(LAYOUTS[2], SLOW[5])])
 def test_a_reference_keeps_its_weights_and_does_not_change_the_engines(ranks: Any, layout: str, model: str) -> None:
     for offload in (False, True):
         for actual in run(ranks, layout, reference_run, SOURCES[model], offload):
@@ -378,7 +384,7 @@ def recomputing(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]
     ("layout", "model"),
     [
         *cases(LAYOUTS[-1:], LAYOUTS[:1]),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (*LAYOUTS[1:4], ("tp=2,ep=2", "moe"))),
+        *thorough(*LAYOUTS[1:4], ("tp=2,ep=2", "moe")),
     ],
 )
 def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str, model: str) -> None:
@@ -434,7 +440,7 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
         ("dp_shard=2,ep=2", "none"),
         ("tp=2", "full"),
         pytest.param("cp=2,ep=2", "selective", marks=pytest.mark.thorough),
-        ("pp=2,dp_shard=2,ep=2", "full"),
+        pytest.param("pp=2,dp_shard=2,ep=2", "full", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.slow

@@ -129,7 +129,6 @@ HEARD: dict[str, Heard] = {
         "objective.centring": ("0.5",),
     },
     "distill": {
-        **EXAMPLES,
         "teacher": ("tiny-moe",),
         "top_k": ("2",),
         "objective.forward": ("0",),
@@ -392,7 +391,7 @@ def test_every_option_is_tested(command: str) -> None:
         shared = shared.removeprefix("evaluation.") if ".sets." in shared else shared
         by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
         by_the_same_code |= path in SUPERVISED and command != "eval"
-        by_the_same_code |= path in EXAMPLES and command == "kto"
+        by_the_same_code |= path in EXAMPLES and command in ("kto", "distill")
         by_the_same_code |= path.startswith("data.datasets")  # each is what data is, alone
         by_the_same_code |= path in HEARD["grpo"] and command == "ppo"
         if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not by_the_same_code:
