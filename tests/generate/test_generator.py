@@ -65,11 +65,11 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
     asked = prompts(theirs.config.vocab_size)
     # Three at a time, so that prompts join while others are half way.
     generator = Generator(load_model(tmp_path), eos_tokens=(END,), max_sequences=3)
-    answered = generator.generate(asked, SamplingParams(max_new_tokens=16, temperature=0.0))
+    answered = generator.generate(asked, SamplingParams(max_new_tokens=10, temperature=0.0))
     for prompt, (completion,) in zip(asked, answered, strict=True):
         ids = torch.tensor([prompt])
         expected = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=0
         )[0]
         assert completion.tokens == expected[len(prompt) :].tolist()
         assert completion.finish_reason == ("stop" if completion.tokens[-1] == END else "length")

@@ -70,7 +70,7 @@ def drawn(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [37, 256, 1000])
+@pytest.mark.parametrize("vocabulary", [37, pytest.param(256, marks=pytest.mark.thorough), 1000])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> None:
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
