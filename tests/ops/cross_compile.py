@@ -148,13 +148,9 @@ def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = 
     store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
     table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
     exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
-    values = store
-    if fp8:
-        values = new_page_store(4, 8, width, FP8, torch.device("cpu"), slots_last=True)
-        paged_attention.write(key, values, exponents, (whole(rows), whole(rows)))
     for shared in (None, SharedPages(whole(2, 8, dtype=torch.int32), whole(rows, dtype=torch.int32))):
         paged_attention.attend(
-            *(query, key, key, store, values, table, lengths, ScoreConfig(scale=0.1)),
+            *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
             exponents=(exponents, exponents) if fp8 else None,
             shared=shared,
         )

@@ -13,7 +13,7 @@ from postlude.ops import paged_attention
 from postlude.ops.attention import ScoreConfig, reference_attention
 from postlude.ops.fp8_kv import FP8, dequantize_heads, quantize_heads, round_heads
 from postlude.ops.packing import Packing
-from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store, write_pages
+from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from postlude.ops.shared_pages import TILE_ROWS, SharedPages, shared_tiles
 from tests.equality import assert_equal
 
@@ -190,13 +190,11 @@ def test_heads_that_no_tile_has_room_for_are_refused() -> None:
         attend_pages(*[normal(1, 1, wide)] * 3, store, store, table, lengths, SCORES["plain"], backend="triton")
 
 
-def fp8_stores(
-    wholes: list[Tensor], heads: int, width: int, *, slots_last: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def fp8_stores(wholes: list[Tensor], heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """`paged` in FP8: the store, the exponents and the table."""
     store, table = paged(wholes, heads, width)
     quantized, exponents = quantize_heads(store)
-    paged_store = new_page_store(16, heads, width, FP8, torch.device(DEVICE), slots_last=slots_last)
+    paged_store = new_page_store(16, heads, width, FP8, torch.device(DEVICE))
     paged_exponents = new_page_store(16, heads, 1, torch.int8, torch.device(DEVICE))
     return paged_store.copy_(quantized), paged_exponents.copy_(exponents), table
 
@@ -219,8 +217,7 @@ def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, n
         [outliers(length, heads[1], widths[1], seed=length) for length in LENGTHS],
     ]
     (keys, key_exponents, table), (values, value_exponents, _) = (
-        fp8_stores(each, heads[1], width, slots_last=each is wholes[1])
-        for each, width in zip(wholes, widths, strict=True)
+        fp8_stores(each, heads[1], width) for each, width in zip(wholes, widths, strict=True)
     )
     query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
@@ -265,23 +262,3 @@ def test_fp8_of_zero_and_of_numbers_that_are_not_finite() -> None:
     assert torch.equal(rounded[0], heads[0])
     assert not rounded[1, 0, 3].isfinite()
     assert not rounded[2, 0, 5].isfinite()
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_prefills_are_written_in_fp8_as_they_are_read(backend) -> None:
-    """To pages in any order. NaN becomes 0 in the pages, which other sequences use later."""
-    new = normal(70, 2, 24, seed=1), outliers(70, 2, 10, seed=2)
-    new[1][3, 0, 5] = float("nan")
-    widths = (24, 10, 1, 1)
-    stores = tuple(
-        new_page_store(4, 2, width, FP8 if width > 1 else torch.int8, torch.device(DEVICE), slots_last=width == 10)
-        for width in widths
-    )
-    place = torch.arange(70, device=DEVICE) + 5
-    slots = torch.tensor([3, 1], device=DEVICE)[place // PAGE_SIZE], place % PAGE_SIZE
-    returned = write_pages(stores, slots, new, backend=backend)
-    for index, part in enumerate(new):
-        expected = round_heads(part.nan_to_num())
-        assert torch.equal(returned[index], expected)
-        assert torch.equal(dequantize_heads(stores[index][slots], stores[index + 2][slots], torch.float32), expected)
-    assert not stores[0][0].float().any()

@@ -80,11 +80,10 @@ class PagedCache(DecodeCache):
 
     def _stores_for(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:
-            stores = []
-            for index, part in enumerate(new):  # keys, then values
-                sizes = self.pages, part.shape[1], part.shape[2]
-                dtype, slots_last = (FP8, index == 1) if self.fp8 else (part.dtype, False)
-                stores.append(new_page_store(*sizes, dtype, part.device, slots_last=slots_last))
+            stores = [
+                new_page_store(self.pages, part.shape[1], part.shape[2], FP8 if self.fp8 else part.dtype, part.device)
+                for part in new
+            ]
             if self.fp8:
                 stores += [new_page_store(self.pages, part.shape[1], 1, torch.int8, part.device) for part in new]
             self._stores[name] = tuple(stores)

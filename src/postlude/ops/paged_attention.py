@@ -14,7 +14,7 @@ from postlude.ops.attention import ScoreConfig
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.decode_attention import DecodeAttention
 from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
-from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
+from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.shared_pages import SharedPages
 
 PAGE_SIZE = 64  # tokens
@@ -22,16 +22,8 @@ MAX_HEAD_DIM = 256  # the largest head size of the kernel
 COUNTERS = 256
 
 
-def new_page_store(
-    pages: int, heads: int, width: int, dtype: torch.dtype, device: torch.device, *, slots_last: bool = False
-) -> Tensor:
-    """Returns [pages, PAGE_SIZE, heads, width]. In memory the tokens of one head are adjacent, as they are read.
-
-    With `slots_last`, for values in FP8, a feature's tokens are: tensor cores sum over them, and take 8-bit numbers
-    only if these are adjacent.
-    """
-    if slots_last:
-        return torch.zeros(pages, heads, width, PAGE_SIZE, dtype=dtype, device=device).permute(0, 3, 1, 2)
+def new_page_store(pages: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns [pages, PAGE_SIZE, heads, width]. In memory the tokens of one head are adjacent, as they are read."""
     return torch.zeros(pages, heads, PAGE_SIZE, width, dtype=dtype, device=device).transpose(1, 2)
 
 
@@ -91,27 +83,17 @@ def attend_pages(
 
 
 def write_pages(
-    stores: tuple[Tensor, ...],
-    slots: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor],
-    *,
-    backend: Backend = "auto",
+    stores: tuple[Tensor, ...], slots: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Writes `new` keys and values [T, kv_heads, width] to the page and the offset of each token. Returns what is read.
 
-    `stores` are those of keys and values, then in FP8 those of their exponents. There NaN becomes 0: a token whose key
-    is NaN has NaN in its hidden state, and other sequences that use the page later must not see it.
+    `stores` are those of keys and values, then in FP8 those of their exponents.
     """
     if len(stores) == 2:
         for store, part in zip(stores, new, strict=True):
             store[slots] = part
         return new
-    if use_kernel("attend_pages_fp8", backend, new[0].device, new[0].dtype, refused=None if len(new[0]) else EMPTY):
-        from postlude.ops.kernels.paged_attention import write  # needs triton
-
-        key, value = (write(new[index], stores[index], stores[index + 2], slots) for index in (0, 1))
-        return key, value
-    quantized = [quantize_heads(part.nan_to_num()) for part in new]
+    quantized = [quantize_heads(part) for part in new]
     for store, part in zip(stores, (*(pair[0] for pair in quantized), *(pair[1] for pair in quantized)), strict=True):
         store[slots] = part
     key, value = (dequantize_heads(*pair, part.dtype) for pair, part in zip(quantized, new, strict=True))

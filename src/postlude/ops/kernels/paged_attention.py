@@ -72,7 +72,6 @@ def attend(
         "VALUE": made,
         "VALUES": max(LEAST, triton.next_power_of_2(made)),
         "PAGE": page,
-        "VALUES_FEATURE": values.stride(3),
         "BLOCK": min(page, 64 if max(width, made) * query.element_size() <= 256 else 32),
         "SOFTCAP": score_config.softcap is not None,
         "WINDOW": score_config.window is not None,
@@ -120,7 +119,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr,
     VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    LINES: tl.constexpr, EARLY: tl.constexpr, VALUES_FEATURE: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start_next(EARLY)
@@ -145,8 +144,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
                 slot = (block * BLOCK % PAGE + tl.arange(0, BLOCK))[:, None]
                 line = tl.arange(0, FEATURES * LINES // 128)[None, :] * (128 // LINES)
                 prefetch(keys + page * keys_page + key_head * keys_head + slot * keys_slot + line)
-                slot *= values_slot if VALUES_FEATURE == 1 else VALUE  # the same bytes, whatever their order
-                prefetch(values + page * values_page + key_head * values_head + slot + line)
+                prefetch(values + page * values_page + key_head * values_head + slot * values_slot + line)
         wait_for_previous(EARLY)
     head = key_head * GROUP + member
     own = member < GROUP
@@ -161,28 +159,17 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
     newest = tl.load(key + row * key_token + key_head * key_head_stride + feature, mask=of_key, other=0.0)
     newest_value = tl.load(value + row * value_token + key_head * value_head_stride + made, mask=of_value, other=0.0)
     own_page = tl.load(table + row * table_row + tl.maximum(last, 0) // PAGE).to(tl.int64)
-    exponents_at = key_head * exponents_head
-    of_keys, of_values = _load_exponents(
-        key_exponents, value_exponents, exponents_at, exponents_page, exponents_slot, table + row * table_row,
-        begin, end, PAGE, BLOCK,
-    )  # fmt: skip
     for block in range(begin, end):  # each holds at least one visible key
-        next_exponents = _load_exponents(
-            key_exponents, value_exponents, exponents_at, exponents_page, exponents_slot, table + row * table_row,
-            block + 1, end, PAGE, BLOCK,
-        )  # fmt: skip
         place = block * BLOCK + tl.arange(0, BLOCK)
         page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
         visible = (place >= first) & (place < last)
-        slot = block * BLOCK % PAGE + tl.arange(0, BLOCK)
-        keys_at = keys + page * keys_page + key_head * keys_head + slot[None, :] * keys_slot
-        values_at = values + page * values_page + key_head * values_head + slot[:, None] * values_slot
+        keys_at = keys + page * keys_page + key_head * keys_head + (place % PAGE)[None, :] * keys_slot
+        values_at = values + page * values_page + key_head * values_head + (place % PAGE)[:, None] * values_slot
+        exponents_at = page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
         highest, total, seen = _add_block(
-            asked, query_scale, highest, total, seen, keys_at, values_at, of_keys, of_values, visible,
-            visible[None, :], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP, VALUES_FEATURE,
-            key_exponents is not None,
+            asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents, exponents_at,
+            visible, visible[None, :], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP,
         )  # fmt: skip
-        of_keys, of_values = next_exponents
 
     if writes:
         own_key, own_value = newest, newest_value
@@ -194,8 +181,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
             tl.store(value_exponents + put_at, value_exponent)
         put_at = keys + own_page * keys_page + key_head * keys_head + (last % PAGE) * keys_slot + feature
         tl.store(put_at, own_key, mask=feature < WIDTH)
-        put_at = values + own_page * values_page + key_head * values_head + (last % PAGE) * values_slot
-        put_at += made * VALUES_FEATURE
+        put_at = values + own_page * values_page + key_head * values_head + (last % PAGE) * values_slot + made
         tl.store(put_at, own_value, mask=made < VALUE)
         own_key, own_value = own_key.to(tl.float32), own_value.to(tl.float32)
         if key_exponents is not None:
@@ -255,7 +241,7 @@ def _shared_kernel(
     AT_ONCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    EARLY: tl.constexpr, VALUES_FEATURE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which GROUP exist.
     key_head, split = tl.program_id(1), tl.program_id(2)
@@ -286,28 +272,17 @@ def _shared_kernel(
         highest = tl.full((ROWS,), -1e30, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         seen = tl.zeros((ROWS, VALUES), tl.float32)
-        end = tl.minimum(begin + each, blocks)
-        exponents_at = key_head * exponents_head
-        of_keys, of_values = _load_exponents(
-            key_exponents, value_exponents, exponents_at, exponents_page, exponents_slot, table + leader * table_row,
-            begin, end, PAGE, BLOCK,
-        )  # fmt: skip
-        for block in range(begin, end):
-            next_exponents = _load_exponents(
-                key_exponents, value_exponents, exponents_at, exponents_page, exponents_slot,
-                table + leader * table_row, block + 1, end, PAGE, BLOCK,
-            )  # fmt: skip
+        for block in range(begin, tl.minimum(begin + each, blocks)):
             place = block * BLOCK + tl.arange(0, BLOCK)
             page = tl.load(table + leader * table_row + block * BLOCK // PAGE).to(tl.int64)
-            slot = block * BLOCK % PAGE + tl.arange(0, BLOCK)
-            keys_at = keys + page * keys_page + key_head * keys_head + slot[None, :] * keys_slot
-            values_at = values + page * values_page + key_head * values_head + slot[:, None] * values_slot
+            keys_at = keys + page * keys_page + key_head * keys_head + (place % PAGE)[None, :] * keys_slot
+            values_at = values + page * values_page + key_head * values_head + (place % PAGE)[:, None] * values_slot
+            exponents_at = page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
             highest, total, seen = _add_block(
-                asked, query_scale, highest, total, seen, keys_at, values_at, of_keys, of_values, place >= 0,
-                place[None, :] >= first[:, None], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP, VALUES_FEATURE,
-                key_exponents is not None,
+                asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents,
+                exponents_at, place >= 0, place[None, :] >= first[:, None], scale, softcap, feature, made, WIDTH,
+                VALUE, SOFTCAP,
             )  # fmt: skip
-            of_keys, of_values = next_exponents
         part = (row * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
         tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=own[:, None] & (made < VALUE)[None, :])
         tl.store(weights + part * 2, highest, mask=own)
@@ -328,75 +303,22 @@ def _scaled_queries(queries, exponents):
 
 @triton.jit
 def _quantized(head):
-    """Returns a head [width] in FP8, and the exponent of its scale: see `ops.fp8_kv`. NaN becomes 0."""
+    """Returns a head [width] in FP8, and the exponent of its scale: see `ops.fp8_kv`."""
     wide = head.to(tl.float32)
-    wide = tl.where(wide == wide, wide, 0.0)  # noqa: PLR0124 - NaN
     exponent = scale_exponent(tl.max(tl.abs(wide), 0))
     return to_fp8(wide * power_of_two(-exponent)), exponent.to(tl.int8)
 
 
-def write(new: Tensor, store: Tensor, exponents: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
-    """Rounds `new` heads [T, kv_heads, width] into a store in FP8. Returns the rounded ones: see `write_pages`."""
-    count, heads, width = new.shape
-    rounded = torch.empty(new.shape, dtype=new.dtype, device=new.device)
-    _write_kernel[(triton.cdiv(count, LEAST), heads)](
-        *(new, *new.stride()[:2], store, *store.stride(), exponents, *exponents.stride()[:3], rounded, *slots, count),
-        WIDTH=width, FEATURES=max(LEAST, triton.next_power_of_2(width)), TOKENS=LEAST, num_warps=4,
-    )  # fmt: skip
-    return rounded
-
-
-@Kernel
-@triton.jit
-def _write_kernel(
-    new, new_token, new_head, store, store_page, store_slot, store_head, store_feature, exponents, exponents_page,
-    exponents_slot, exponents_head, rounded, pages, slots, count,
-    WIDTH: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    token, head = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.program_id(1)
-    feature = tl.arange(0, FEATURES)
-    live = token < count
-    held = live[:, None] & (feature < WIDTH)[None, :]
-    page, slot = tl.load(pages + token, mask=live, other=0), tl.load(slots + token, mask=live, other=0)
-    given = tl.load(new + token[:, None] * new_token + head * new_head + feature[None, :], mask=held, other=0.0)
-    wide = given.to(tl.float32)
-    wide = tl.where(wide == wide, wide, 0.0)  # noqa: PLR0124 - NaN
-    exponent = scale_exponent(tl.max(tl.abs(wide), 1))
-    quantized = to_fp8(wide * power_of_two(-exponent)[:, None])
-    at = store + (page * store_page + slot * store_slot)[:, None] + head * store_head
-    tl.store(at + feature[None, :] * store_feature, quantized, mask=held)
-    at = page * exponents_page + slot * exponents_slot + head * exponents_head
-    tl.store(exponents + at, exponent.to(tl.int8), mask=live)
-    back = quantized.to(tl.float32) * power_of_two(exponent)[:, None]
-    at = rounded + (token * tl.num_programs(1) + head)[:, None] * WIDTH + feature[None, :]
-    tl.store(at, back.to(rounded.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _load_exponents(
-    keys, values, first, page_stride, slot_stride, table, block, end, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Returns the exponents of the keys and values of a block. They are loaded a block ahead, since bytes are not
-    among what Triton loads ahead."""
-    slot = block * BLOCK % PAGE + tl.arange(0, BLOCK)
-    key, value = slot, slot
-    if keys is not None:
-        page = tl.load(table + block * BLOCK // PAGE, mask=block < end, other=0).to(tl.int64)
-        at = first + page * page_stride + slot * slot_stride
-        key, value = tl.load(keys + at).to(tl.int32), tl.load(values + at).to(tl.int32)
-    return key, value
-
-
 @triton.jit
 def _add_block(
-    asked, query_scale, highest, total, seen, keys_at, values_at, key_exponent, value_exponent, loaded, visible,
-    scale, softcap, feature, made, WIDTH: tl.constexpr, VALUE: tl.constexpr, SOFTCAP: tl.constexpr,
-    VALUES_FEATURE: tl.constexpr, FP8: tl.constexpr,
+    asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents, exponents_at, loaded,
+    visible, scale, softcap, feature, made, WIDTH: tl.constexpr, VALUE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     # `loaded` [BLOCK] are the keys to read, `visible` [ROWS or 1, BLOCK] those that a query sees.
     stored = tl.load(keys_at + feature[:, None], mask=loaded[None, :] & (feature < WIDTH)[:, None], other=0.0)
     scores = tl.dot(asked, stored.to(asked.dtype), input_precision="ieee") * scale
-    if FP8:
+    if key_exponents is not None:
+        key_exponent = tl.load(key_exponents + exponents_at, mask=loaded, other=0)
         scores *= query_scale[:, None] * power_of_two(key_exponent)[None, :]
     if SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -404,16 +326,12 @@ def _add_block(
     higher = tl.maximum(highest, tl.max(scores, 1))
     shares = tl.exp(scores - higher[:, None])
     before = tl.exp(highest - higher)
+    held = tl.load(values_at + made[None, :], mask=loaded[:, None] & (made < VALUE)[None, :], other=0.0)
     total = total * before + tl.sum(shares, 1)
-    if not FP8:
-        held = tl.load(
-            values_at + made[None, :] * VALUES_FEATURE, mask=loaded[:, None] & (made < VALUE)[None, :], other=0.0
-        )
+    if key_exponents is None:
         seen = seen * before[:, None] + tl.dot(shares.to(held.dtype), held, input_precision="ieee")
     else:
-        # All slots of the block: their shares are 0 where there is no key, and every FP8 number is finite. A mask along
-        # the slots, which are adjacent in memory, would load byte by byte.
-        held = tl.load(values_at + made[None, :] * VALUES_FEATURE, mask=(made < VALUE)[None, :], other=0.0)
+        value_exponent = tl.load(value_exponents + exponents_at, mask=loaded, other=0)
         shares *= power_of_two(value_exponent)[None, :]
         largest = tl.maximum(tl.max(shares, 1), 1e-30)[:, None]
         parted = tl.dot((shares / largest).to(asked.dtype), held.to(asked.dtype), input_precision="ieee")
