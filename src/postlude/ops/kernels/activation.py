@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.dependent_launch import launch_options, start_next, starts_early, wait_for_previous
 from postlude.ops.kernels.launch import Launcher, contiguous_like
 from postlude.ops.kernels.norm import as_rows
 
@@ -27,10 +26,10 @@ def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
     output = contiguous_like(right)
     count, width = right.shape
     at_once, columns = _tile(width)
-    strides, early = (left.stride(0), right.stride(0)), starts_early(up.device)
-    constants = (*strides, width, activation, gate is not None, at_once, columns, early)
+    strides = left.stride(0), right.stride(0)
+    constants = (*strides, width, activation, gate is not None, at_once, columns)
     grid = -(-count // at_once), -(-width // columns), 1
-    _forward(grid, (left, right, output), (count,), constants, WARPS, **launch_options(up.device))
+    _forward(grid, (left, right, output), (count,), constants, WARPS)
     return output if up.ndim == 2 else output.view(up.shape)
 
 
@@ -98,10 +97,8 @@ def activated(value, ACTIVATION: tl.constexpr):
 def _forward_kernel(
     gate, up, output, rows,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     held = (row < rows) & (column < WIDTH)

@@ -28,7 +28,6 @@ OLDEST_TRITON = (3, 6)  # comes with torch 2.11; older ones lack what kernels an
 BF16_SINCE: Capability = (8, 0)  # bf16 tensor cores
 FP8_SINCE: Capability = (8, 9)  # FP8 tensor cores, and conversions to and from e4m3
 TMA_SINCE: Capability = (9, 0)  # a tensor memory accelerator, which loads whole tiles
-DEPENDENT_LAUNCH_SINCE: Capability = (9, 0)
 HOPPER = 9  # major compute capability
 GATED_DELTA_KEYS = 128  # the widest keys whose states fit a multiprocessor in the gated delta rule's kernels
 KERNELS_IMPORT = ("triton.language", "triton.runtime", "triton.tools.tensor_descriptor")
@@ -53,11 +52,6 @@ class GPU:
     def tma(self) -> bool:
         """Whether it has a tensor memory accelerator."""
         return self.capability >= TMA_SINCE
-
-    @property
-    def dependent_launch(self) -> bool:
-        """Whether a kernel can start before the one before it has ended."""
-        return self.capability >= DEPENDENT_LAUNCH_SINCE
 
 
 GPUS: Mapping[str, GPU] = {

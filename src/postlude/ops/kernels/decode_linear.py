@@ -20,13 +20,6 @@ from torch import Tensor
 
 from postlude.ops.kernels.activation import activated
 from postlude.ops.kernels.capabilities import gpu_of
-from postlude.ops.kernels.dependent_launch import (
-    launch_options,
-    prefetch,
-    start_next,
-    starts_early,
-    wait_for_previous,
-)
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
@@ -73,8 +66,7 @@ def product(
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
     constants = (*strides, width, features, most, columns, block, splits, activation, STAGES, WARPS, *ranks)
-    early = starts_early(rows.device)
-    _product((tiles, splits, 1), tensors, numbers, (*constants, early), WARPS, **launch_options(rows.device))
+    _product((tiles, splits, 1), tensors, numbers, constants, WARPS)
     return output
 
 
@@ -95,7 +87,7 @@ def _product_kernel(  # noqa: PLR0912, PLR0915
     STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr, EARLY: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
 ):  # fmt: skip
     # Each warp takes its own features of a block, [WARPS, ...], and their sums are added at the end.
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -104,15 +96,6 @@ def _product_kernel(  # noqa: PLR0912, PLR0915
     each: tl.constexpr = WIDTH // SPLITS
     of_warp: tl.constexpr = BLOCK // WARPS
     first_feature = split * each + tl.arange(0, WARPS)[:, None] * of_warp + tl.arange(0, of_warp)[None, :]
-    start_next(EARLY)
-    if EARLY:  # weights are read while the kernel before this one ends
-        for start in range(0, each, BLOCK):
-            line = split * each + start + tl.arange(0, (BLOCK + 63) // 64) * 64  # of 128 bytes
-            at = weight + tl.minimum(column, FEATURES - 1)[None, :].to(tl.int64) * WIDTH + line[:, None]
-            prefetch(at)
-            if ACTIVATION is not None:
-                prefetch(at + FEATURES * WIDTH)
-    wait_for_previous(EARLY)
     total = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
     up = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
     squares = tl.zeros((WARPS, TOKENS, of_warp), tl.float32)  # summed up once, at the end
@@ -195,7 +178,6 @@ def add_low_rank(
     tokens, columns, block = low_rank_tile(count, width, span, ranks, 2 if activation else 1, room)
     strides = (rows.stride(0), product.stride(0), output.stride(0))
     parts = WARPS if tokens * ranks * (2 if activation else 1) <= MOST_SUMS and block >= 16 * WARPS else 1
-    early = starts_early(rows.device)
     constants = (
         *strides,
         width,
@@ -209,10 +191,9 @@ def add_low_rank(
         rank,
         ranks,
         *firsts,
-        early,
     )
     grid, tensors = (triton.cdiv(count, tokens), triton.cdiv(features, span), 1), (rows, product, output)
-    _low_rank(grid, (*tensors, low_rank.a, low_rank.b), (count,), constants, WARPS, **launch_options(rows.device))
+    _low_rank(grid, (*tensors, low_rank.a, low_rank.b), (count,), constants, WARPS)
     return output
 
 
@@ -235,10 +216,8 @@ def _low_rank_kernel(
     STRIDE: tl.constexpr, PRODUCT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr, EARLY: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     token, rank = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.arange(0, RANKS)
     first_column = tl.program_id(1) * SPAN
     live, known = (token < count)[:, None], (rank < RANK)

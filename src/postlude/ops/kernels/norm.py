@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.dependent_launch import launch_options, start_next, starts_early, wait_for_previous
 from postlude.ops.kernels.launch import Launcher, contiguous_like
 
 # Measured on an H200, at widths of 1024 and 4096.
@@ -34,9 +33,9 @@ def forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tenso
     output = contiguous_like(rows)
     count, width = rows.shape
     at_once, block, warps = _tile(width)
-    constants = (rows.stride(0), width, at_once, block, starts_early(rows.device))
+    constants = (rows.stride(0), width, at_once, block)
     grid = -(-count // at_once), 1, 1
-    _forward(grid, (rows, weight, output), (count, eps, offset), constants, warps, **launch_options(rows.device))
+    _forward(grid, (rows, weight, output), (count, eps, offset), constants, warps)
     return output if vectors.ndim == 2 else output.view(vectors.shape)
 
 
@@ -106,10 +105,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 def _forward_kernel(
     vectors, weight, output, rows, eps, offset,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     held = (row < rows) & (column < WIDTH)

@@ -21,13 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
-from postlude.ops.kernels.dependent_launch import (
-    launch_options,
-    prefetch,
-    start_next,
-    starts_early,
-    wait_for_previous,
-)
 from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Kernel
 from postlude.ops.shared_pages import SharedPages
@@ -75,10 +68,8 @@ def attend(
         "BLOCK": min(page, 64 if max(width, made) * query.element_size() <= 256 else 32),
         "SOFTCAP": score_config.softcap is not None,
         "WINDOW": score_config.window is not None,
-        "EARLY": starts_early(device),
         "num_warps": 4,
         "num_stages": STAGES if query.element_size() == 2 else 2,
-        **launch_options(device),
     }
     shared_splits, shared_parts, shared_weights = 0, None, None
     if shared is not None:
@@ -98,7 +89,7 @@ def attend(
         *(score_config.sinks, output, parts, weights, counters if splits > 1 else None),
         *(None if shared is None else shared.pages, shared_parts, shared_weights, *score),
         ROWS=max(LEAST, triton.next_power_of_2(group)), SPLITS=splits, SHARED_SPLITS=shared_splits,
-        SINKS=score_config.sinks is not None, LINES=keys.element_size(), **constants,
+        SINKS=score_config.sinks is not None, **constants,
     )  # fmt: skip
     return output
 
@@ -111,7 +102,7 @@ def _new_parts(count: int, heads: int, splits: int, made: int, device: torch.dev
 
 @Kernel
 @triton.jit
-def _attend_kernel(  # noqa: PLR0912, PLR0915
+def _attend_kernel(  # noqa: PLR0915
     query, query_token, query_head, key, key_token, key_head_stride, value, value_token, value_head_stride,
     keys, keys_page, keys_slot, keys_head, values, values_page, values_slot, values_head, key_exponents,
     value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row, lengths, sinks,
@@ -119,10 +110,9 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr,
     VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    LINES: tl.constexpr, EARLY: tl.constexpr,
+
 ):  # fmt: skip
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    start_next(EARLY)
     length = tl.load(lengths + row).to(tl.int32)
     last = length - 1  # the newest token's key goes there; those before it are read
     first = tl.maximum(length - window, 0) if WINDOW else 0
@@ -137,15 +127,6 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
     end = tl.minimum(begin + each, blocks)
 
     member, feature, made = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, VALUES)
-    if SHARED_SPLITS == 0:  # else the kernel of shared pages has waited
-        if EARLY and SPLITS > 1:  # no kernel of a step writes lengths, tables and earlier keys
-            for block in range(begin, end):
-                page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
-                slot = (block * BLOCK % PAGE + tl.arange(0, BLOCK))[:, None]
-                line = tl.arange(0, FEATURES * LINES // 128)[None, :] * (128 // LINES)
-                prefetch(keys + page * keys_page + key_head * keys_head + slot * keys_slot + line)
-                prefetch(values + page * values_page + key_head * values_head + slot * values_slot + line)
-        wait_for_previous(EARLY)
     head = key_head * GROUP + member
     own = member < GROUP
     at = query + row * query_token + head[:, None] * query_head + feature[None, :]
@@ -199,8 +180,6 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915
     heads = tl.num_programs(1) * GROUP
     at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
     held = own[:, None] & (made < VALUE)[None, :]
-    if SHARED_SPLITS > 0:  # the kernel of shared pages, which let this one start after it had waited itself
-        wait_for_previous(EARLY)
     shared_part = (row * heads + head) * SHARED_SPLITS
     with_shared = member < tl.where(tl.minimum(shared_length, length) > 0, GROUP, 0)
     if SPLITS == 1:
@@ -241,12 +220,9 @@ def _shared_kernel(
     AT_ONCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which GROUP exist.
     key_head, split = tl.program_id(1), tl.program_id(2)
-    wait_for_previous(EARLY)
-    start_next(EARLY)
     members = tiles + tl.program_id(0) * AT_ONCE
     leader = tl.load(members).to(tl.int64)
     if leader >= 0:

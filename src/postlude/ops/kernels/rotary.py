@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.dependent_launch import launch_options, start_next, starts_early, wait_for_previous
 from postlude.ops.kernels.launch import Grid, Launcher, contiguous_like
 from postlude.ops.kernels.norm import multiprocessors, sum_partial
 
@@ -36,9 +35,9 @@ def forward(
     outputs = contiguous_like(query), contiguous_like(key)
     (of_query, of_key), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
     tensors = (query, key, *table, *(weights or (None, None)), *outputs)
-    constants = (*_strides(query), *_strides(key), of_query, *sizes, starts_early(query.device))
+    constants = (*_strides(query), *_strides(key), of_query, *sizes)
     grid = query.shape[0], of_query + of_key, 1
-    _forward(grid, tensors, (eps, offset), constants, WARPS, **launch_options(query.device))
+    _forward(grid, tensors, (eps, offset), constants, WARPS)
     return outputs
 
 
@@ -185,10 +184,7 @@ def _forward_kernel(
     QUERY_TOKEN: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
     QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, AT_ONCE: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:

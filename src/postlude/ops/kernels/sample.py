@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.dependent_launch import launch_options, start_next, starts_early, wait_for_previous
 from postlude.ops.kernels.launch import Kernel
 from postlude.ops.kernels.sample_threshold import thresholds
 
@@ -36,9 +35,7 @@ def sample_next(
             *(logits, logits.stride(0), rows, settings, numbers, numbers.stride(0), threshold, weights, vocab, blocks),
             BLOCK=BLOCK,
             BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM,
-            EARLY=starts_early(logits.device),
             num_warps=4,
-            **launch_options(logits.device),
         )
         return weights
 
@@ -48,8 +45,7 @@ def sample_next(
     _sample_kernel[(count,)](
         *(logits, logits.stride(0), rows, weights, kept_weights, threshold, settings, numbers, numbers.stride(0)),
         *(stops, stops.stride(0), results, vocab, blocks), BLOCK=BLOCK, TOKEN_NOISE=TOKEN_NOISE,
-        BLOCKS=triton.next_power_of_2(blocks), STOPS=len(stops), EARLY=starts_early(logits.device), num_warps=4,
-        **launch_options(logits.device),
+        BLOCKS=triton.next_power_of_2(blocks), STOPS=len(stops), num_warps=4,
     )  # fmt: skip
 
 
@@ -66,10 +62,8 @@ def scaled(logits, temperature):
 @triton.jit
 def _weigh_kernel(
     logits, logits_row, rows, settings, numbers, numbers_column, threshold, weights, vocab, blocks,
-    BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     if tl.load(numbers + numbers_column + row) > 0:  # not idle
@@ -120,10 +114,8 @@ def _likeliest(values):
 def _sample_kernel(
     logits, logits_row, rows, weights, kept_weights, threshold, settings, numbers, numbers_column, stops, stops_column,
     results, vocab, blocks,
-    BLOCK: tl.constexpr, TOKEN_NOISE: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, TOKEN_NOISE: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
-    start_next(EARLY)
-    wait_for_previous(EARLY)
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     length_at, count_at = numbers + numbers_column + row, numbers + 2 * numbers_column + row
