@@ -311,6 +311,7 @@ ELSEWHERE = {
         for within in ("", "data.")
         for name, tested in (("kv_cache_dtype", "kv_cache_fp8"), ("quantization", "fp8_weights"))
     },
+    **{f"{within}rollout.batch_invariant": "test_batch_invariant.py" for within in ("", "data.")},
     **{
         f"{within}rollout.probe_limit": "test_probe.py: test_the_limit_is_set_and_taken_away_in_a_config"
         for within in ("", "data.")
