@@ -54,6 +54,7 @@ def product(
     count, width = values.shape
     features = weight.shape[0]
     tokens, columns, stages, warps, splits = tile_for(count, features, width, counters is not None)
+    assert splits == 1 or count <= tokens, "a counter is of a tile of columns, so one tile of rows can share its sums"
     tiles = triton.cdiv(features, columns)
     output = torch.empty(count, features, dtype=dtype, device=values.device)
     parts = None if splits == 1 else torch.empty(splits, count, features, dtype=torch.float32, device=values.device)
