@@ -110,7 +110,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
 def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:
     with PlainRanks(3, timeout(how), misbehave, how, who, str(tmp_path)) as three:
         for told in (three.told(rank) for rank in range(3) if rank != who):
-            assert told.startswith(sentence) if how == "sleep" else told == sentence
+            assert told.startswith(sentence) if how == "sleep" else told == sentence, told
 
 
 @pytest.mark.thorough  # so does the one that looks at what is said under it

@@ -61,8 +61,8 @@ def attend_pages(
     refused = (
         f"its tiles have room for heads of {MAX_HEAD_DIM}, and these have {widest}" if widest > MAX_HEAD_DIM else None
     )
-    name = "attend_pages" if exponents is None else "attend_pages_fp8"
-    if use_kernel(name, backend, query.device, query.dtype, refused=refused):
+    kernel_args = (backend, query.device, query.dtype)
+    if use_kernel("attend_pages" if exponents is None else "attend_pages_fp8", *kernel_args, refused=refused):
         from postlude.ops.kernels.paged_attention import attend  # needs triton
 
         return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents, shared)

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from postlude.checks import USER_ERRORS
 from postlude.world.devices import list_ranks
 
-GRACE = 3.0  # seconds that a stopping rank gives the others to report
+GRACE = 5.0  # seconds that a stopping rank gives the others to report
 CONNECTION_LOST = re.compile(
     r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I
 )
