@@ -29,7 +29,7 @@ from benchmarks.tinker_load import HTTPClient
 from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, SampleParams, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
-from postlude.tinker.server import run_server
+from postlude.tinker.server import run_server, serve
 from postlude.tinker.settings import WorkerSettings
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
@@ -137,7 +137,7 @@ def requests(options: argparse.Namespace) -> list[SampleRequest]:
 def start_server(options: argparse.Namespace, state: str, pipe: Any) -> None:
     backend = EngineBackend([f"{NAME}={options.model}"], device=options.device, budget=options.budget)
     directory, limits = StateDirectory(Path(state)), Limits()
-    run_server(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
+    run_server(serve(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send))
 
 
 async def through_server(url: str, options: argparse.Namespace) -> tuple[float, float]:

@@ -41,7 +41,7 @@ from postlude.tinker.backend import (
 )
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
-from postlude.tinker.server import run_server
+from postlude.tinker.server import run_server, serve
 from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
 
@@ -153,7 +153,8 @@ def make_backend(model: str | None) -> Backend:
 def start_server(model: str | None, state: str, pipe: Any) -> None:
     limits = Limits(samples_per_key=64, models=1024)
     directory = StateDirectory(Path(state))
-    run_server(make_backend(model), directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
+    serving = serve(make_backend(model), directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send)
+    run_server(serving)
 
 
 async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:

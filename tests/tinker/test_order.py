@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from postlude.tinker import model_requests, wire
 from postlude.tinker.backend import ModelLost
+from postlude.tinker.training import PREPARED
 from postlude.tinker.wire import ForwardBackwardOutput
 
 from .asgi_client import Client, pass_body, running_server
@@ -112,6 +116,43 @@ def test_a_failed_pass_fails_its_step_and_the_next_step_is_whole(tmp_path: Path)
             assert ("discard", model) in backend.calls
 
     asyncio.run(run())
+
+
+def test_large_requests_are_read_before_their_turn_and_fail_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first `PREPARED` that wait, also those whose model ends before their turn."""
+    read = list[int]()
+
+    def read_pass_request(message: Any, *limits: int) -> Any:
+        read.append(message.seq_id)
+        return wire.read_pass_request(message, *limits)
+
+    monkeypatch.setattr(model_requests, "LARGE", 0)
+    monkeypatch.setattr(model_requests, "read_pass_request", read_pass_request)
+
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            ids = {seq: await client.run_pass(model, seq, float(seq)) for seq in range(2, PREPARED + 4) if seq != 3}
+            ids[3] = await client.run_pass(model, 3)  # without data
+            await asyncio.sleep(0.2)
+            assert sorted(read) == list({2, *range(4, PREPARED + 3)})
+            assert [call[0] for call in backend.calls] == ["create"]
+            ids[1] = await client.run_pass(model, 1, 1.0)
+            for seq in (1, 2):
+                assert isinstance(await client.result(ids[seq]), bytes)
+            assert "got no data" in (await client.result(ids[3]))["error"]
+            assert "was not run" in (await client.result(ids[PREPARED + 3]))["error"]
+            assert [call[2] for call in backend.calls if call[0] == "pass"] == [1.0, 2.0]
+            await client.run_pass(model, PREPARED + 6)  # it waits for the ones before, which never come
+            await asyncio.sleep(0.2)
+            assert read[-1] == PREPARED + 6
+
+    asyncio.run(run())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path) -> None:

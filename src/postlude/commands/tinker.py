@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
         raise ImportError(f"`postlude tinker` needs {', '.join(missing)}: pip install 'postlude[tinker]'.")
     from postlude.tinker.engine_backend import EngineBackend
     from postlude.tinker.limits import Limits
-    from postlude.tinker.server import check_key_file, read_keys, run_server
+    from postlude.tinker.server import check_key_file, read_keys, run_server, serve
     from postlude.tinker.state import StateDirectory
 
     if options.ray is not None:
@@ -53,6 +53,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"export TINKER_BASE_URL={address}\nexport TINKER_API_KEY={key}", flush=True)
 
     try:
-        run_server(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready)
+        run_server(serve(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready))
     except (RuntimeError, ArithmeticError) as error:
         raise RunFailed(str(error)) from error

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -58,19 +59,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run_server(
-    backend: Backend,
-    state: StateDirectory,
-    *,
-    host: str,
-    port: int,
-    keys: Sequence[str] | None,
-    limits: Limits,
-    ready: Callable[[str], None],
-) -> None:
+def run_server(serving: Coroutine[Any, Any, None]) -> None:
     """Runs `serve`. uvloop sends head and body of a response at once, in half of asyncio's system calls."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(backend, state, host=host, port=port, keys=keys, limits=limits, ready=ready))
+        runner.run(serving)
 
 
 async def serve(
