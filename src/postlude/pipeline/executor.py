@@ -6,14 +6,12 @@ ranks have. So lengths may change between calls, and evaluation is the same loop
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
@@ -22,10 +20,11 @@ from postlude.model.parallel import FSDPUnit
 from postlude.model.schedule_plan import OnGradsReady, SchedulePlan, StepGenerator, interleave
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.options import Overlap
-from postlude.pipeline.schedule import Action, rank_schedule
+from postlude.pipeline.channels import Channels
+from postlude.pipeline.schedule import Action, ScheduleEntry, rank_schedule
 from postlude.pipeline.transfers import Transfer, transfer_plan
 from postlude.trace.recorder import NO_RECORDER, Recorder
-from postlude.world.mesh import Channel, Mesh, point_to_point
+from postlude.world.mesh import Mesh
 
 MAX_PENDING_SENDS = 2
 """The number of sent activations that may be not received yet before a forward-only rank waits."""
@@ -86,65 +85,112 @@ class Executor:
         Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. In a forward-only run,
         where no backward keeps a rank from running ahead of the next one, MAX_PENDING_SENDS limits its sends.
         """
-        options: dict[str, Any] = {"pp": self.pp, "vpp": self.vpp, "microbatches": len(microbatches)}
-        options |= {"forward_only": loss is None, "overlap": self.overlap}
-        schedule = rank_schedule(rank=self.rank, **options)
-        transfers = transfer_plan(**options)[self.rank]
-        actions = [action for entry in schedule for action in entry]
-        last_of_stage = {action.stage: action for action in actions if action.kind != "F"}
-        last_of_pass = {(action.stage, action.microbatch): action for action in actions}
-        results: dict[int, Any] = {}
-        passes: dict[tuple[int, int], _StagePass] = {}
-        pending = _PendingTransfers(self, microbatches, MAX_PENDING_SENDS if loss is None else None)
-
-        def start_forward(action: Action, hidden: Tensor | None) -> StepGenerator:
-            model = self.stages[action.stage]
-            if hidden is not None and loss is not None:
-                hidden.requires_grad_()
-            processor = (output_processor, output_processor_context) if model.stage.last else (None, None)
-            microbatch, pass_recorder = microbatches[action.microbatch], recorder.for_microbatch(action.microbatch)
-            stage_pass = _StagePass(model, microbatch, hidden, pass_recorder, *processor)
-            passes[action.stage, action.microbatch] = stage_pass
-            return stage_pass.forward(interleaved=bool(self.overlap) and loss is not None)
-
-        def start_backward(action: Action, gradient: Tensor | None) -> StepGenerator:
-            key, model = (action.stage, action.microbatch), self.stages[action.stage]
-            if before_last_backward is not None and last_of_stage[action.stage] == action:
-                before_last_backward(model)
-            is_last = last_of_pass[key] == action
-            return passes[key].backward(action, gradient, functools.partial(on_grads_ready, model), is_last=is_last)
-
-        def finish(action: Action, output: Any) -> None:
-            key = action.stage, action.microbatch
-            stage_pass = passes.pop(key) if last_of_pass[key] == action else passes[key]
-            if action.kind == "B":
-                if isinstance(result := results.get(action.microbatch), Tensor):
-                    results[action.microbatch] = result.detach()  # frees its graph
-                hidden = stage_pass.input
-                stage_pass.input = stage_pass.output = None  # its W needs neither
-                if hidden is not None:
-                    pending.outgoing[action] = _input_gradient(hidden)
-            elif action.kind == "F" and self.stages[action.stage].stage.last:
-                results[action.microbatch] = output
-                stage_pass.output = loss(output) if loss is not None else None
-            elif action.kind == "F":
-                pending.outgoing[action] = output.detach()
-                stage_pass.output = output
-
+        run = _Run(
+            self,
+            microbatches,
+            (output_processor, output_processor_context),
+            loss,
+            before_last_backward,
+            on_grads_ready,
+            recorder,
+        )
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
-            for index, entry in enumerate(schedule):
-                pending.launch(transfers[index])
-                inputs = [pending.input_of(action, recorder.for_microbatch(action.microbatch)) for action in entry]
-                running = [
-                    (start_forward if action.kind == "F" else start_backward)(action, received)
-                    for action, received in zip(entry, inputs, strict=True)
-                ]
-                for action, output in zip(entry, interleave(*running), strict=True):
-                    finish(action, output)
-        pending.launch(transfers[-1])
+            for entry, transfers in zip(run.schedule, run.transfers, strict=False):
+                run.pending.launch(transfers)
+                run.run_entry(entry)
+        run.pending.launch(run.transfers[-1])
         with recorder.span("wait", "for pending sends"):
             self.channels.finish()
-        return [results[index] for index in sorted(results)]
+        return [run.results[index] for index in sorted(run.results)]
+
+
+@dataclass
+class _Run:
+    """One call of `Executor.run`: its schedule, the passes in flight and the results so far."""
+
+    executor: Executor
+    microbatches: Sequence[Microbatch]
+    processor: tuple[OutputProcessor | None, Any]
+    """The output processor and its context, for the last stage."""
+    loss: Callable[[Any], Tensor] | None
+    before_last_backward: Callable[[LanguageModel], None] | None
+    on_grads_ready: Callable[[LanguageModel, FSDPUnit], None]
+    recorder: Recorder
+    passes: dict[tuple[int, int], _StagePass] = field(default_factory=dict)
+    """By stage and microbatch, from the forward to the last action."""
+    results: dict[int, Any] = field(default_factory=dict)
+    """The output processor's results by microbatch."""
+
+    def __post_init__(self) -> None:
+        executor, forward_only = self.executor, self.loss is None
+        options: dict[str, Any] = {"pp": executor.pp, "vpp": executor.vpp, "microbatches": len(self.microbatches)}
+        options |= {"forward_only": forward_only, "overlap": executor.overlap}
+        self.schedule = rank_schedule(rank=executor.rank, **options)
+        self.transfers = transfer_plan(**options)[executor.rank]  # before each entry, and after the last
+        actions = [action for entry in self.schedule for action in entry]
+        self.last_of_stage = {action.stage: action for action in actions if action.kind != "F"}
+        self.last_of_pass = {(action.stage, action.microbatch): action for action in actions}
+        self.pending = _PendingTransfers(executor, self.microbatches, MAX_PENDING_SENDS if forward_only else None)
+
+    def run_entry(self, entry: ScheduleEntry) -> None:
+        """Runs one action, or a forward and a backward interleaved."""
+        inputs = [self.pending.input_of(action, self._recorder(action)) for action in entry]
+        steps = [
+            self._forward(action, received) if action.kind == "F" else self._backward(action, received)
+            for action, received in zip(entry, inputs, strict=True)
+        ]
+        for action, output in zip(entry, interleave(*steps), strict=True):
+            if action.kind == "F":
+                self._finish_forward(action, output)
+            if action.kind == "B":
+                self._finish_backward(action)
+            if self._is_last_of_pass(action):
+                del self.passes[action.stage, action.microbatch]
+
+    def _recorder(self, action: Action) -> Recorder:
+        return self.recorder.for_microbatch(action.microbatch)
+
+    def _is_last_of_pass(self, action: Action) -> bool:
+        return self.last_of_pass[action.stage, action.microbatch] == action
+
+    def _forward(self, action: Action, hidden: Tensor | None) -> StepGenerator:
+        model = self.executor.stages[action.stage]
+        if hidden is not None and self.loss is not None:
+            hidden.requires_grad_()
+        processor = self.processor if model.stage.last else (None, None)
+        microbatch = self.microbatches[action.microbatch]
+        stage_pass = _StagePass(model, microbatch, hidden, self._recorder(action), *processor)
+        self.passes[action.stage, action.microbatch] = stage_pass
+        return stage_pass.forward(interleaved=bool(self.executor.overlap) and self.loss is not None)
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> StepGenerator:
+        """Returns the steps of a B or a W."""
+        model = self.executor.stages[action.stage]
+        if self.before_last_backward is not None and self.last_of_stage[action.stage] == action:
+            self.before_last_backward(model)
+        return self.passes[action.stage, action.microbatch].backward(
+            action, gradient, partial(self.on_grads_ready, model), is_last=self._is_last_of_pass(action)
+        )
+
+    def _finish_forward(self, action: Action, output: Any) -> None:
+        """Keeps the last stage's result, and the loss for the backward. Other stages send their output on."""
+        stage_pass = self.passes[action.stage, action.microbatch]
+        if stage_pass.model.stage.last:
+            self.results[action.microbatch] = output
+            stage_pass.output = None if self.loss is None else self.loss(output)
+        else:
+            self.pending.outgoing[action] = output.detach()
+            stage_pass.output = output
+
+    def _finish_backward(self, action: Action) -> None:
+        """Frees the graph of a B, and sends the gradient of the stage's input to the stage before."""
+        if isinstance(result := self.results.get(action.microbatch), Tensor):
+            self.results[action.microbatch] = result.detach()
+        stage_pass = self.passes[action.stage, action.microbatch]
+        hidden = stage_pass.input
+        stage_pass.input = stage_pass.output = None  # a W needs neither
+        if hidden is not None:
+            self.pending.outgoing[action] = _input_gradient(hidden)
 
 
 @dataclass
@@ -219,55 +265,6 @@ class _StagePass:
         else:
             with self.recorder.span("backward", f"stage {self.model.stage.index}"):
                 self.output.backward(gradient)
-
-
-class Channels:
-    """FIFO point-to-point channels between neighbouring pipeline ranks: one per kind and direction.
-
-    Gloo sends host memory only, so a device's tensors are copied through the host.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.groups = mesh.channels
-        self.pp, self.rank = mesh.pp.size, mesh.pp.rank
-        self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
-        self.pending: dict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
-
-    def send(self, action: Action, tensor: Tensor, max_pending: int | None = None) -> None:
-        """Sends the output of `action` to the stage that needs it, without waiting.
-
-        If more than `max_pending` in the channel were not received yet, waits for the oldest.
-        """
-        if tensor.numel() == 0:
-            return
-        channel = action.kind, self.rank
-        group, pending = self.groups[channel], self.pending[channel]
-        tensor = (tensor.cpu() if self.through_host else tensor).contiguous()
-        pending.append((point_to_point(dist.isend, tensor, group), tensor))
-        while pending and (pending[0][0].is_completed() or (max_pending is not None and len(pending) > max_pending)):
-            pending.popleft()[0].wait()  # on a GPU the stream waits, and may then reuse the memory
-
-    def receive(
-        self, action: Action, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Callable[[], Tensor]:
-        """Launches the receive of another rank's output of `action`. Returns a function that waits for it."""
-        if 0 in shape:  # then nothing is sent
-            return lambda: torch.zeros(shape, dtype=dtype, device=device)
-        group = self.groups[action.kind, action.stage % self.pp]
-        tensor = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
-        work = point_to_point(dist.irecv, tensor, group)
-
-        def wait() -> Tensor:
-            work.wait()
-            return tensor.to(device)
-
-        return wait
-
-    def finish(self) -> None:
-        """Waits until everything sent has arrived."""
-        for pending in self.pending.values():
-            while pending:
-                pending.popleft()[0].wait()
 
 
 def _input_gradient(hidden: Tensor) -> Tensor:
