@@ -42,6 +42,17 @@ def qwen3(layers: int = 28) -> Any:
     )  # fmt: skip
 
 
+def qwen3_moe() -> Any:
+    """Six layers of the shape of Qwen3-30B-A3B, with half of its experts."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, moe_intermediate_size=768, num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
+        tie_word_embeddings=False, initializer_range=0.04,
+    )  # fmt: skip
+
+
 def model_of(source: Any, device: str, dtype: torch.dtype, *, batch_invariant: bool = True) -> LanguageModel:
     with torch.device(device):
         return LanguageModel(read_model(source)[1], dtype=dtype, batch_invariant=batch_invariant)
@@ -77,6 +88,7 @@ def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) 
     [
         (Stepped, "tiny-dense", torch.float32),
         (Recorded, "tiny-dense", torch.bfloat16),
+        (Stepped, "tiny-moe", torch.bfloat16),
     ],
 )
 def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
@@ -91,7 +103,7 @@ def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
     assert bits(few_pages.generate(prompts[::-1], samplings[::-1])) == together[::-1]
 
 
-@pytest.mark.parametrize("name", ["tiny-dense"])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
 def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(name: str) -> None:
     compare_with_trainer(config(name), "cpu", torch.bfloat16, requests(6, 14, 256), budget=64)
 
@@ -135,7 +147,6 @@ def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompu
 @pytest.mark.parametrize(
     ("source", "options", "why"),
     [
-        ("tiny-moe", {}, "has 'E' (MoE)"),
         ("tiny-hybrid", {}, "has 'M' (Mamba)"),
         ("tiny-dense", {"layout": Layout(tp=2)}, "needs tp=1, but tp is 2"),
         ("tiny-dense", {"options": {"lora": True}}, "leave lora out"),
@@ -154,7 +165,7 @@ def test_an_engine_with_adapters_is_refused() -> None:
 
 
 @GPU
-@pytest.mark.parametrize("source", [qwen3])
+@pytest.mark.parametrize("source", [qwen3, qwen3_moe])
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["batch_invariant", "ordinary"])
 def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, batch_invariant: bool) -> None:
     """Alone, among others, with other prompts prefilled beside it; and without the mode this differs."""
@@ -181,7 +192,7 @@ def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, bat
 
 
 @GPU
-@pytest.mark.parametrize("source", [qwen3])
+@pytest.mark.parametrize("source", [qwen3, qwen3_moe])
 def test_on_a_gpu_in_bf16_the_log_probs_are_the_trainers_to_the_bit(source: Any) -> None:
     compare_with_trainer(source(), "cuda", torch.bfloat16, requests(64, 300, 151936), budget=8192)
 

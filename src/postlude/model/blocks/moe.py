@@ -201,7 +201,7 @@ class MoE(Block):
     Config = MoEConfig
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "router"}
     never_fp8 = ("router",)
-    supports_decoding = True
+    supports_decoding = batch_invariant = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
 

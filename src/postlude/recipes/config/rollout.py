@@ -46,8 +46,8 @@ class NativeRollout(SharingSettings, ProbeSettings):
     """How keys and values are stored: in the model's dtype, or in fp8, which halves their memory and rounds them."""
     batch_invariant: bool = False
     """Compute every token with the same bits, whatever is generated or trained beside it: completions do not depend on
-    their batch, and trainer and generator agree exactly (rollout_kl is 0). It is slower. For models of attention and
-    MLP, without tensor, context or pipeline parallelism."""
+    their batch, and trainer and generator agree exactly (rollout_kl is 0). It is slower. For models of attention,
+    MLP and experts, without tensor, context, pipeline or expert parallelism."""
     quantization: Quantization | None = None
     """fp8 generates with copies of the linear layers' weights in FP8, made anew at every weight update. The generator
     then samples from another policy than is trained: use objective.correction, and see rollout_chi2."""
