@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import types
 import warnings
@@ -95,8 +96,13 @@ def _layer_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__:
 
 @contextlib.contextmanager
 def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
-    """Megatron's process groups over those of the running ranks. Its models have no dropout, so no random state."""
+    """Megatron's process groups over those of the running ranks. Its models have no dropout, so no random state.
+
+    Mamba's kernels leave the precision of fp32 products to Triton, whose default is TF32. There the last bit of one
+    gradient can change another by 1e-5, so Triton takes fp32 here.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TRITON_F32_DEFAULT="ieee"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if device == "cpu":
