@@ -22,7 +22,7 @@ from postlude.data.batch import BatchSharding
 from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
-from postlude.engine.consistency import UNKNOWN, ConsistencyCheck, for_backend
+from postlude.engine.consistency import ConsistencyCheck, for_backend
 from postlude.engine.normalizer import count_name
 from postlude.model.config import ModelConfig
 from postlude.model.routing import check_experts
@@ -44,7 +44,7 @@ DTYPES = (
 INFERRED_DTYPE = 100
 """Added to a dtype's index if the values are Python numbers: the caller did not choose the dtype."""
 MAX_TRAILING_DIMS = 3
-ENTRIES_PER_COLUMN = 2 + MAX_TRAILING_DIMS
+INTEGERS_PER_COLUMN = 2 + MAX_TRAILING_DIMS  # dtype, number of trailing dimensions, their sizes
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,24 @@ class LocalBatch:
         They are sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one
         has a token's value and the others have zeros, so the sum is the value.
         """
-        mesh, trailing, rows = self.mesh, local.shape[1:], max(sizes)
+        mesh, trailing, padded_size = self.mesh, local.shape[1:], max(sizes)
         width = math.prod(trailing) * local.dtype.itemsize  # bytes per token; this rank may have no tokens
         data = for_backend(local).view(-1).view(torch.uint8).view(len(local), width)
         if on_last_stage and mesh.cp.group is not None:
             dist.all_reduce(data, group=mesh.cp.group)
         if len(returned_ranks) > 1:
-            padded = data.new_zeros((rows, width))
+            padded = data.new_zeros((padded_size, width))
             padded[: len(data)] = data
-            data = padded.new_zeros((len(sizes) * rows, width))
+            data = padded.new_zeros((len(sizes) * padded_size, width))
             if on_last_stage:
                 dist.all_gather_into_tensor(data, padded, group=mesh.dp.group)
         if mesh.pp.group is not None:
             dist.broadcast(data, group=mesh.pp.group, group_src=mesh.pp.size - 1)
-        received = [data[index * rows :][: sizes[rank]].cpu() for index, rank in enumerate(returned_ranks)]
+        received = [data[index * padded_size :][: sizes[rank]].cpu() for index, rank in enumerate(returned_ranks)]
         return [tokens.view(-1).view(local.dtype).view(len(tokens), *trailing) for tokens in received]
 
-    def _write_values(self, values: Sequence[Tensor], target: Tensor, members: Sequence[int], shifted: bool) -> None:
-        """Writes each microbatch's values into `target`, in which this rank's sequences lie end to end."""
+    def _write_values(self, values: Sequence[Tensor], output: Tensor, members: Sequence[int], shifted: bool) -> None:
+        """Writes each microbatch's values into `output`, in which this rank's sequences lie end to end."""
         starts, end = {}, 0
         for member in members:
             starts[member], end = end, end + self.plan.lengths[member]
@@ -124,26 +124,26 @@ class LocalBatch:
             )
             indices = microbatch.batch_indices + offsets[microbatch.packing.sequence_index()]
             indices = indices.where(microbatch.batch_indices >= 0, -1)
-            scatter_add(replace(microbatch, batch_indices=indices, batch_tokens=end), value, target, shifted=shifted)
+            scatter_add(replace(microbatch, batch_indices=indices, batch_tokens=end), value, output, shifted=shifted)
 
     def _result_types(
         self, values: Sequence[Mapping[str, Tensor]], device: torch.device
     ) -> list[tuple[str, torch.dtype, list[int]]]:
         """Returns name, dtype and trailing shape of the last stage's results, on the other stages too."""
-        text = json.dumps(
+        specs = json.dumps(
             [[name, str(value.dtype).split(".")[1], list(value.shape[1:])] for name, value in values[0].items()]
             if values
             else []
         )
         if self.mesh.pp.group is not None:
             group, last = self.mesh.pp.group, self.mesh.pp.size - 1
-            header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            size = for_backend(torch.tensor([len(header)], device=device))
+            data = torch.frombuffer(bytearray(specs.encode()), dtype=torch.uint8)
+            size = for_backend(torch.tensor([len(data)], device=device))
             dist.broadcast(size, group=group, group_src=last)
-            header = for_backend((header if values else torch.zeros(int(size), dtype=torch.uint8)).to(device))
-            dist.broadcast(header, group=group, group_src=last)
-            text = bytes(header.cpu().numpy()).decode()
-        return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(text)]
+            data = for_backend((data if values else torch.zeros(int(size), dtype=torch.uint8)).to(device))
+            dist.broadcast(data, group=group, group_src=last)
+            specs = bytes(data.cpu().numpy()).decode()
+        return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(specs)]
 
 
 def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[Any, Any], budget: int) -> Batch:
@@ -203,11 +203,11 @@ def shard_batch(
 def _agreed_plan(batch: Batch, ranks: int, budget: int, check: ConsistencyCheck, settings: str) -> BinPlan:
     """Returns the plan of microbatches. Raises if ranks have different plans, columns or `settings`."""
     # The verb phrase completes an error message: "rank 3 could not plan its microbatches".
-    with check.exchange("plan its microbatches") as compared:
+    with check.exchange("plan its microbatches", {"plan": 1}) as values:
         plan = _plan(batch, ranks, budget)
         members = plan.members(range(len(plan.bins)))
-        compared.append(check.digest(plan.lengths, [*map(len, plan.bins)], members, *batch.columns, settings))
-    if check.differ([0]):
+        values["plan"] = [check.digest(plan.lengths, [*map(len, plan.bins)], members, *batch.columns, settings)]
+    if check.differs("plan"):
         raise ValueError(
             "the ranks were given batches of different lengths, groups, owners or columns, or different counts, or use "
             "different adapters. Give every rank the same batch, or each its own sequences with Batch.sharded, and the "
@@ -220,36 +220,40 @@ def _agreed_content(
     batch: Batch, plan: BinPlan, bin_indices: range, dp: Axis, config: ModelConfig, check: ConsistencyCheck
 ) -> BatchContent:
     """Returns the content of this rank's bins. Raises if it is not the model's, or if ranks have different batches."""
-    column_entries = len(batch.columns) * ENTRIES_PER_COLUMN
-    with check.exchange("read its part of the batch", count=column_entries + dp.size) as compared:
+    sizes = {_column_key(name): INTEGERS_PER_COLUMN for name in batch.columns}
+    sizes |= {_content_key(rank): 1 for rank in range(dp.size)}
+    with check.exchange("read its part of the batch", sizes) as values:
         content = _read_bins(batch, plan, dp.rank, bin_indices)
         _check_vocabulary(content.tokens, config.vocab_size)
         if ROUTING in content.columns and len(content.tokens):
             check_experts(content.columns[ROUTING], config.routers)
-        for name, column in content.columns.items():
-            has_rows = len(content.tokens) > 0
-            compared.extend(
-                _column_type(name, column, has_no_dtype(batch.columns[name]))
-                if has_rows
-                else [UNKNOWN] * ENTRIES_PER_COLUMN
-            )
-        digests = [UNKNOWN] * dp.size
-        digests[dp.rank] = check.digest(content.tokens, *content.columns.values())
+        for name, column in content.columns.items() if len(content.tokens) else ():
+            values[_column_key(name)] = _column_type(name, column, has_no_dtype(batch.columns[name]))
+        values[_content_key(dp.rank)] = [check.digest(content.tokens, *content.columns.values())]
         # To detect different batches, each rank also hashes its neighbour's part.
         if batch.sharding is None and dp.size > 1:
             neighbour = (dp.rank + 1) % dp.size
             neighbour_content = _read_bins(batch, plan, neighbour, range(neighbour, len(plan.bins), dp.size))
-            digests[neighbour] = check.digest(neighbour_content.tokens, *neighbour_content.columns.values())
-        compared.extend(digests)
+            values[_content_key(neighbour)] = [
+                check.digest(neighbour_content.tokens, *neighbour_content.columns.values())
+            ]
     content = BatchContent(content.tokens, dict(_columns_of_common_dtype(content, check)))
-    for dp_rank in range(dp.size):
-        if check.differ([column_entries + dp_rank]):
+    for rank in range(dp.size):
+        if check.differs(_content_key(rank)):
             raise ValueError(
                 f"the ranks were given different batches: not all have the same tokens and columns for the "
-                f"sequences of data-parallel rank {dp_rank}. Give every rank the same batch, or each its own with "
+                f"sequences of data-parallel rank {rank}. Give every rank the same batch, or each its own with "
                 "Batch.sharded."
             )
     return content
+
+
+def _column_key(column: str) -> str:
+    return f"dtype and shape of column {column}"
+
+
+def _content_key(rank: int) -> str:
+    return f"content of data-parallel rank {rank}"
 
 
 def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: ModelConfig) -> list[Microbatch]:
@@ -324,15 +328,15 @@ def _column_type(name: str, column: Tensor, inferred: bool) -> list[int]:
 def _columns_of_common_dtype(content: BatchContent, check: ConsistencyCheck) -> Iterator[tuple[str, Tensor]]:
     """Yields the columns, cast to the common dtype: a rank may have no row, or integers where others have floats."""
     int_or_float = {INFERRED_DTYPE + DTYPES.index(dtype) for dtype in (torch.int64, torch.float32)}
-    for index, (name, column) in enumerate(content.columns.items()):
-        entries = range(index * ENTRIES_PER_COLUMN, (index + 1) * ENTRIES_PER_COLUMN)
-        dtype, dimensions, *trailing = (check.highest[entry] for entry in entries)
-        mixed = {check.lowest[entries[0]], dtype} == int_or_float
-        if check.differ(entries[1:]) or (check.differ(entries[:1]) and not mixed):
+    for name, column in content.columns.items():
+        dtype, *shape = check.highest[_column_key(name)]
+        lowest_dtype, *lowest_shape = check.lowest[_column_key(name)]
+        if shape != lowest_shape or (dtype != lowest_dtype and {lowest_dtype, dtype} != int_or_float):
             raise ValueError(
                 f'column "{name}" holds values of different dtypes or shapes on different ranks. '
                 "Give all the same dtype and shape."
             )
+        dimensions, *trailing = shape
         values = column if len(content.tokens) else torch.zeros(0, *trailing[:dimensions])
         yield name, values.to(DTYPES[dtype % INFERRED_DTYPE])
 

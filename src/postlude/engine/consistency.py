@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,22 @@ UNKNOWN = torch.iinfo(torch.int64).min // 2
 
 
 class ConsistencyCheck:
-    """Integers that all ranks compare: after an `exchange`, the highest and the lowest value of each."""
+    """Lists of integers by name, which all ranks compare: after an `exchange`, the highest and lowest of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.highest: list[int] = []
-        self.lowest: list[int] = []
+        self.highest: dict[str, list[int]] = {}
+        self.lowest: dict[str, list[int]] = {}
 
     @contextmanager
-    def exchange(self, action: str, count: int = 1) -> Iterator[list[int]]:
-        """Compares the `count` integers that the block appends to the list.
+    def exchange(self, action: str, sizes: Mapping[str, int]) -> Iterator[dict[str, list[int]]]:
+        """Compares the lists that the block stores in the dict. `sizes` has the length of each, the same on all ranks.
 
-        If the block raises on one rank, every rank raises: that rank its own error, the others that it could not do
-        the `action`.
+        A list that the block does not store is UNKNOWN on this rank. If the block raises on one rank, every rank
+        raises: that rank its own error, the others that it could not do the `action`.
         """
-        values: list[int] = []
+        unknown = {name: [UNKNOWN] * size for name, size in sizes.items()}
+        values = dict(unknown)
         error: Exception | None = None
         try:
             yield values
@@ -39,17 +41,15 @@ class ConsistencyCheck:
             error = raised
         if error is not None and dist.get_world_size() == 1:
             raise error
-        failed_rank = self._reduce(
-            values if error is None else [UNKNOWN] * count, UNKNOWN if error is None else dist.get_rank()
-        )
+        failed_rank = self._reduce(values, UNKNOWN) if error is None else self._reduce(unknown, dist.get_rank())
         if error is not None:
             raise error
         if failed_rank != UNKNOWN:
             raise RuntimeError(f"rank {failed_rank} could not {action}: its own error says why.")
 
-    def differ(self, entries: Sequence[int]) -> bool:
-        """Returns whether two ranks had different values in one of these entries."""
-        return any(self.lowest[entry] != self.highest[entry] for entry in entries)
+    def differs(self, name: str) -> bool:
+        """Returns whether two ranks had different integers under this name."""
+        return self.lowest[name] != self.highest[name]
 
     def digest(self, *data: Sequence[int] | str | Tensor) -> int:
         """Returns a 62-bit digest of the data; 0 if there is only one rank."""
@@ -67,18 +67,25 @@ class ConsistencyCheck:
             digest.update(content)
         return int.from_bytes(digest.digest(), "little") >> 2
 
-    def _reduce(self, values: Sequence[int], failed_rank: int) -> int:
+    def _reduce(self, values: Mapping[str, list[int]], failed_rank: int) -> int:
         """Fills `highest` and `lowest`, and returns a rank that failed, or UNKNOWN."""
-        self.highest = self.lowest = list(values)
+        self.highest = self.lowest = dict(values)
         if dist.get_world_size() == 1:
             return failed_rank
-        negated = [UNKNOWN if value == UNKNOWN else -value for value in values]
-        numbers = for_backend(torch.tensor([failed_rank, *values, *negated], dtype=torch.int64, device=self.device))
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        failed_rank, *maxima = numbers.tolist()
-        self.highest = maxima[: len(values)]
-        self.lowest = [UNKNOWN if value == UNKNOWN else -value for value in maxima[len(values) :]]
+        integers = [integer for name in values for integer in values[name]]
+        data = torch.tensor([failed_rank, *integers, *map(_negate, integers)], dtype=torch.int64, device=self.device)
+        data = for_backend(data)
+        dist.all_reduce(data, dist.ReduceOp.MAX)
+        failed_rank, *maxima = data.tolist()
+        highest, lowest = iter(maxima[: len(integers)]), map(_negate, maxima[len(integers) :])
+        self.highest = {name: list(islice(highest, len(values[name]))) for name in values}
+        self.lowest = {name: list(islice(lowest, len(values[name]))) for name in values}
         return failed_rank
+
+
+def _negate(integer: int) -> int:
+    """Returns -integer, so that a maximum of negated integers gives the minimum; UNKNOWN stays the lowest."""
+    return UNKNOWN if integer == UNKNOWN else -integer
 
 
 def for_backend(tensor: Tensor) -> Tensor:

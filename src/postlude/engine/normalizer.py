@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,11 @@ from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
 
 MetricKey = tuple[str, Reduction]
+Number = TypeVar("Number", float, Tensor)
 MIN_SLOTS = 256
 """The least number of slots in the reduced tensor, so that ranks with different metrics use one size."""
-DIGEST, NEGATED_DIGEST, FAILED_RANK, METRICS = range(4)
-"""Entries of the tensor whose maximum is taken; from METRICS on, one per slot."""
+DIGEST, NEGATED_DIGEST, FAILED_RANK, FIRST_SLOT = range(4)
+"""Entries of the tensor whose maximum is taken; from FIRST_SLOT on, one per slot."""
 
 
 def count_name(over: str, depth: int = 0) -> str:
@@ -53,7 +55,7 @@ class LossNormalizer:
         """Returns the sum of the weights named `over` in the whole batch."""
         name = count_name(over, depth)
         if name not in self.counts and self.counts_are_global:
-            known = ", ".join(f'"{known_name}"' for known_name in self.counts) or "none"
+            known = ", ".join(f'"{column}"' for column in self.counts) or "none"
             raise LookupError(
                 f'a loss is a mean over "{name}", whose sum over the step is not known (known are: {known}). Add a '
                 "column of that name to the batch, or pass counts=engine.count(*batches) with its sum."
@@ -148,6 +150,32 @@ class MetricIndex:
         self.slots = {name: slot for slot, name in enumerate(known if len(known) <= MIN_SLOTS else names)}
 
 
+class MetricNumbers(NamedTuple, Generic[Number]):
+    """One metric as numbers that ranks reduce: two sums and a maximum.
+
+    For "mean" and "sum", `total` is the sum of weight · value and `weight` the sum of weights. For "max" and "min",
+    `total` counts NaNs, which a maximum would ignore, `weight` counts values, and `highest` is the largest value; "min"
+    negates its values.
+    """
+
+    total: Number
+    weight: Number
+    highest: Number
+
+
+@dataclass(frozen=True)
+class ReducedNumbers:
+    """The numbers of all ranks after one sum and one maximum."""
+
+    metrics: Mapping[MetricKey, MetricNumbers[float]]
+    """The metrics that some rank has."""
+    layer_totals: list[float]
+    same_names: bool
+    """Whether all ranks have the same metric index, with a slot for each of their metrics."""
+    failed_rank: int | None
+    """A rank with a loss error."""
+
+
 class MetricAccumulator:
     """Metrics of this rank's microbatches, and their reduction over all ranks."""
 
@@ -228,81 +256,79 @@ class MetricAccumulator:
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
             self.metric_index.add(local)
-        sums, highest = self._all_reduce(local, single_rank)
-        if highest[FAILED_RANK] >= 0 and not single_rank:
+        reduced = self._all_reduce(local, single_rank)
+        if reduced.failed_rank is not None and not single_rank:
             message: list[str | None] = [None if self.loss_error is None else str(self.loss_error)]
-            dist.broadcast_object_list(message, src=int(highest[FAILED_RANK]))
+            dist.broadcast_object_list(message, src=reduced.failed_rank)
             self.loss_error = self.loss_error or ValueError(message[0])
             return {}
-        if highest[DIGEST] != -highest[NEGATED_DIGEST]:
+        if not reduced.same_names:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names_by_rank, list(local))
             self.metric_index.add(name for names in names_by_rank for name in names)
-            sums, highest = self._all_reduce(local, single_rank)
-        self.layer_totals = sums[3 * self.metric_index.size :]
-        values = {}
-        for (name, reduction), slot in self.metric_index.slots.items():
-            first, second, present = sums[3 * slot : 3 * slot + 3]
-            if present:
-                values[name] = _final_value(reduction, first, second, highest[METRICS + slot])
-        return values
+            reduced = self._all_reduce(local, single_rank)
+        self.layer_totals = reduced.layer_totals
+        return {name: _final_value(reduction, numbers) for (name, reduction), numbers in reduced.metrics.items()}
 
-    def _all_reduce(
-        self, local: Mapping[MetricKey, tuple[Tensor, Tensor, Tensor]], single_rank: bool
-    ) -> tuple[list[float], list[float]]:
-        """Returns three sums per slot, followed by the layers' sums; and maxima.
+    def _all_reduce(self, local: Mapping[MetricKey, MetricNumbers[Tensor]], single_rank: bool) -> ReducedNumbers:
+        """Sums this rank's numbers over all ranks, and takes maxima.
 
-        The maxima are those of the digest, of its negation, of the numbers of ranks with a loss error, and of one
-        number per slot. A rank with a metric that has no slot sends 0 instead of the negated digest, so that the
-        digests differ.
+        A rank with a metric that has no slot sends 0 instead of the negated digest, so that the digests differ.
         """
-        has_slots, size = self.metric_index.has(local), self.metric_index.size
+        slots, size = self.metric_index.slots, self.metric_index.size
+        has_slots, digest = self.metric_index.has(local), float(self.metric_index.digest)
         device = next(
-            (first.device for first, _, _ in local.values()), torch.device("cpu") if single_rank else group_device()
+            (numbers.total.device for numbers in local.values()),
+            torch.device("cpu") if single_rank else group_device(),
         )
-        sums = torch.zeros(size, 3, dtype=torch.float64, device=device)
-        highest = torch.full((METRICS + size,), float("-inf"), dtype=torch.float64, device=device)
-        highest[DIGEST].fill_(float(self.metric_index.digest))
-        highest[NEGATED_DIGEST].fill_(-float(self.metric_index.digest) if has_slots else 0.0)
+        sums = torch.zeros(size, 3, dtype=torch.float64, device=device)  # total, weight, number of ranks that have it
+        highest = torch.full((FIRST_SLOT + size,), float("-inf"), dtype=torch.float64, device=device)
+        highest[DIGEST].fill_(digest)
+        highest[NEGATED_DIGEST].fill_(-digest if has_slots else 0.0)
         if self.loss_error is not None:
             highest[FAILED_RANK].fill_(0.0 if single_rank else float(dist.get_rank()))
-        for name, (first, second, extreme) in local.items() if has_slots else ():
-            slot = self.metric_index.slots[name]
-            sums[slot, 0], sums[slot, 1], highest[METRICS + slot] = first, second, extreme
+        for name, numbers in local.items() if has_slots else ():
+            slot = slots[name]
+            sums[slot, 0], sums[slot, 1], highest[FIRST_SLOT + slot] = numbers
             sums[slot, 2].fill_(1.0)
-        summed = [sums.flatten()] + ([] if self.layer_sums is None else [self.layer_sums.to(device)])
-        flat, end = torch.cat((*summed, highest)), sum(map(len, summed))
+        layer_sums = sums.new_zeros(0) if self.layer_sums is None else self.layer_sums.to(device)
+        flat, end = torch.cat((sums.flatten(), layer_sums, highest)), 3 * size + len(layer_sums)
         if not single_rank:
             flat = flat.cpu() if dist.get_backend() == "gloo" else flat
             dist.all_reduce(flat[:end])
             dist.all_reduce(flat[end:], dist.ReduceOp.MAX)
-        numbers = flat.tolist()
-        return numbers[:end], numbers[end:]
+        reduced = flat.tolist()  # synchronises
+        all_sums, layer_totals, maxima = reduced[: 3 * size], reduced[3 * size : end], reduced[end:]
+        metrics = {
+            name: MetricNumbers(*all_sums[3 * slot : 3 * slot + 2], maxima[FIRST_SLOT + slot])
+            for name, slot in slots.items()
+            if all_sums[3 * slot + 2]
+        }
+        failed_rank = int(maxima[FAILED_RANK]) if maxima[FAILED_RANK] >= 0 else None
+        return ReducedNumbers(metrics, layer_totals, maxima[DIGEST] == -maxima[NEGATED_DIGEST], failed_rank)
 
 
 def _combine(
     reduction: Reduction, numerators: Sequence[Tensor], denominators: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a metric's entries of all microbatches as two numbers to sum and one to take the maximum of.
-
-    For "max" and "min", the sums are the count of NaNs, which a maximum would ignore, and the count of values; "min"
-    negates its value.
-    """
+) -> MetricNumbers[Tensor]:
+    """Returns the numbers of one metric, from its entries of all microbatches."""
     values, counts = torch.stack(tuple(numerators)).double(), torch.stack(tuple(denominators)).double()
     if reduction in ("mean", "sum"):
-        return values.sum(), counts.sum(), torch.zeros_like(values[0])
+        return MetricNumbers(values.sum(), counts.sum(), torch.zeros_like(values[0]))
     is_nan = values.isnan() & (counts > 0)
     signed = values if reduction == "max" else -values
-    return is_nan.double().sum(), counts.sum(), signed.where((counts > 0) & ~is_nan, float("-inf")).amax()
+    highest = signed.where((counts > 0) & ~is_nan, float("-inf")).amax()
+    return MetricNumbers(is_nan.double().sum(), counts.sum(), highest)
 
 
-def _final_value(reduction: Reduction, first: float, second: float, highest: float) -> float:
-    """Returns a metric from the reduced results of `_combine`."""
+def _final_value(reduction: Reduction, numbers: MetricNumbers[float]) -> float:
+    """Returns a metric from its reduced numbers."""
+    total, weight, highest = numbers
     if reduction == "sum":
-        return first
+        return total
     if reduction == "mean":
-        return first / second if second else float("nan")
-    if first or not second:
+        return total / weight if weight else float("nan")
+    if total or not weight:  # there is a NaN, or no value
         return float("nan")
     return highest if reduction == "max" else -highest
 
@@ -331,7 +357,7 @@ def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
     """
     if value.requires_grad:
         return value
-    reached = inputs.head.gather(inputs.hidden).float().sum() + inputs.head.weight.float().sum()
+    all_parameters = inputs.head.gather(inputs.hidden).float().sum() + inputs.head.weight.float().sum()
     if inputs.head.value_head is not None:
-        reached = reached + inputs.head.values(inputs.hidden).sum()
-    return value + 0.0 * reached
+        all_parameters = all_parameters + inputs.head.values(inputs.hidden).sum()
+    return value + 0.0 * all_parameters

@@ -85,15 +85,8 @@ class Executor:
         Sends and receives are launched in the order of `transfer_plan`, which cannot deadlock. In a forward-only run,
         where no backward keeps a rank from running ahead of the next one, MAX_PENDING_SENDS limits its sends.
         """
-        run = _Run(
-            self,
-            microbatches,
-            (output_processor, output_processor_context),
-            loss,
-            before_last_backward,
-            on_grads_ready,
-            recorder,
-        )
+        processor = output_processor, output_processor_context
+        run = _Run(self, microbatches, processor, loss, before_last_backward, on_grads_ready, recorder)
         with torch.set_grad_enabled(loss is not None), blas_fp32_matmul(self.dtype):
             for entry, transfers in zip(run.schedule, run.transfers, strict=False):
                 run.pending.launch(transfers)

@@ -10,7 +10,7 @@ import functools
 import logging
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -36,7 +36,7 @@ from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.report.summary import read_summary, summary_lines
-from postlude.recipes.run.config_changes import MAY_CHANGE, differences, format_value, user_code_hashes
+from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config, user_code_hashes
 from postlude.recipes.run.directory import (
     ReadOnlyRun,
     RunDirectory,
@@ -55,7 +55,7 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
 from postlude.serving.errors import ServerError
-from postlude.world.agreement import RankFailure, gather_and_decide, on_rank0
+from postlude.world.agreement import on_rank0
 
 NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 LOG = logging.getLogger("postlude")
@@ -105,7 +105,7 @@ class Trainer(ABC):
         self.resources = ExitStack()  # closed in reverse order by `close`
         self.run: RunDirectory = ReadOnlyRun(config.run)  # until `resume`
         self.plain_config = schema.plain(config)
-        _check_same_config(self.plain_config)
+        check_same_config(self.plain_config)
         # How the config of an existing run is compared with this one.
         self.comparison: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
         check_run(config.run, self.plain_config, **self.comparison)
@@ -282,8 +282,8 @@ class Trainer(ABC):
             update = self.engine.optimizer_step()
         self.reductions.update(result.reductions)
         for name, vector in result.layer_vectors.items():
-            before = self.layer_vectors.get(name, [0.0] * len(vector))
-            self.layer_vectors[name] = [sum(pair) for pair in zip(before, vector, strict=True)]
+            sums = self.layer_vectors.get(name, [0.0] * len(vector))
+            self.layer_vectors[name] = [sum(pair) for pair in zip(sums, vector, strict=True)]
         self.health.check_update(result.loss, update.skipped, self.step + 1)
         metrics = {LOSS: result.loss, **result.metrics, "grad_norm": update.grad_norm, "lr": update.lr}
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
@@ -418,23 +418,6 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
                     f"after step {trainer.step} the run failed: {failure}. When that is fixed, {trainer.resume_hint}"
                 ) from error
             raise
-
-
-def _check_same_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if ranks have different configs, which could deadlock."""
-
-    def compare(configs: list[Mapping[str, Any]]) -> None:
-        for rank, rank_config in enumerate(configs):
-            for path, rank0_value, value in differences(rank_config, configs[0]):
-                raise ValueError(
-                    f"rank {rank} was given another config than rank 0: {path} is {format_value(value)}, and "
-                    f"{format_value(rank0_value)} on rank 0. Start all ranks with the same command and the same file."
-                )
-
-    try:
-        gather_and_decide(lambda: config, compare)
-    except RankFailure as failure:
-        raise failure.cause from None
 
 
 def _checkpoint_problem(checkpoint: Path) -> str:

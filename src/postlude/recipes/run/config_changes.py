@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from postlude.world.agreement import RankFailure, gather_and_decide
+
 MISSING = object()
 SHOWN = 3  # differences that a sentence names
 
@@ -150,3 +152,20 @@ def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
 def format_value(value: Any) -> str:
     """Returns a value as a message shows it."""
     return "nothing" if value is MISSING else repr(value)
+
+
+def check_same_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError if ranks have different configs, which could deadlock."""
+
+    def compare(configs: list[Mapping[str, Any]]) -> None:
+        for rank, rank_config in enumerate(configs):
+            for path, rank0_value, value in differences(rank_config, configs[0]):
+                raise ValueError(
+                    f"rank {rank} was given another config than rank 0: {path} is {format_value(value)}, and "
+                    f"{format_value(rank0_value)} on rank 0. Start all ranks with the same command and the same file."
+                )
+
+    try:
+        gather_and_decide(lambda: config, compare)
+    except RankFailure as failure:
+        raise failure.cause from None
