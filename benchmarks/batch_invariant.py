@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,14 +69,7 @@ def measure(width: float, batch_invariant: bool, arguments: argparse.Namespace, 
     device, clock = arguments.device, Clock(arguments.device, arguments.repeats)
     config, timed = SHAPES[arguments.shape](), width == arguments.widths[0]
     config.initializer_range *= width
-    engine = Engine(
-        config,
-        device=device,
-        budget=max(arguments.budget, *MIXES[arguments.mix]()),
-        compute_dtype=torch.bfloat16,
-        optimizer=AdamW(lr=0.0),
-        batch_invariant=batch_invariant,
-    )
+    engine = engine_of(config, device, max(arguments.budget, *MIXES[arguments.mix]()), batch_invariant)
 
     def add(case: str, found: dict[str, Any]) -> None:
         said = {"shape": arguments.shape, "case": case, "batch_invariant": batch_invariant, "width": width}
@@ -84,16 +77,10 @@ def measure(width: float, batch_invariant: bool, arguments: argparse.Namespace, 
         print(f"{'batch-invariant' if batch_invariant else 'ordinary':<16} {width:g} {case:<24} {found}", flush=True)
 
     most = max(*arguments.completions, arguments.others + 8)
-    limits = {"max_batch_tokens": most * (PROMPT + arguments.length + 64), "max_sequences": most}
-    generator = SyncedGenerator(engine, None, **limits)
+    generator = generator_of(engine, most, arguments.length)
     prompts, samplings = requests(most, config.vocab_size, arguments.length)
     for count in arguments.completions if timed else ():
-        asked = [[token % config.vocab_size for token in range(row, row + PROMPT)] for row in range(count)]
-        sampling = SamplingParams(max_new_tokens=arguments.length, ignore_eos=True)
-        forget(device)
-        seconds = clock(partial(generator.generate, asked, sampling))
-        rate = round(count * arguments.length / seconds)
-        add(f"{count} completions", {"seconds": round(seconds, 4), "tokens_per_second": rate})
+        add(f"{count} completions", sampled(generator, config, count, arguments.length, clock))
     alone = [generator.generate([prompts[row]], [samplings[row]])[0][0] for row in range(8)]
     among = [
         group[0] for group in generator.generate(prompts[: arguments.others + 8], samplings[: arguments.others + 8])
@@ -101,8 +88,35 @@ def measure(width: float, batch_invariant: bool, arguments: argparse.Namespace, 
     add(f"divergence among {arguments.others}", divergence(among[:8], alone))
     add("trainer and generator", mismatch(engine, prompts, samplings, among))
     del generator
-    if timed:
-        train(engine, config, arguments, clock, add)
+    for name in ("logprobs", "update") if timed else ():
+        add(name, trained(name, engine, config, Sample.of(MIXES[arguments.mix](), config.vocab_size), clock))
+
+
+def engine_of(config: PretrainedConfig, device: str, budget: int, batch_invariant: bool) -> Engine:
+    return Engine(
+        config,
+        device=device,
+        budget=budget,
+        compute_dtype=torch.bfloat16,
+        optimizer=AdamW(lr=0.0),
+        batch_invariant=batch_invariant,
+    )
+
+
+def generator_of(engine: Engine, most: int, length: int) -> SyncedGenerator:
+    """Returns a generator for at most so many completions of this length at once."""
+    return SyncedGenerator(engine, None, max_batch_tokens=most * (PROMPT + length + 64), max_sequences=most)
+
+
+def sampled(
+    generator: SyncedGenerator, config: PretrainedConfig, count: int, length: int, clock: Clock
+) -> dict[str, Any]:
+    """Returns the time of so many completions of this length."""
+    asked = [[token % config.vocab_size for token in range(row, row + PROMPT)] for row in range(count)]
+    sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    forget(clock.device)
+    seconds = clock(partial(generator.generate, asked, sampling))
+    return {"seconds": round(seconds, 4), "tokens_per_second": round(count * length / seconds)}
 
 
 def requests(count: int, vocab_size: int, longest: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -153,32 +167,20 @@ def mismatch(
     }
 
 
-def train(
-    engine: Engine,
-    config: PretrainedConfig,
-    arguments: argparse.Namespace,
-    clock: Clock,
-    add: Callable[[str, dict[str, Any]], None],
-) -> None:
-    """Log-probs and an update of the mix of sequences."""
-    sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
-    flops, tokens = forward_flops(config, sample.lengths), sum(sample.lengths)
-    steps = {
+def trained(name: str, engine: Engine, config: PretrainedConfig, sample: Sample, clock: Clock) -> dict[str, Any]:
+    """Returns the time of the sample's log-probs, or of an update with it."""
+    passes, step = {
         "logprobs": (1, lambda: engine.logprobs(batch(sample), entropy=True)),
         "update": (3, update(engine, batch(sample), PolicyGradient())),
+    }[name]
+    forget(clock.device)
+    seconds = clock(step)
+    return {
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(sum(sample.lengths) / seconds),
+        "mfu": round(passes * forward_flops(config, sample.lengths) / seconds / PEAK_FLOPS, 4),
+        "peak_gib": peak_gib(clock.device),
     }
-    for name, (passes, step) in steps.items():
-        forget(arguments.device)
-        seconds = clock(step)
-        add(
-            name,
-            {
-                "seconds": round(seconds, 4),
-                "tokens_per_second": round(tokens / seconds),
-                "mfu": round(passes * flops / seconds / PEAK_FLOPS, 4),
-                "peak_gib": peak_gib(arguments.device),
-            },
-        )
 
 
 if __name__ == "__main__":

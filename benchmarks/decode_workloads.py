@@ -7,7 +7,7 @@ prompts, products or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,17 @@ def token_bytes(config: Any) -> float:
     return BYTES * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
-def workloads(names: list[str], vocab: int, completions: list[int], length: int) -> Iterator[Workload]:
-    """Yields the workloads of these names."""
+def workloads(
+    names: Sequence[str],
+    vocab: int,
+    completions: Sequence[int],
+    length: int,
+    *,
+    contexts: Sequence[int] = (1024, 2048, 4096),
+    context_rows: int = 128,
+    mixed: tuple[int, int, int] = (256, 100, 1024),
+) -> Iterator[Workload]:
+    """Yields the workloads of these names. `mixed` is how many requests, of how many tokens at least and at most."""
     generator = torch.Generator().manual_seed(0)
     most = max(completions)
 
@@ -93,11 +102,14 @@ def workloads(names: list[str], vocab: int, completions: list[int], length: int)
             asked = prompts(max(1, count // 16), 512)
             yield Workload(f"{count} completions, 16 of each prompt of 512", asked, [length] * len(asked), 16)
     if "contexts" in names:
-        for context in (1024, 2048, 4096):
-            yield Workload(f"128 completions of prompts of {context}", prompts(128, context), [length] * 128)
+        for context in contexts:
+            asked = prompts(context_rows, context)
+            yield Workload(f"{context_rows} completions of prompts of {context}", asked, [length] * context_rows)
     if "mixed" in names:  # the load that Mini-SGLang publishes for this model
-        asked = [prompts(1, tokens)[0] for tokens in uniform(256, 100, 1024)]
-        yield Workload("256 requests, 100 to 1,024 tokens in and out", asked, uniform(256, 100, 1024))
+        requests, least, longest = mixed
+        asked = [prompts(1, tokens)[0] for tokens in uniform(requests, least, longest)]
+        name = f"{requests} requests, {least:,} to {longest:,} tokens in and out"
+        yield Workload(name, asked, uniform(requests, least, longest))
 
 
 NAMES = ("even", "uneven", "grpo", "contexts", "mixed")

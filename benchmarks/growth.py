@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
-from workloads import GIB, SHAPES, Clock, Results, Sample, attempt, forget
+from workloads import GIB, SHAPES, Clock, Results, Sample, attempt, changed, forget
 
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.objectives import PolicyGradient
@@ -56,14 +56,6 @@ class Axis:
     points: Callable[[Pass], Iterator[Point]]
     attention: bool = False
     """Whether attention grows by another power than the rest, so that it is measured alone."""
-
-
-def changed(shape: str, **sizes: int) -> PretrainedConfig:
-    config = SHAPES[shape]()
-    others = {config.attribute_map.get(name, name) for name in sizes}  # by which a config may keep what it is given
-    kept = config.to_dict().items()
-    same = {name: value for name, value in kept if name not in {*others, "layer_types"}}  # those follow from the rest
-    return type(config)(**{**same, **sizes})
 
 
 def powers(least: int, most: int) -> list[int]:

@@ -36,6 +36,7 @@ GROWTH = ",".join(
     [f"{1024 << step}x1024x65536" for step in range(9)] + [f"16384x1024x{32768 << step}" for step in range(4)]
 )
 PAUSE = 0.05  # seconds
+FLOOR = "floor: plain GEMMs"
 Step = Callable[[], object]
 
 
@@ -328,24 +329,27 @@ def run(arguments: argparse.Namespace, device: str) -> list[Result]:
     for shape in arguments.shapes.split(","):
         longest = shape == LONGEST  # here the question is whether it runs at all
         repeats = 1 if longest else arguments.repeats
-        case = Case.make(shape, device)
-        before = floor(case, device, repeats)
-        measured = [measure(method, case, shape, device, repeats) for method in (methods[:1] if longest else methods)]
-        # The clock of a GPU wanders by a tenth over minutes: a ratio is to the mean of the floor before and after.
-        one, four, alone = (statistics.mean(pair) for pair in zip(before, floor(case, device, repeats), strict=True))
-        results.append(Result(shape, "floor: plain GEMMs", "nothing", one, four, 1.0, 1.0, alone, 1.0))
-        for result in measured:
-            result.forward_ratio = result.forward_ms and result.forward_ms / one
-            result.total_ratio = result.total_ms and result.total_ms / four
-            result.once_ratio = result.once_ms and result.once_ms / alone
-            whole = measured[0].total_ms
-            if result.method.endswith("ignored") and result.total_ms and whole:
-                result.note = f"{result.total_ms / whole:.2f}x of none ignored"
-            print(f"{shape} {result.method}: {_line(result)}", flush=True)
-        results.extend(measured)
+        results.extend(compare(shape, methods[:1] if longest else methods, device, repeats))
         save(results, arguments.json, device)
-        del case
     return results
+
+
+def compare(shape: str, methods: list[Method], device: str, repeats: int) -> list[Result]:
+    """Returns the floor of a shape and each method's times relative to it."""
+    case = Case.make(shape, device)
+    before = floor(case, device, repeats)
+    measured = [measure(method, case, shape, device, repeats) for method in methods]
+    # The clock of a GPU wanders by a tenth over minutes: a ratio is to the mean of the floor before and after.
+    one, four, alone = (statistics.mean(pair) for pair in zip(before, floor(case, device, repeats), strict=True))
+    for result in measured:
+        result.forward_ratio = result.forward_ms and result.forward_ms / one
+        result.total_ratio = result.total_ms and result.total_ms / four
+        result.once_ratio = result.once_ms and result.once_ms / alone
+        whole = measured[0].total_ms
+        if result.method.endswith("ignored") and result.total_ms and whole:
+            result.note = f"{result.total_ms / whole:.2f}x of none ignored"
+        print(f"{shape} {result.method}: {_line(result)}", flush=True)
+    return [Result(shape, FLOOR, "nothing", one, four, 1.0, 1.0, alone, 1.0), *measured]
 
 
 def grow(arguments: argparse.Namespace, device: str) -> list[Result]:

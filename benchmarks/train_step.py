@@ -244,6 +244,15 @@ def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dic
         rows //= 2
 
 
+def measured(name: str, work: Work, clock: Clock, profiled: bool = False) -> dict[str, Any]:
+    """Returns what a case takes in this process, or why it did not run."""
+    case = CASES[name]
+    forget(work.device)
+    if case.padded:
+        return with_fewer_rows(case, work, clock, profiled)
+    return attempt(lambda: run(case, work, clock, profiled))
+
+
 def in_a_process(name: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The case in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
@@ -321,14 +330,8 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
     clock = Clock(arguments.device, arguments.repeats)
     for name in arguments.cases:
         case = CASES[name]
-        forget(arguments.device)
         apart = case.alone and not arguments.inside
-        if apart:
-            found = in_a_process(name, shape, arguments)
-        elif case.padded:
-            found = with_fewer_rows(case, work, clock, arguments.profile)
-        else:
-            found = attempt(lambda case=case: run(case, work, clock, arguments.profile))
+        found = in_a_process(name, shape, arguments) if apart else measured(name, work, clock, arguments.profile)
         said = {"case": name, "says": case.says, "shape": shape, "mix": arguments.mix}
         results.add(said | {"budget": budget, "lora": arguments.lora, **chosen, **stepped} | found)
         if not apart:

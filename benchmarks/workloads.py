@@ -17,12 +17,14 @@ import gc
 import json
 import math
 import statistics
+import subprocess
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,15 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         max_position_embeddings=512, tie_word_embeddings=True,
     ),
 }  # fmt: skip
+
+
+def changed(shape: str, **sizes: int) -> PretrainedConfig:
+    """Returns the config of a shape with other sizes."""
+    config = SHAPES[shape]()
+    others = {config.attribute_map.get(name, name) for name in sizes}  # by which a config may keep what it is given
+    kept = config.to_dict().items()
+    same = {name: value for name, value in kept if name not in {*others, "layer_types"}}  # those follow from the rest
+    return type(config)(**{**same, **sizes})
 
 
 def log_normal(count: int, median: float, sigma: float, longest: int, seed: int = 0) -> list[int]:
@@ -222,6 +233,28 @@ def profile(step: Callable[[], Any], device: str, rows: int = 25) -> dict[str, A
     }
 
 
+def versions(device: str, commit: str | None = None) -> dict[str, str]:
+    """Returns the versions of what a figure depends on. `commit` is for a copy of the tree without its repository."""
+
+    def output(*words: str) -> str:
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    installed = {name: installed_version(name) for name in ("torch", "triton", "transformers", "liger_kernel", "peft")}
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else "none"
+    head = commit or output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    return {**installed, "driver": driver, "commit": head}
+
+
+def installed_version(name: str) -> str:
+    try:
+        return str(torch.__version__) if name == "torch" else metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 @dataclass
 class Results:
     """All that was found, written after each case, so that a run that is stopped leaves what it had."""
@@ -233,12 +266,24 @@ class Results:
     machine: str = ""
     torch_version: str = str(torch.__version__)
     day: str = str(date.today())
+    commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.versions = versions(self.device, self.commit)
         self.machine = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
 
     def add(self, case: dict[str, Any]) -> None:
         self.cases.append(case)
+        self.write()
+
+    def write(self) -> None:
+        """Writes all of it, if there is a file to write to. A write that is cut off leaves the one before."""
         if self.path:
-            kept = {name: value for name, value in asdict(self).items() if name != "path"}
-            self.path.write_text(json.dumps(kept, indent=1) + "\n")
+            unfinished = self.path.with_name(f"{self.path.name}.part")
+            unfinished.write_text(json.dumps(self.kept(), indent=1) + "\n")
+            unfinished.replace(self.path)
+
+    def kept(self) -> dict[str, Any]:
+        """Returns what is written."""
+        return {name: value for name, value in asdict(self).items() if name not in ("path", "commit")}

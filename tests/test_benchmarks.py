@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +37,13 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "report",
         "layer_metrics",
         "lora",
+        "batch_invariant",
+        "decode",
+        "decode_workloads",
+        "linear_logprobs",
+        "headline",
+        "headline_cases",
+        "headline_table",
     )
 
     def imported(name: str) -> ModuleType:
@@ -78,6 +87,9 @@ def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
         objective: sum(loss(sample)(theirs, each).item() for each in rows)
         for objective, loss in ((PolicyGradient(), peers.grpo), (SFT(over="response_mask"), peers.sft))
     }
+    packed_rows = peers.packed(sample, 32, "cpu")
+    packed_loss = sum(peers.packed_sft(sample)(theirs, each).item() for each in packed_rows)
+    assert_equal(torch.tensor(packed_loss), torch.tensor(expected[SFT(over="response_mask")]))
     packed: Batch = train_step.batch(sample)
     padded, most = train_step.padded_batch(sample, 2)
     with ranks(device="cpu"):
@@ -119,6 +131,100 @@ def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
         assert report.placed(page, kind, "\n".join(report.TABLES[kind](cases))) == page
 
 
+def run_of(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Returns the JSON of a run: by round, and by "group/case", what was found."""
+    cases = [
+        {"group": key.split("/")[0], "case": key.split("/")[1], "round": number} | found
+        for number, found_in_round in enumerate(rounds)
+        for key, found in found_in_round.items()
+    ]
+    return {"cases": cases}
+
+
+def test_a_headline_figure_is_the_median_of_its_rounds_beside_its_peer(load: Any) -> None:
+    table = load("headline_table")
+    speeds = [1, 90, 110, 100]  # the first is of the warm-up
+    run = run_of(
+        [{"ours/a": {"tokens_per_second": speed}, "peer/b": {"tokens_per_second": 50}} for speed in speeds]
+        + [{"ours/all": {"failed": "its process ended"}}]
+    )
+    measured = table.read(run)
+    target = table.Target(2.5, "2.50×")
+    cells = table.Line("case", ("ours", "a"), ("peer", "b"), "theirs", target=target).cells(measured)
+    assert cells == [
+        "case",
+        "**100 tokens/s**",
+        "90 to 110 (20.0%)",
+        "theirs, 50 tokens/s",
+        "2.00×",
+        "2.50×: missed",
+    ]
+    assert table.Line("case", ("ours", "c")).cells(measured)[1] == "its process ended"
+    assert table.Line("case", ("nobody", "c")).cells(measured)[1] == "not measured"
+    slow = table.Target(3.0, "3 s", at_most=True)
+    assert (slow.verdict(2.9), slow.verdict(3.1)) == ("3 s: met", "3 s: missed")
+
+
+def test_a_page_without_a_place_for_the_headline_is_refused(load: Any) -> None:
+    table = load("headline_table")
+    with pytest.raises(SystemExit, match="no place for a table"):
+        table.drawn(table.read({"cases": []}), "# a page")
+
+
+class Process:
+    """A process that was ended."""
+
+    ended = 0
+
+    def kill(self) -> None:
+        self.ended += 1
+
+    def join(self) -> None:
+        pass
+
+
+def test_a_headline_process_that_is_slow_or_ends_is_a_result(load: Any) -> None:
+    headline = load("headline")
+    for closed, why in ((False, "not finished in time"), (True, "its process ended")):
+        ours, theirs = multiprocessing.Pipe()
+        worker = headline.Worker("group", "cpu", 1.0, Process(), ours)
+        theirs.send(("case", {"seconds": 1.0}))
+        if closed:
+            theirs.close()
+        assert list(worker.answers(time.monotonic() + 0.1)) == [("case", {"seconds": 1.0})]
+        assert (worker.why_ended, worker.process.ended) == (why, 1)
+
+
+def test_a_headline_turn_leaves_time_for_more_important_groups(load: Any) -> None:
+    reserved = load("headline").reserved
+    assert [reserved([10.0, 5.0], number, 3) for number in (1, 2, 3)] == [0.0, 15.0, 0.0]
+
+
+def test_headline_tables_name_cases_that_are_measured(load: Any) -> None:
+    """A table's line without a case would read "not measured" for ever."""
+    cases, table = load("headline_cases"), load("headline_table")
+    lines = [*table.TRAINING, *table.generation()]
+    keys = {key for line in lines for key in (line.key, line.peer) if key is not None}
+    assert {group for group, _ in keys} == set(cases.BY_NAME) - {"head"}
+    missing = keys - {(group.name, case) for group in cases.GROUPS for case in group.cases.names()}
+    assert not missing
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_every_headline_group_that_needs_no_gpu_measures_its_cases(load: Any) -> None:
+    """Each with a tiny model. Slow, since every benchmark of the page runs once."""
+    cases = load("headline_cases")
+    with ranks(device="cpu"):
+        for group in cases.GROUPS:
+            if "flex" in group.name or "liger" in group.name:
+                continue  # compiled attention and Liger's kernels need a GPU
+            found = dict(group.cases.run(cases.Scale("cpu", tiny=True)))
+            assert found, group.name
+            failed = {name: case["failed"] for name, case in found.items() if "failed" in case}
+            assert not failed or set(failed) == {"64x32x512 Liger fused linear CE"}, group.name
+
+
 def test_the_cost_of_layer_metrics_is_measured(load: Any) -> None:
     benchmark = load("layer_metrics")
     assert benchmark.measure(benchmark.SMALL, "cpu", repeats=1).keys() == {"with_ms", "without_ms", "share"}
@@ -132,6 +238,7 @@ SMOKES = {
     "weight_sync": [],
     "asynchrony": [],
     "batch_invariant": [],
+    "headline": ["--rounds", "1", "--groups", "train 0.6b", "head"],
 }
 
 

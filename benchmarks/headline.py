@@ -1,0 +1,259 @@
+"""Measures the figures of the README and of docs/benchmarks.md on one GPU in one run, each of them in three rounds.
+
+    PYTHONPATH=src python benchmarks/headline.py --seconds 500 --json benchmarks/results/headline_h200.json
+    PYTHONPATH=src python benchmarks/headline.py --list                      # groups and the seconds of a round
+    PYTHONPATH=src python benchmarks/headline.py --smoke --rounds 1          # tiny, on any machine
+    python benchmarks/headline.py --draw benchmarks/results/headline_h200.json docs/benchmarks.md README.md
+
+Each group of cases (headline_cases.py) has a process, so that a peer that changes transformers' classes changes no
+other. All start together and compile their kernels, with models of one layer. Then one process at a time measures: a
+round is one turn of each group, the most important first. The JSON is written after every case. With `--seconds` a turn
+that would end too late, or take the time of a later turn of a more important group, is left out. One that is not
+finished in time is ended. What was measured is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import headline_table
+from headline_table import Found
+
+GRACE = 5.0  # seconds before the limit in which no turn runs
+WARM_UP = 150.0  # seconds of all warm-ups together, at most
+SLOW = 6.0  # times its estimate after which a turn is given up
+
+
+def serve(connection: Connection, name: str, device: str) -> None:
+    """Runs turns of a group until the other end is closed. Sends each case as a pair, and None after the last."""
+    import headline_cases
+    from workloads import OUT_OF_MEMORY, forget, torch
+
+    group = headline_cases.BY_NAME[name]
+    with group.context(device):
+        connection.send(None)
+        while True:
+            try:
+                scale = connection.recv()
+            except EOFError:
+                return
+            try:
+                for case in group.cases.run(scale):
+                    connection.send(case)
+            except torch.OutOfMemoryError:
+                connection.send(("all", {"failed": OUT_OF_MEMORY}))
+            except Exception as error:
+                traceback.print_exc()
+                connection.send(("all", {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}))
+            forget(device)
+            connection.send(None)
+
+
+@dataclass
+class Worker:
+    """The process of one group."""
+
+    name: str
+    device: str
+    seconds: float
+    """What a turn takes: the group's estimate, then what the last turn took."""
+    process: Any = None
+    connection: Connection | None = None
+    why_ended: str = ""
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, self.name, self.device), daemon=True)
+        self.process.start()
+        other.close()  # so that the end of the process ends a `recv`
+
+    def ask(self, scale: Any) -> None:
+        assert self.connection is not None
+        try:
+            self.connection.send(scale)
+        except OSError:
+            self.end("its process ended")
+
+    def answers(self, deadline: float) -> Iterator[tuple[str, Found]]:
+        """Yields what it sends until it has finished, was too slow, or ended, which `why_ended` then says."""
+        for _, answer in answers_of([self], deadline):
+            yield answer
+
+    def end(self, why: str = "") -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.process.kill()
+            self.process.join()
+        self.connection, self.why_ended = None, why
+
+
+def answers_of(workers: Sequence[Worker], deadline: float) -> Iterator[tuple[Worker, tuple[str, Found]]]:
+    """Yields what these send, as it comes, until all have finished, were too slow, or ended."""
+    busy = {worker.connection: worker for worker in workers if worker.connection is not None}
+    while busy:
+        ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for worker in busy.values():
+                worker.end("not finished in time")
+            return
+        for connection in ready:
+            worker = busy[connection]
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError):
+                worker.end("its process ended")
+                answer = None
+            if answer is None:
+                del busy[connection]
+            else:
+                yield worker, answer
+
+
+@dataclass
+class Run:
+    """What was measured, and until when it may be."""
+
+    results: Any
+    deadline: float
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+    def turn(self, worker: Worker, number: int, scale: Any, *, fresh: bool) -> None:
+        """Measures a group once. Round 0 is the warm-up."""
+        began = time.monotonic()
+        limit = min(self.deadline, began + SLOW * max(worker.seconds, 20.0))
+        if fresh:
+            worker.start()
+            for _ in worker.answers(limit):
+                pass
+        worker.ask(scale)
+        for case, found in worker.answers(limit):
+            self.add(worker.name, case, number, found)
+        if worker.why_ended:
+            self.add(worker.name, "all", number, {"failed": worker.why_ended})
+        worker.seconds = time.monotonic() - began
+        self.results.turns.append([worker.name, number, round(worker.seconds, 1)])
+        self.results.write()
+        if fresh:
+            worker.end()
+
+    def add(self, group: str, case: str, number: int, found: dict[str, Any]) -> None:
+        self.results.add({"group": group, "case": case, "round": number} | found)
+        print(f"{number} {group:<24} {case:<46} {headline_table.shown(found)}", flush=True)
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these, see --list")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all of it, at most")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--commit", help="of a copy of the tree without its repository")
+    parser.add_argument("--json", type=Path, help="written after each case")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
+    parser.add_argument("--list", action="store_true", help="print the groups and their estimated seconds")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="a JSON file, and pages to write it into")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    began = time.monotonic()
+    arguments = options(words)
+    if arguments.draw:
+        headline_table.draw(arguments.draw[0], arguments.draw[1:])
+        return []
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process that compiles
+    import headline_cases
+    import torch
+
+    for name in arguments.groups or ():
+        if name not in headline_cases.BY_NAME:
+            raise SystemExit(f"there is no group {name!r}. The groups are {', '.join(headline_cases.BY_NAME)}.")
+    groups = [group for group in headline_cases.GROUPS if group.name in (arguments.groups or headline_cases.BY_NAME)]
+    if arguments.list:
+        print("\n".join(f"{group.seconds:5.0f} s  {group.name}" for group in groups))
+        print(f"{sum(group.seconds for group in groups):5.0f} s  a round")
+        return []
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    results = results_of(device, arguments)
+    run = Run(results, began + arguments.seconds - GRACE)
+    run.workers = {group.name: Worker(group.name, device, group.seconds) for group in groups}
+    try:
+        measure(run, groups, arguments.rounds, device, arguments.smoke)
+    finally:
+        for worker in run.workers.values():
+            worker.end(worker.why_ended)
+        results.seconds = round(time.monotonic() - began, 1)
+        results.write()
+    print("\n".join(headline_table.report(headline_table.read(results.kept()))))
+    return list(results.cases)
+
+
+def results_of(device: str, arguments: argparse.Namespace) -> Any:
+    """Returns the results of the other benchmarks, with what this one adds."""
+    from workloads import Results
+
+    @dataclass
+    class Rounds(Results):
+        started: str = datetime.now(UTC).isoformat(timespec="minutes")
+        rounds: int = arguments.rounds
+        seconds: float = 0.0
+        turns: list[list[Any]] = field(default_factory=list)
+        left_out: list[list[Any]] = field(default_factory=list)
+
+    return Rounds(" ".join(sys.argv), device, arguments.json, commit=arguments.commit)
+
+
+def measure(run: Run, groups: Sequence[Any], rounds: int, device: str, tiny: bool) -> None:
+    import headline_cases
+
+    whole = headline_cases.Scale(device, tiny)
+    kept = [run.workers[group.name] for group in groups if not group.fresh]
+    for worker in kept:
+        worker.start()
+    for _ in answers_of(kept, run.deadline):
+        pass
+    began = time.monotonic()
+    print(f"started {len(kept)} processes, {run.deadline - began:.0f} s are left", flush=True)
+    if not tiny:
+        for worker in kept:
+            worker.ask(headline_cases.Scale(device, layers=1))
+        for worker, (case, found) in answers_of(kept, min(run.deadline, began + WARM_UP)):
+            run.add(worker.name, case, 0, found | {"warm_after": round(time.monotonic() - began, 1)})
+        for worker in kept:
+            if worker.why_ended:
+                run.add(worker.name, "all", 0, {"failed": worker.why_ended})
+        print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
+    for number in range(1, rounds + 1):
+        for place, group in enumerate(groups):
+            worker = run.workers[group.name]
+            if worker.why_ended and not group.fresh:
+                continue
+            before = [run.workers[other.name].seconds for other in groups[:place]]
+            if time.monotonic() + worker.seconds + reserved(before, number, rounds) > run.deadline:
+                run.results.left_out.append([group.name, number])
+                continue
+            run.turn(worker, number, whole, fresh=group.fresh)
+
+
+def reserved(before: Sequence[float], number: int, rounds: int) -> float:
+    """Returns the seconds of later rounds that more important groups need, which come `before` this one.
+
+    Every group gets a first round. A further one is for those that leave enough time for them.
+    """
+    return (rounds - number) * sum(before) if number > 1 else 0.0
+
+
+if __name__ == "__main__":
+    main()
