@@ -13,7 +13,9 @@ from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
 from postlude.layout import Layout
+from postlude.ops.paged_attention import PAGE_SIZE
 from tests.generate.test_generator import prompts
+from tests.generate.test_scheduler import Recorded, Stepped
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config, small_model
 from tests.model.test_replay import own_choices
@@ -29,9 +31,9 @@ def model(pattern: str = PATTERN, **changes: Any) -> LanguageModel:
     return made
 
 
-def answered(of: LanguageModel, **options: Any) -> list[list[Completion]]:
+def answered(of: LanguageModel, way: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
     """Three of the twelve at a time, so that some join others, inherit their rows, and prompts pass the model once."""
-    generator = Generator(of, eos_tokens=(END,), **{"max_sequences": 3, "routing": True, **options})
+    generator = way(of, eos_tokens=(END,), **{"max_sequences": 3, "routing": True, **options})
     return generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, seed=4), n=3)
 
 
@@ -58,22 +60,42 @@ def replayed(of: LanguageModel, found: list[list[Completion]], patch: pytest.Mon
             assert row[len(prompt) :].tolist() == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-def test_recorded_choices_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [Stepped, Recorded])
+def test_recorded_choices_are_those_of_a_forward(way: type[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
-    found = answered(moe)
+    found = answered(moe, way)
     assert {len(completion.tokens) for group in found for completion in group} > {12}  # some end before
     replayed(moe, found, monkeypatch)
 
 
-def test_answers_that_had_to_wait_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that outgrow the cache pass the model again when there is room."""
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each completion that outgrew the cache, and is prefilled again when there is room."""
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
-    waited, evict = [], Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (waited.append(1), evict(*given)))
+    numbers: list[int] = []
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (numbers.append(len(numbers)), preempt(*given)))
+    return numbers
+
+
+def test_preempted_completions_are_recorded_alike(preempted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
     found = answered(moe, max_batch_tokens=60, max_sequences=8)
-    assert waited
+    assert preempted
     replayed(moe, found, monkeypatch)
+
+
+def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: list[int]) -> None:
+    moe, sampling = model(), SamplingParams(max_new_tokens=20, seed=4)
+    asked = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
+    expected = Stepped(moe, routing=True).generate(asked, sampling)
+    assert not preempted
+    groups = Recorded(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(asked, sampling)
+    assert preempted
+    for group, others in zip(groups, expected, strict=True):
+        for completion, other in zip(group, others, strict=True):
+            assert completion.tokens == other.tokens
+            assert torch.equal(completion.routing, other.routing)
 
 
 @pytest.mark.slow
@@ -82,6 +104,25 @@ def test_drafted_answers_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> 
     found = answered(moe, draft="mtp")
     assert sum(completion.accepted for group in found for completion in group) > 0
     replayed(moe, found, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_cuda_graphs_record_what_the_host_does() -> None:
+    """In fp32, with more completions than rows and prompts of several pages. What is recorded does not stay pinned."""
+    moe = model("[*E][*-][*E]{2}").cuda()
+    asked, sampling = prompts(VOCABULARY, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
+    graphs = Generator(moe, eos_tokens=(END,), max_sequences=8, routing=True)
+    assert graphs.why_no_cuda_graph() is None
+    by_host = Stepped(moe, eos_tokens=(END,), max_sequences=8, routing=True)
+    replays = [graphs.generate(asked, sampling, n=4) for _ in range(2)]
+    for groups in replays:
+        for group, expected in zip(groups, by_host.generate(asked, sampling, n=4), strict=True):
+            for completion, other in zip(group, expected, strict=True):
+                assert completion.tokens == other.tokens
+                assert torch.equal(completion.routing, other.routing)
+                assert not completion.routing.is_pinned()
+    graphs.routing = False
+    assert all(one.routing is None for group in graphs.generate(asked, sampling) for one in group)
 
 
 def test_nothing_is_recorded_unasked_and_answers_are_the_same() -> None:

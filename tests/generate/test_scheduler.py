@@ -312,5 +312,3 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
 def test_what_is_not_steady_says_why() -> None:
     generator = Generator(load_model("tiny-dense"))
     assert generator.why_no_cuda_graph() == "the model is on cpu"
-    generator.routing = True
-    assert generator.why_no_cuda_graph() == "routing=True records the experts of every token"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from postlude.generate.protocol import FinishReason, VersionSpan
@@ -46,7 +47,9 @@ class CompletionState:
     accepted: int = 0
     """Speculative tokens that were accepted."""
     routing: Tensor | None = None
-    """The experts that its tokens were routed to, set when it is finished, if they are recorded."""
+    """The experts that its tokens were routed to, set when it is finished, if they are recorded: see `wait_routing`."""
+    routing_copied: torch.cuda.Event | None = None
+    """The end of the copy of `routing` from the GPU."""
     versions: list[VersionSpan] = field(default_factory=list)
     """The weights versions that its tokens were sampled with, if they have names."""
     error: Exception | None = None
@@ -90,6 +93,13 @@ class CompletionState:
         if self.finish_reason is None and len(self.tokens) == self.prompt.sampling.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def wait_routing(self) -> Tensor | None:
+        """Returns `routing` when it has been copied, in memory that is not pinned."""
+        if self.routing is None or self.routing_copied is None:
+            return self.routing
+        self.routing_copied.synchronize()
+        return self.routing.clone()
 
     def record_version(self, version: str) -> None:
         """Records the weights version of the tokens that have none yet."""

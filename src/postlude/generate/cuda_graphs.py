@@ -13,6 +13,7 @@ from postlude.generate.adapters import AdapterSlot, NamedAdapters
 from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
 from postlude.generate.forward import DecodeMicrobatches, all_logits
 from postlude.generate.paged_cache import PagedCache
+from postlude.generate.routing_record import RoutingRecord
 from postlude.model import LanguageModel
 from postlude.model.parallel import is_dtensor
 from postlude.ops.kernels.capabilities import why_no_triton
@@ -49,11 +50,19 @@ class DecodeGraphs:
     and the host launches it every time.
     """
 
-    def __init__(self, model: LanguageModel, adapters: NamedAdapters, rows: DecodeRows, cache: PagedCache) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        adapters: NamedAdapters,
+        rows: DecodeRows,
+        cache: PagedCache,
+        routing: RoutingRecord | None = None,
+    ) -> None:
         self.model = model
         self.adapters = adapters
         self.rows = rows
         self.cache = cache
+        self.routing = routing
         self._microbatches = DecodeMicrobatches()
         self._graphs: WeakKeyDictionary[AdapterSlot, dict[DecodeStep, torch.cuda.CUDAGraph | None]]
         self._graphs = WeakKeyDictionary()
@@ -113,6 +122,8 @@ class DecodeGraphs:
         self.cache.begin_decode(rows.table[:size], lengths, shared)
         microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
         logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
+        if self.routing is not None:
+            self.routing.store()
         sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
 
 

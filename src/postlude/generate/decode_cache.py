@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import DecodeState, States, Stores
+from postlude.model.context import DecodeState, Inputs, States, Stores
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
@@ -79,6 +79,14 @@ class DecodeCache(DecodeState, ABC):
         for states in self._states.values():
             for state in states:
                 state.index_copy_(0, targets, state.index_select(0, sources))
+
+    @abstractmethod
+    def append(self, name: str, new: Inputs) -> Stores:
+        """Stores `new` tensors of the forward's tokens, [T, ...] each, under `name`. Returns the stores."""
+
+    def stores(self, name: str) -> Stores:
+        """Returns the stores under `name`."""
+        return self._stores[name]
 
     @abstractmethod
     def copy(self, copies: Sequence[Copy]) -> None:

@@ -166,5 +166,5 @@ class EagerScheduler(Scheduler):
         if running.state.error is not None:
             self.cache.clear(running.row)
         elif self.routing is not None:
-            running.state.routing = self.routing.of(running.row, running.state.length)
+            self.routing.copy_to(running.state, [running.row])
         super()._finish(running)

@@ -229,8 +229,6 @@ class Generator:
         """
         if self.draft is not None:
             return f"draft={self.draft!r} decodes several tokens in a step"
-        if self.routing:
-            return "routing=True records the experts of every token"
         return why_no_cuda_graph(self.model)
 
     @property
@@ -260,10 +258,15 @@ class Generator:
                 group=_lockstep_group(self.model),
             )
         capacity = capacity_of(completions, self.cache_tokens, self.max_sequences)
-        if self._buffers is None or not self._buffers.fit(capacity):
+        if self._buffers is None or not self._buffers.fit(capacity, routing=self.routing):
             self.release()
             self._buffers = GraphBuffers.of(
-                self.model, self.adapters, capacity, self.model.embedding.weight.device, fp8_kv=self.fp8_kv
+                self.model,
+                self.adapters,
+                capacity,
+                self.model.embedding.weight.device,
+                routing=self.routing,
+                fp8_kv=self.fp8_kv,
             )
         return GraphScheduler(
             self._buffers,
@@ -324,7 +327,7 @@ class Generator:
             text,
             drafted=completion.drafted,
             accepted=completion.accepted,
-            routing=completion.routing,
+            routing=completion.wait_routing(),
             versions=tuple(completion.versions),
         )
 

@@ -20,6 +20,7 @@ from postlude.generate.decode_rows import DecodeRows, sample_next
 from postlude.generate.forward import logits_at, prefill_microbatch
 from postlude.generate.paged_cache import PagedCache
 from postlude.generate.pages import PagePool, RunningCompletion, pages_for
+from postlude.generate.routing_record import RoutingRecord
 from postlude.generate.scheduler import Scheduler, max_stops
 from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
@@ -68,6 +69,7 @@ class GraphBuffers:
     rows: DecodeRows
     cache: PagedCache
     graphs: DecodeGraphs
+    routing: RoutingRecord | None
     capacity: DecodeCapacity
     weight_addresses: tuple[int, ...]
 
@@ -78,6 +80,7 @@ class GraphBuffers:
         capacity: DecodeCapacity,
         device: torch.device,
         *,
+        routing: bool = False,
         fp8_kv: bool = False,
     ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
@@ -85,8 +88,9 @@ class GraphBuffers:
             fuse_weights(layers)
         rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device)
         cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
-        graphs = DecodeGraphs(model, adapters, rows, cache)
-        return GraphBuffers(model, rows, cache, graphs, capacity, addresses(model))
+        record = RoutingRecord(model, cache) if routing else None
+        graphs = DecodeGraphs(model, adapters, rows, cache, record)
+        return GraphBuffers(model, rows, cache, graphs, record, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:
@@ -96,11 +100,15 @@ class GraphBuffers:
             return True
         return self.cache.size_in_bytes <= SMALL_FRACTION * torch.cuda.get_device_properties(device).total_memory
 
-    def fit(self, capacity: DecodeCapacity) -> bool:
-        """Whether they have this capacity, and the weights are still at the addresses that the graphs read."""
+    def fit(self, capacity: DecodeCapacity, *, routing: bool) -> bool:
+        """Whether they have this capacity, and the weights are still at the addresses that the graphs read.
+
+        `routing`: whether they must record the experts of tokens, or must not.
+        """
         have = self.capacity
         return (
-            have.rows >= capacity.rows
+            routing == (self.routing is not None)
+            and have.rows >= capacity.rows
             and have.pages >= capacity.pages
             and have.longest >= capacity.longest
             and have.stops >= capacity.stops
@@ -131,7 +139,7 @@ class GraphScheduler(Scheduler):
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
-        self.paged, self.graphs = buffers.cache, buffers.graphs
+        self.paged, self.graphs, self.routing = buffers.cache, buffers.graphs, buffers.routing
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.table_changed = False
         self.rows_changed = False  # by completions that joined, left or moved
@@ -217,4 +225,12 @@ class GraphScheduler(Scheduler):
         logits, _ = self.model(
             microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
         )
+        if self.routing is not None:
+            self.routing.store()
         return logits
+
+    def _finish(self, running: RunningCompletion) -> None:
+        """See `Scheduler`."""
+        if self.routing is not None and running.state.error is None:
+            self.routing.copy_to(running.state, running.pages)
+        super()._finish(running)

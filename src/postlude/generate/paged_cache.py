@@ -89,6 +89,19 @@ class PagedCache(DecodeCache):
             self._stores[name] = tuple(stores)
         return self._stores[name]
 
+    def append(self, name: str, new: Inputs) -> Stores:
+        """See `DecodeCache`. Stores are [pages + 1, PAGE_SIZE, ...] each: idle rows write to the last page."""
+        if name not in self._stores:
+            self._stores[name] = tuple(part.new_zeros(self.pages + 1, PAGE_SIZE, *part.shape[1:]) for part in new)
+        slots = self._slots
+        if self._prefill is None:
+            newest = (self._lengths - 1).clamp_min(0)
+            page = self._table.gather(1, (newest // PAGE_SIZE)[:, None])[:, 0].long()
+            slots = torch.where(self._lengths > 0, page, self.pages), newest % PAGE_SIZE
+        for store, part in zip(self._stores[name], new, strict=True):
+            store.index_put_(slots, part)
+        return self._stores[name]
+
     def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
         """See `DecodeState.recur`."""
         if self._prefill is not None:

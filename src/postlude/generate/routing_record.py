@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from postlude.data.microbatch import ROUTING
-from postlude.generate.row_cache import RowCache
+from postlude.generate.completion_state import CompletionState
+from postlude.generate.decode_cache import DecodeCache
 from postlude.model import LanguageModel, ModelConfig
 from postlude.ops.collectives import gather_replicated
 
 
 class RoutingRecord:
-    """Expert ids in the cache, moved and shared like the keys: [rows, capacity, routers, top_k]."""
+    """Expert ids in the cache, moved and shared like the keys: [pages, tokens of a page, routers, top_k]."""
 
-    def __init__(self, model: LanguageModel, cache: RowCache) -> None:
+    def __init__(self, model: LanguageModel, cache: DecodeCache) -> None:
         self.routers = model.routers
         self.tp = model.mesh.tp
         self.cache = cache
@@ -31,13 +33,21 @@ class RoutingRecord:
         self.cache.append(ROUTING, (gathered.short(),))
         self.cache.choices = {}
 
-    def of(self, row: int, length: int) -> Tensor:
-        """Returns the expert ids of a row's first `length` tokens, [length, routers, top_k] on the CPU.
+    def copy_to(self, completion: CompletionState, pages: Sequence[int]) -> None:
+        """Starts to copy the expert ids of a completion in these pages to the host: [length, routers, top_k].
 
         The last token was not an input yet, and has -1.
         """
-        (expert_ids,) = self.cache.stores(ROUTING)
-        return F.pad(expert_ids[row, : length - 1].cpu(), (0, 0, 0, 0, 0, 1), value=-1)
+        (stored,) = self.cache.stores(ROUTING)
+        expert_ids = stored[list(pages)].flatten(0, 1)[: completion.length - 1]
+        on_host = torch.full(
+            (completion.length, *expert_ids.shape[1:]), -1, dtype=torch.int16, pin_memory=stored.is_cuda
+        )
+        on_host[:-1].copy_(expert_ids, non_blocking=True)
+        completion.routing = on_host
+        if stored.is_cuda:
+            completion.routing_copied = torch.cuda.Event()
+            completion.routing_copied.record()
 
 
 def check_routing_record(config: ModelConfig) -> None:

@@ -182,20 +182,13 @@ class RowCache(DecodeCache):
                 tensor[row] = 0
 
     def append(self, name: str, new: Inputs) -> Stores:
-        """Stores `new` tensors of the forward's tokens, [T, ...] each, under `name`.
-
-        Returns the stores of all rows, [rows, capacity, ...] each.
-        """
+        """See `DecodeCache`. Stores are [rows, capacity, ...] each."""
         if name not in self._stores:
             self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in new)
         stores, kept = self._stores[name], len(self._slots)
         for store, part in zip(stores, new, strict=True):
             store.flatten(0, 1).index_copy_(0, self._slots, part[:kept])
         return stores
-
-    def stores(self, name: str) -> Stores:
-        """Returns the stores under `name`, [rows, capacity, ...] each."""
-        return self._stores[name]
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:
