@@ -300,7 +300,7 @@ class MetricAccumulator:
         reduced = flat.tolist()  # synchronises
         all_sums, layer_totals, maxima = reduced[: 3 * size], reduced[3 * size : end], reduced[end:]
         metrics = {
-            name: MetricNumbers(*all_sums[3 * slot : 3 * slot + 2], maxima[FIRST_SLOT + slot])
+            name: MetricNumbers(all_sums[3 * slot], all_sums[3 * slot + 1], maxima[FIRST_SLOT + slot])
             for name, slot in slots.items()
             if all_sums[3 * slot + 2]
         }
