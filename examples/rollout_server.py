@@ -21,7 +21,7 @@ from postlude.serving.errors import InvalidResponse
 
 class MinimalAPI(ServerAPI):
     name = "minimal"
-    can_reload = True  # it takes new weights while it runs, so a run can train with it
+    can_reload_weights = True  # it takes new weights while it runs, so a run can train with it
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         body = {"prompt": list(request.prompt), "sampling": asdict(request.sampling), "first": request.first}

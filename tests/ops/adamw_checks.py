@@ -34,7 +34,7 @@ def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
             scale = torch.tensor([0.5, float(number != 2)], device=DEVICE)
             adamw_step(
                 state["weight"], gradient, state["first"], state["second"], now, RATES,
-                low=state["low"], scale=scale, key=0x9ABCDEF0, place=TensorSlice.of(region, shape), backend=backend,
+                low=state["low"], scale=scale, seed=0x9ABCDEF0, bounds=TensorSlice.of(region, shape), backend=backend,
             )  # fmt: skip
     one, other = states["torch"], states["triton"]
     if weights == "rounded":

@@ -154,10 +154,10 @@ def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: py
     shape, region = CUTS[cut]
     weight, gradients = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2, 3)]
     options = {"weights": weights, "moments": "8bit"}
-    whole = run(start(weight, **options), gradients, key=5)
+    whole = run(start(weight, **options), gradients, seed=5)
     monkeypatch.setattr("postlude.ops.adamw.ROWS_AT_ONCE", 250)
     part = start(weight[region].contiguous(), **options)
-    run(part, [each[region].contiguous() for each in gradients], key=5, place=TensorSlice.of(region, shape))
+    run(part, [each[region].contiguous() for each in gradients], seed=5, bounds=TensorSlice.of(region, shape))
     blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
     for mine, all_of_it in zip(tensors(part), tensors(whole), strict=True):
         assert torch.equal(mine, all_of_it[region if all_of_it.shape == shape else blocks])

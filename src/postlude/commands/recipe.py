@@ -46,15 +46,15 @@ def run(options: argparse.Namespace) -> int:
             device, int(os.environ.get("WORLD_SIZE", world_size)), on_this_machine, options.ray is not None
         )
         inputs = PreflightInputs(config, launch)
-        lines, console = preflight(recipe.checks(inputs)), Console()
+        findings, console = preflight(recipe.checks(inputs)), Console()
         if options.dry_run:
             console.print(to_yaml(config, masked=True), markup=False, highlight=False, soft_wrap=True)
-            print_findings(inputs, lines, console)
+            print_findings(inputs, findings, console)
         else:
-            if "mtp" in lines:  # a run should not add new layers silently
-                console.print(f"mtp: {lines['mtp']}", markup=False, highlight=False, soft_wrap=True)
-            for write in inputs.on_success:
-                write()
+            if "mtp" in findings:  # a run should not add new layers silently
+                console.print(f"mtp: {findings['mtp']}", markup=False, highlight=False, soft_wrap=True)
+            for action in inputs.on_success:
+                action()
     if options.dry_run:
         return EXIT_DONE
     if options.ray is None:

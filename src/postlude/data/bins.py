@@ -22,7 +22,7 @@ class BinPlan:
     lengths: Sequence[int]
     """The length of each sequence after truncation."""
     bins: Sequence[Sequence[int]]
-    """The sequences of each microbatch, ascending. Of r data-parallel ranks, rank k runs bins k, k + r, k + 2r, …"""
+    """The sequences of each microbatch, its `members`. With r data-parallel ranks, k runs bins k, k + r, k + 2r, …"""
 
     @cached_property
     def starts(self) -> list[int]:
@@ -76,7 +76,7 @@ def plan_sharded_bins(
 
     count = max(len(plan(members, 1)) for members in members_of)
     bins = [plan(members, count) or [[] for _ in range(count)] for members in members_of]
-    return [bins[rank][number] for number in range(count) for rank in range(ranks)]
+    return [bins[rank][index] for index in range(count) for rank in range(ranks)]
 
 
 def plan_bins(
@@ -90,10 +90,10 @@ def plan_bins(
     has one entry per sequence: sequences of the same group stay in one bin.
     """
     if groups is not None:
-        members = _members(groups, lengths, budget)
-        totals = [sum(lengths[index] for index in group) for group in members]
-        bins = plan_bins(totals, budget, multiple_of=multiple_of)
-        return [sorted(index for number in numbers for index in members[number]) for numbers in bins]
+        group_members = _members_by_group(groups, lengths, budget)
+        group_lengths = [sum(lengths[member] for member in members) for members in group_members]
+        bins = plan_bins(group_lengths, budget, multiple_of=multiple_of)
+        return [sorted(member for group in bin_groups for member in group_members[group]) for bin_groups in bins]
     for name, value in (("budget", budget), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but the least is 1. Give a positive {name}.")
@@ -111,7 +111,7 @@ def plan_bins(
     return sorted((sorted(members) for members in bins), key=lambda members: -bin_cost(members, lengths))
 
 
-def _members(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def _members_by_group(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Returns the sequences of each group, in the order of first appearance."""
     if len(groups) != len(lengths):
         raise ValueError(f"there are {len(groups)} groups for {len(lengths)} sequences. Give one per sequence.")

@@ -100,8 +100,8 @@ class ColumnStats:
         values = array[targets.numpy() != IGNORE]
         if not values.size:
             return cls(0, 0.0, 0.0)
-        flags = values.reshape(len(values), -1).any(1) if values.ndim > 1 else values
-        return cls(int(np.count_nonzero(flags)), float(values.min()), float(values.max()))
+        by_token = values.reshape(len(values), -1).any(1) if values.ndim > 1 else values
+        return cls(int(np.count_nonzero(by_token)), float(values.min()), float(values.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +136,9 @@ class Microbatch:
     batch_targets: int
     """The number of positions with a target in all microbatches: the denominator of a mean over the batch."""
     target_count: int
-    """The number of positions *here* with a target (`targets != IGNORE`), known on the host."""
+    """The number of positions of this microbatch with a target (`targets != IGNORE`), known on the host."""
     padding: int = 0
-    """The number of tokens here that are padding, known on the host."""
+    """The number of tokens of this microbatch that are padding, known on the host."""
     cp_shard: CPShard | None = None
     """This rank's chunks under context parallelism; None where sequences are whole."""
     mtp_microbatches: tuple[Microbatch, ...] = ()

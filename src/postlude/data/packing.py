@@ -107,11 +107,13 @@ def read_content(
             )
     lengths = [kept_lengths[member] for member in members]
     tokens = _read_sequences([sequences[index] for index in indices], members, lengths)
-    full = [len(sequences[index]) for index in indices]
+    full_lengths = [len(sequences[index]) for index in indices]
     return BatchContent(
         tokens,
         {
-            name: _read_column(name, [entries[index] for index in indices], members, full, lengths).to(tokens.device)
+            name: _read_column(name, [entries[index] for index in indices], members, full_lengths, lengths).to(
+                tokens.device
+            )
             for name, entries in columns.items()
         },
     )
@@ -133,13 +135,13 @@ def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchConten
     device = content.tokens.device
     lengths = np.array([plan.lengths[member] for member in members], dtype=np.int64)
     stops = np.cumsum(lengths)
-    rows, sequence_starts = np.arange(int(lengths.sum())), stops - lengths
+    token_indices, sequence_starts = np.arange(int(lengths.sum())), stops - lengths
     batch_starts = np.array([plan.starts[member] for member in members], dtype=np.int64)
-    indices = rows + np.repeat(batch_starts - sequence_starts, lengths)
-    positions = rows - np.repeat(sequence_starts, lengths)
+    indices = token_indices + np.repeat(batch_starts - sequence_starts, lengths)
+    positions = token_indices - np.repeat(sequence_starts, lengths)
     if depth:
         indices[positions + depth >= np.repeat(lengths, lengths)] = -1
-    sizes = [sum(plan.lengths[member] for member in plan.bins[number]) for number in bin_indices]
+    sizes = [sum(plan.lengths[member] for member in plan.bins[bin_index]) for bin_index in bin_indices]
 
     def split(values: Tensor) -> tuple[Tensor, ...]:
         return values.split_with_sizes(sizes)
@@ -149,9 +151,9 @@ def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchConten
             values = _shift_to_predictor(values, stops - 1, fill=fill)
         return values
 
-    def count(by: int, number: int) -> int:
-        """Returns the number of positions of a microbatch that have a token `by` positions later."""
-        return sum(max(0, plan.lengths[member] - by) for member in plan.bins[number])
+    def count(distance: int, bin_index: int) -> int:
+        """Returns the number of positions of a microbatch that have a token `distance` positions later."""
+        return sum(max(0, plan.lengths[member] - distance) for member in plan.bins[bin_index])
 
     tokens, targets = split(shift(content.tokens, depth, 0)), split(shift(content.tokens, depth + 1, IGNORE))
     positions_of, indices_of = (split(to_device(torch.from_numpy(array), device)) for array in (positions, indices))
@@ -160,21 +162,21 @@ def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchConten
     return [
         Microbatch(
             tokens=tokens[i],
-            packing=Packing.from_lengths([plan.lengths[member] for member in plan.bins[number]], device),
+            packing=Packing.from_lengths([plan.lengths[member] for member in plan.bins[bin_index]], device),
             positions=positions_of[i],
             targets=targets[i],
             columns={name: column[i] for name, column in columns.items()},
             batch_indices=indices_of[i],
-            sequences=tuple(plan.bins[number]),
-            index=number,
+            sequences=tuple(plan.bins[bin_index]),
+            index=bin_index,
             count=len(plan.bins),
             batch_tokens=plan.tokens,
             batch_targets=sum(max(0, length - depth - 1) for length in plan.lengths),
-            target_count=count(depth + 1, number),
-            padding=sizes[i] - count(depth, number),
+            target_count=count(depth + 1, bin_index),
+            padding=sizes[i] - count(depth, bin_index),
             routing=None if routing is None else routing[i],
         )
-        for i, number in enumerate(bin_indices)
+        for i, bin_index in enumerate(bin_indices)
     ]
 
 
@@ -338,7 +340,7 @@ def has_no_dtype(entries: Sequence[Any] | Tensor | NDArray[Any]) -> bool:
     return not isinstance(entries, Tensor) and not any(isinstance(entry, Tensor) for entry in entries)
 
 
-def _read_tensor(what: str, value: Any) -> Tensor:
+def _read_tensor(name: str, value: Any) -> Tensor:
     """Returns a tensor as it is, and Python or numpy values as bool, int64 or float32."""
     if isinstance(value, Tensor):
         return value
@@ -348,7 +350,7 @@ def _read_tensor(what: str, value: Any) -> Tensor:
         return torch.from_numpy(array.astype(dtypes[array.dtype.kind]))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{what} is a {type(value).__name__} that cannot be converted to a tensor of numbers. "
+            f"{name} is a {type(value).__name__} that cannot be converted to a tensor of numbers. "
             f"Give a tensor, a numpy array, or Python numbers."
         ) from error
 

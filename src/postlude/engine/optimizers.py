@@ -1,8 +1,8 @@
 """AdamW and SGD over the shards that a rank stores.
 
-AdamW in fp32 is torch's fused step. With weights or moments below 32 bits, or with state in host memory, it is the step
-of `ops/adamw.py`. Both clip inside the step and change nothing if the gradient's norm is not finite, so that they need
-no synchronisation to read the norm. SGD reads it on the host.
+AdamW in fp32 is torch's fused step. Large tensors on a GPU, weights or moments below 32 bits, and state in host memory
+use the step of `ops/adamw.py`. Both clip inside the step and change nothing if the gradient's norm is not finite, so
+that they need no synchronisation to read the norm. SGD reads it on the host.
 """
 
 from __future__ import annotations
@@ -112,11 +112,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             for parameter in updated:
                 if not self.state[parameter]:
                     self.state[parameter] = self._initial_state(parameter)
-            fused, unfused = list[nn.Parameter](), list[nn.Parameter]()
-            for parameter in updated:
-                (fused if self._is_small_fp32(parameter) else unfused).append(parameter)
-            self._step_fp32(fused, hyperparameters)
-            for pieces, work in self._updates(unfused, hyperparameters):
+            by_torch = [parameter for parameter in updated if self._uses_torch_step(parameter)]
+            self._torch_step(by_torch, hyperparameters)
+            others = [parameter for parameter in updated if not self._uses_torch_step(parameter)]
+            for pieces, work in self._updates(others, hyperparameters):
                 if pieces[0].device == self._device:
                     work(pieces)
                 else:
@@ -128,16 +127,16 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return next(iter(self.names)).device
 
-    def _is_small_fp32(self, parameter: Tensor) -> bool:
-        """Returns whether torch's step updates it, which is for many tensors at once: all in fp32 and on the device.
+    def _uses_torch_step(self, parameter: Tensor) -> bool:
+        """Returns whether torch's fused step updates a parameter: it takes many tensors, in fp32 on the device.
 
-        On a GPU it takes 1.4 times as long as our kernel for large ones: it also writes the scaled gradient.
+        For large ones on a GPU it takes 1.4 times as long as our kernel, as it also writes the scaled gradient.
         """
         on_host = self.config.offload and parameter in self.matrices
         large = parameter.is_cuda and local_shard(parameter).numel() >= LARGE
         return parameter.dtype == torch.float32 and FIRST in self.state[parameter] and not on_host and not large
 
-    def _step_fp32(self, parameters: Sequence[nn.Parameter], hyperparameters: AdamWHyperparameters) -> None:
+    def _torch_step(self, parameters: Sequence[nn.Parameter], hyperparameters: AdamWHyperparameters) -> None:
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
@@ -265,8 +264,8 @@ def _step_piece(
         hyperparameters,
         low=state.get(LOW),
         scale=scale,
-        key=seed,
-        place=bounds,
+        seed=seed,
+        bounds=bounds,
     )
 
 

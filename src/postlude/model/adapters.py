@@ -35,7 +35,7 @@ def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: Mapping[st
         for name, layer in block.named_modules():
             if config := adapters.get(f"{block.name}.{name}"):
                 cast(AdaptableLayer, layer).add_adapter(config)
-                block.adapted = True
+                block.has_adapter = True
 
 
 def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:
@@ -57,7 +57,7 @@ def attach_adapters(
         cast(AdaptableLayer, model.get_submodule(name)).adapter = after.get(name)
     adapted = {".".join(name.split(".")[:count]) for name in after for count in range(1, name.count(".") + 1)}
     for block in blocks:
-        block.adapted = block.name in adapted
+        block.has_adapter = block.name in adapted
 
 
 def is_adapter(name: str) -> bool:

@@ -192,7 +192,7 @@ class LanguageModel(FSDPUnit):
         # The tied embedding is a value that the first step writes and the last one reads, so that its gradients are
         # summed as in a plain forward.
         layer_steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned(context)]
-        last = (
+        output_steps = (
             self._planned_output(processor, processor_context, context)
             if self.stage.last
             else [PlannedStep(compute("output", output, never_recompute=True), context, name="output")]
@@ -201,7 +201,7 @@ class LanguageModel(FSDPUnit):
             [
                 PlannedStep(compute("embed", embed, never_recompute=True), context, name="embed", completes=(self,)),
                 *layer_steps,
-                *last,
+                *output_steps,
             ],
             context,
             # Gradients of weights that are used twice are summed, and so not deferred.
@@ -220,8 +220,8 @@ class LanguageModel(FSDPUnit):
             depths, mtp_layers = list(self.mtp.planned(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
-        def output(*read: Any) -> Mapping[str, Any]:
-            (hidden, embedding, context), *mtp_outputs = (read[start : start + 3] for start in range(0, len(reads), 3))
+        def output(*values: Any) -> Mapping[str, Any]:  # three per depth: `output_names`
+            (hidden, embedding, context), *mtp_outputs = (values[i : i + 3] for i in range(0, len(values), 3))
             computed = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
             return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, computed)}
 
@@ -325,14 +325,14 @@ class LanguageModel(FSDPUnit):
             if only is not None and name not in only:
                 continue
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            owner = next((prefix for prefix in blocks_by_prefix if name.startswith(prefix)), None)
+            prefix = next((prefix for prefix in blocks_by_prefix if name.startswith(prefix)), None)
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if is_adapter(name):
                 reset_adapter(name, full, generator)
-            elif owner is None:
+            elif prefix is None:
                 reset_parameter(role_of(self, name), full, std, generator, norm=1.0 - self.config.norm_offset)
             else:
-                blocks_by_prefix[owner].reset(name.removeprefix(owner), full, std, generator)
+                blocks_by_prefix[prefix].reset(name.removeprefix(prefix), full, std, generator)
             local_shard(parameter).copy_(full[region(parameter)])
         for buffer in self.buffers() if only is None else ():
             buffer.zero_()
@@ -350,10 +350,10 @@ class LanguageModel(FSDPUnit):
             return embedded.requires_grad_() if self.training and torch.is_grad_enabled() else embedded
         expected = (len(microbatch) // self.mesh.tp.size, self.config.hidden_size)
         if hidden is None or tuple(hidden.shape) != expected:
-            received = "nothing" if hidden is None else tuple(hidden.shape)
+            shape = "nothing" if hidden is None else tuple(hidden.shape)
             raise ValueError(
                 f"stage {self.stage.index} of {self.stage.count} continues from hidden states {expected}, "
-                f"but got {received}."
+                f"but got {shape}."
             )
         return hidden
 

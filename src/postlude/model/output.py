@@ -85,7 +85,7 @@ class OutputHead:
             self.gather(hidden),
             self.weight,
             targets,
-            target_count=self._count(targets, target_count),
+            target_count=self._resolve_count(targets, target_count),
             temperature=temperature,
             logit_config=self.logit_config,
             entropy=entropy,
@@ -118,7 +118,7 @@ class OutputHead:
             targets,
             token_objective,
             columns,
-            target_count=self._count(targets, target_count),
+            target_count=self._resolve_count(targets, target_count),
             temperature=temperature,
             logit_config=self.logit_config,
             entropy=entropy,
@@ -141,7 +141,7 @@ class OutputHead:
             self.weight,
             targets,
             ids,
-            target_count=self._count(targets, target_count),
+            target_count=self._resolve_count(targets, target_count),
             temperature=temperature,
             logit_config=self.logit_config,
         )
@@ -152,16 +152,16 @@ class OutputHead:
             raise ValueError(NO_VALUE_HEAD)
         return gather_replicated(self.value_head(hidden), self.tp.group)
 
-    def _count(self, targets: Tensor, target_count: int | None) -> int | None:
+    def _resolve_count(self, targets: Tensor, target_count: int | None) -> int | None:
         if target_count is None and self.known_target_count is not None and targets is self.known_target_count[0]:
             return self.known_target_count[1]
         return target_count
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
-        any_targets = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
+        no_targets = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
-            stats = self.logprobs(hidden, any_targets, target_count=len(any_targets), topk=k, temperature=temperature)
+            stats = self.logprobs(hidden, no_targets, target_count=len(no_targets), topk=k, temperature=temperature)
         assert stats.topk_logprobs is not None
         assert stats.topk_ids is not None
         return stats.topk_logprobs, stats.topk_ids

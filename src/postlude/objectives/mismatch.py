@@ -39,9 +39,9 @@ def mismatch_metrics(rollout: Tensor, trainer: Tensor, over: str) -> dict[str, M
 
 
 def mismatch_of_ratio(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns the metrics of `mismatch_metrics` where the old log-probs are the rollout engine's own.
+    """Returns `mismatch_metrics` of a step whose old log-probs are the rollout engine's, from its first update.
 
-    Those of the ratio to them are equal to these in the first update of a step. Absolute differences are not reported.
+    There the ratio to the old policy is the ratio of trainer and rollout engine. Absolute differences are not reported.
     """
     same = {"rollout_kl": "kl_old", **{f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}}
     missing: dict[str, float | None] = dict.fromkeys(("rollout_logprob_diff_mean", "rollout_logprob_diff_max"))

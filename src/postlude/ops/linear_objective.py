@@ -60,7 +60,7 @@ def linear_objective(
     """Returns the sum over tokens of `token_objective(logprob, entropy, columns)`, with gradient.
 
     `token_objective` is ordinary torch code: it receives fp32 log-probs [n], entropies [n] (None unless `entropy`) and
-    `columns` for some of the tokens, and returns their losses [n]. It is called once a slab, never with an ignored
+    `columns` for some of the tokens, and returns their losses [n]. It is called once per slab, never with an ignored
     token, and must treat each token by itself: no mean, no reference to other tokens. A normalisation belongs in
     `columns`, or multiplies the result.
 
@@ -72,27 +72,27 @@ def linear_objective(
     larger than 256 MiB, or than half of a `memory_budget`.
 
     With `group` (and where no gradient is wanted) the statistics come first and backward projects again: the same
-    results at `linear_logprobs`'s cost, still with one collective a call. All other arguments, `how`
-    logits are made among them, are those of `linear_logprobs`.
+    results at `linear_logprobs`'s cost, still with one collective per call. All other arguments are those of
+    `linear_logprobs`.
     """
     logit_config = logit_config.replace(**changes)
     tensors = hidden, weight, logit_config.bias
     wanted = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
     wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
     problem = resolve(hidden, weight, targets, logit_config)
-    mine = _map_tensors(columns, lambda tensor: problem.take(_flat(tensor.detach(), targets)))
+    selected_columns = _map_tensors(columns, lambda tensor: problem.select(_flat(tensor.detach(), targets)))
     requested = RequestedStats(entropy=entropy, lse=lse, hit=hit)
     if problem.group is None and wants_gradient:
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, mine, requested
+            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, selected_columns, requested
         )
     else:
         logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, requested)
         assert logprobs is not None
-        kept = problem.take(logprobs), None if entropies is None else problem.take(entropies)
+        stats = problem.select(logprobs), None if entropies is None else problem.select(entropies)
         with without_autocast(hidden.device):
-            losses = _call(token_objective, *kept, mine)
-        loss, token_losses = losses.sum(), problem.put(losses.detach())
+            losses = _call(token_objective, *stats, selected_columns)
+        loss, token_losses = losses.sum(), problem.scatter(losses.detach())
         results = [None if row is None else row.detach() for row in (logprobs, entropies, *others)]
     return LinearObjective(loss, token_losses.view(targets.shape), TokenStats.of(results, targets.shape))
 
@@ -112,7 +112,7 @@ class _OneSweep(torch.autograd.Function):
         requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
         wanted = GradientsNeeded(*ctx.needs_input_grad[:3])
-        head = Head(problem.take(hidden), weight, bias)
+        head = Head(problem.select(hidden), weight, bias)
         with without_autocast(hidden.device):
             sweep = _planned(head, problem, wanted)
             gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
@@ -120,7 +120,7 @@ class _OneSweep(torch.autograd.Function):
             results = problem.epilogue.results(sweep.state)
         ctx.gradients = gradients
         ctx.problem = problem
-        outputs = problem.put(losses), *at_positions(results, problem, requested)
+        outputs = problem.scatter(losses), *at_positions(results, problem, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 
@@ -131,7 +131,7 @@ class _OneSweep(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
         hidden, weight, bias = gradients.finish(scale)
-        return None if hidden is None else ctx.problem.put(hidden), weight, bias, None, None, None, None
+        return None if hidden is None else ctx.problem.scatter(hidden), weight, bias, None, None, None, None
 
 
 def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSweep:

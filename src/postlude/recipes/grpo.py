@@ -138,8 +138,8 @@ class GRPOTrainer(Trainer):
         warm_start = checkpoint_step(checkpoint) <= self.warm_start_steps
         self.engine.set_optimizer(self.warm_start_optimizer if warm_start and self.warm_start_steps else self.optimizer)
         if not warm_start and self.reference_is_policy:
-            last = checkpoint_step(checkpoint) - self.warm_start_steps - 1  # of the steps that are done
-            self.engine.load(self.run.path / reference_name(last, self.config.reference_every))
+            last_step = checkpoint_step(checkpoint) - self.warm_start_steps - 1  # the GRPO step that wrote it
+            self.engine.load(self.run.path / reference_name(last_step, self.config.reference_every))
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
             self.engine.set_optimizer(self.optimizer)
         self.queue.restore(self.load_engine(checkpoint))
@@ -149,7 +149,7 @@ class GRPOTrainer(Trainer):
         if self.step < self.warm_start_steps:
             return self.train_warm_start()
         batch = self.collect_rollouts()
-        # After sampling: a signal before this saves the state before the step.
+        # Not before sampling: a signal that interrupts sampling saves the engine as it was before the step.
         self._begin_step(self.step - self.warm_start_steps)
         return batch.metrics | self.train_minibatches(batch)
 
@@ -252,8 +252,8 @@ class GRPOTrainer(Trainer):
         for name in dict.fromkeys(name for result in results for name in result):
             reduce = REDUCE[self.reductions.get(name, "mean")]
             metrics[name] = reduce([result[name] for result in results if name in result])
-        # The weights that sampled the first minibatch also train on it. The old log-probs are the rollout's own, so
-        # their difference, 0, is not reported.
+        # The old log-probs are the rollout engine's, so the objective cannot compare the two. The first minibatch can:
+        # it trains with the weights that sampled it, so its ratio shows the mismatch of rollout engine and trainer.
         if self.config.starts_from_rollout and "kl_old" in results[0]:
             metrics |= mismatch_of_ratio(results[0])
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}

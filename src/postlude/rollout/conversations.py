@@ -141,7 +141,7 @@ class Conversations:
         self.engine, self.budget, self.timer = engine, budget, timer
         self._started: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
-        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number
+        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
         self._error: BaseException | None = None
         self._closed = False

@@ -35,7 +35,7 @@ class SeparateUnit:
 class Block(nn.Module):
     """hidden + scale · post_norm(sublayer(norm(hidden))).
 
-    A block defines `sublayer`, or its own `steps`, the last of which calls `join`.
+    A block defines `sublayer`, or its own `steps`, the last of which calls `add_residual`.
     `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and scatter them.
     `fused_forward` and `fused_decode` are faster implementations of the same block, chosen by device, number
     of rows and whether gradients are needed.
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
         self.can_fuse = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
-        self.adapted = False  # whether a layer of it has an adapter
+        self.has_adapter = False  # whether a layer of it has an adapter
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def steps(self) -> tuple[LayerStep, ...]:
         """Returns the block's steps in order. Most blocks are one compute step."""
-        return (compute("sublayer", self._residual),)
+        return (compute("sublayer", self._sublayer_and_residual),)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes what is between the pre-norm and the post-norm, [T / tp, H] -> [T / tp, H]."""
@@ -110,7 +110,7 @@ class Block(nn.Module):
         """Initialises one parameter of this block; `name` is relative to the block."""
         reset_parameter(role_of(self, name), parameter, std, generator, norm=self.norm_init)
 
-    def join(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
+    def add_residual(self, hidden: Tensor, output: Tensor) -> dict[str, Tensor]:
         """Adds the block's output to the residual stream. Returns {"hidden": sum}."""
         added: Tensor = self.post_norm(output)
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
@@ -130,14 +130,14 @@ class Block(nn.Module):
         """
         return None
 
-    def _residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        fused = self._fused(hidden, context) if hidden.is_cuda and self.can_fuse else None
+    def _sublayer_and_residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
+        fused = self._fused_output(hidden, context) if hidden.is_cuda and self.can_fuse else None
         if fused is not None:
             return {"hidden": fused}
         hidden, normed = self.norm.with_residual(hidden)
-        return self.join(hidden, self.sublayer(normed, context))
+        return self.add_residual(hidden, self.sublayer(normed, context))
 
-    def _fused(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+    def _fused_output(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
         """Returns the result of `fused_forward` or `fused_decode`; None where neither applies."""
         norm = self.norm
         assert isinstance(norm, RMSNorm)
@@ -146,7 +146,7 @@ class Block(nn.Module):
         if not torch.is_grad_enabled():
             is_decoding = context.decode_state is not None and hidden.dtype == torch.bfloat16
             return self.fused_decode(hidden, arguments, context) if is_decoding else None
-        is_training = hidden.requires_grad and not self.adapted and uses_kernel(hidden, weight)
+        is_training = hidden.requires_grad and not self.has_adapter and uses_kernel(hidden, weight)
         return self.fused_forward(hidden, arguments, context) if is_training else None
 
 

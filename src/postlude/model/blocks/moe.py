@@ -325,7 +325,7 @@ class MoE(Block):
         routed = merge_rows(rows, weights, order, inverse)
         if self.latent_up is not None:
             routed = self.latent_up(routed)
-        return self.join(hidden, routed if shared is None else routed + shared)
+        return self.add_residual(hidden, routed if shared is None else routed + shared)
 
     def score(self, tokens: Tensor, recompute: Recompute = "none") -> tuple[Tensor, Tensor]:
         """Returns router logits and scores over all experts, fp32 [T, experts]."""

@@ -62,7 +62,7 @@ class Recurrent(Block):
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
         """Runs everything else."""
         hidden, normed = self.norm.with_residual(hidden)
-        return self.join(hidden, self.mix(normed, vectors, context))
+        return self.add_residual(hidden, self.mix(normed, vectors, context))
 
     def mix(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Tensor:
         """Mixes tokens after the pre-norm, [T / tp, H] -> [T / tp, H]."""

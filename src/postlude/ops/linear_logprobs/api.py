@@ -64,7 +64,7 @@ def linear_logprobs(
             temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
             memory_budget, as `LogitConfig` explains them.
 
-    It is differentiable once; create_graph=True raises. Forward keeps references and a few numbers per token.
+    It is differentiable once; create_graph=True raises. The backward needs the inputs and a few numbers per token.
     """
     logit_config = logit_config.replace(**changes)
     problem = resolve(hidden, weight, targets, logit_config)
@@ -111,7 +111,7 @@ def at_positions(
         None if top is None else top.ids,
         results.hit if requested.hit else None,
     )
-    return tuple(None if row is None else problem.put(row) for row in rows)
+    return tuple(None if row is None else problem.scatter(row) for row in rows)
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -133,7 +133,7 @@ class _LinearLogprobs(torch.autograd.Function):
         requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
-            head = Head(problem.take(hidden), weight, bias)
+            head = Head(problem.select(hidden), weight, bias)
             state, top = sweep_statistics(head, problem, entropy=requested.entropy, topk=requested.topk)
             if problem.group is not None and state.shape[1]:
                 state, top = join_ranks(state, top, problem.group)
@@ -155,11 +155,13 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
         problem: Problem = ctx.problem
         upstream = Upstream(grad_logprob, grad_entropy, grad_lse)
-        coefficients = problem.epilogue.coefficients(problem.rows, normalizer, row_entropy, upstream, problem.kept)
+        coefficients = problem.epilogue.coefficients(
+            problem.rows, normalizer, row_entropy, upstream, problem.target_positions
+        )
         with without_autocast(hidden.device):
-            head = Head(problem.take(hidden), weight, bias)
+            head = Head(problem.select(hidden), weight, bias)
             gradients = sweep_gradients(head, problem, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
         if hidden_gradient is not None:
-            hidden_gradient = problem.put(hidden_gradient)
+            hidden_gradient = problem.scatter(hidden_gradient)
         return hidden_gradient, weight_gradient, bias_gradient, None, None

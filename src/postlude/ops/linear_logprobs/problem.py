@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Problem:
-    """One resolved call. `rows` and `kept` cover the n tokens with a target; `positions` counts all tokens."""
+    """One resolved call. `rows` and `target_positions` have the n tokens with a target; `positions` counts all."""
 
     rows: TokenRows
-    kept: Tensor | None  # [n] their positions; None if every position has a target
+    target_positions: Tensor | None  # [n]; None if every position has a target
     positions: int
     vocab_start: int
     columns: int  # of this shard, without padding
@@ -38,21 +38,21 @@ class Problem:
     fused: bool  # whether the fused kernels can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
-    broken: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
+    wrong_count: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
     batch_invariant: bool = False  # a token's results have the same bits, whatever tokens are beside it
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """[positions, ...] -> [n, ...]: the projected tokens. No copy if that is all of them."""
-        return tensor if self.kept is None else tensor.index_select(0, self.kept)
+        return tensor if self.target_positions is None else tensor.index_select(0, self.target_positions)
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def scatter(self, tensor: Tensor) -> Tensor:
         """[n, ...] -> [positions, ...], zero where nothing was projected."""
-        if self.kept is None:
+        if self.target_positions is None:
             return tensor
-        everywhere = tensor.new_zeros(self.positions, *tensor.shape[1:])
-        if self.broken is not None and not tensor.shape[0] and tensor.is_floating_point():
-            everywhere.masked_fill_(self.broken, torch.nan)  # no row is left to show it
-        return everywhere.index_copy_(0, self.kept, tensor)
+        output = tensor.new_zeros(self.positions, *tensor.shape[1:])
+        if self.wrong_count is not None and not tensor.shape[0] and tensor.is_floating_point():
+            output.masked_fill_(self.wrong_count, torch.nan)  # no row is left to show it
+        return output.index_copy_(0, self.target_positions, tensor)
 
     def shape(self, hidden: int, *, fused: bool = False, coded: bool = False) -> Shape:
         """Returns the sizes for the planner. A slab holds logits or, if `fused`, only their gradients."""
@@ -119,12 +119,12 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
             raise _outside(targets, ignore_index, allowed)
         if cold:
             raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
-    rows, kept = TokenRows(selection.targets, selection.factor, inner), None
+    rows, target_positions = TokenRows(selection.targets, selection.factor, inner), None
     if count < positions:
-        rows, kept = rows[:count], selection.positions[:count]
+        rows, target_positions = rows[:count], selection.positions[:count]
     return Problem(
         rows=rows,
-        kept=kept,
+        target_positions=target_positions,
         positions=positions,
         vocab_start=vocab_start,
         columns=columns,
@@ -134,7 +134,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         fused=fused,
         group=group,
         memory_budget=logit_config.memory_budget,
-        broken=selection.broken,
+        wrong_count=selection.broken,
         batch_invariant=invariant,
     )
 

@@ -70,17 +70,17 @@ class Check:
 
 def preflight(checks: Sequence[Check]) -> dict[str, str]:
     """Runs all checks. Returns a line for each, or raises all mistakes."""
-    lines: dict[str, str] = {}
+    findings: dict[str, str] = {}
     mistakes: list[str] = []
     for check in checks:
-        if all(name in lines for name in check.after):
+        if all(name in findings for name in check.after):
             try:
-                lines[check.name] = check.run()
+                findings[check.name] = check.run()
             except USER_ERRORS as error:
                 mistakes.append(error_message(error))
     if mistakes:
         raise PreflightError("\n".join(dict.fromkeys(mistakes)))
-    return lines
+    return findings
 
 
 @dataclass(frozen=True)
@@ -269,11 +269,11 @@ def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
         )
 
 
-def print_findings(inputs: PreflightInputs, lines: Mapping[str, str], console: Console) -> None:
+def print_findings(inputs: PreflightInputs, findings: Mapping[str, str], console: Console) -> None:
     """Prints a line for each check, and a table of the memory of each pipeline stage."""
-    for name, line in lines.items():
-        console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
-    if "memory" not in lines:
+    for name, finding in findings.items():
+        console.print(f"{name}: {finding}", markup=False, highlight=False, soft_wrap=True)
+    if "memory" not in findings:
         return
     table = Table("memory per rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))
     for part in fields(MemoryEstimate):

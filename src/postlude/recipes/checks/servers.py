@@ -136,7 +136,7 @@ def _check_takes_weights(
     client: GenerationClient, server: RemoteServer, rollout: RunningServers, *, tied_head: bool
 ) -> None:
     """Raises ValueError if a server would keep its first weights, or some of them."""
-    if not server.api.can_reload:
+    if not server.api.can_reload_weights:
         raise ValueError(
             f"{server.url} is {server.api.name}, which takes no new weights while it runs, but training changes them "
             "with every step. Use vLLM or SGLang, or rollout: native; it can be used for evaluation."

@@ -122,10 +122,10 @@ class RolloutQueue:
         then take.
         """
         taken = [pending for pending in self._pending if pending.group.done][:count]
-        for due in range(step, step + self.max_staleness + 1):
-            remaining = sum(pending.step + self.max_staleness <= due for pending in self._pending)
-            remaining -= sum(pending.step + self.max_staleness <= due for pending in taken)
-            if remaining > (due - step) * self.prompts_per_step:
+        for due_step in range(step, step + self.max_staleness + 1):
+            remaining = sum(pending.step + self.max_staleness <= due_step for pending in self._pending)
+            remaining -= sum(pending.step + self.max_staleness <= due_step for pending in taken)
+            if remaining > (due_step - step) * self.prompts_per_step:
                 return None
         return taken if len(taken) == count else None
 

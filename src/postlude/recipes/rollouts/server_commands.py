@@ -74,38 +74,51 @@ def build_server_command(
     together; vLLM no more than `model_limit`. `adapter_rank` is the rank of the adapters that it is to load; 0 if none.
     """
     dtype_name, key = str(dtype).removeprefix("torch."), secrets.token_urlsafe(32)
-    setup: tuple[tuple[str, Any], ...] = ()
+    setup_requests: tuple[tuple[str, Any], ...] = ()
     if isinstance(rollout, LaunchedGenerators):
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", dtype_name, "--device", rollout.device or device, "--threads", str(rollout.threads)]
         command += [] if weights else ["--empty"]
         command += [GENERATOR_LENGTH, str(budget)] if generator_limits(budget) else []
-        environment, key_variable, protected = {"OMP_NUM_THREADS": str(rollout.threads)}, POSTLUDE_KEY, WEIGHTS
+        environment, key_variable, protected_path = {"OMP_NUM_THREADS": str(rollout.threads)}, POSTLUDE_KEY, WEIGHTS
     else:
-        repo = hub_repo(model, "model")
-        names = ["--model", model] if repo is None else ["--model", repo.id, "--revision", repo.revision]
-        command = [vllm_python(rollout), "-m", VLLM_MODULE, *names, "--host", "{host}", "--port", "{port}"]
-        command += ["--dtype", dtype_name, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-        command += ["--generation-config", "vllm"]  # read the model's eos tokens, but not its sampling values
-        command += [VLLM_LENGTH, str(budget)] if model_limit is not None and budget < model_limit else []
-        command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
-        command += ["--enable-lora", "--max-lora-rank", str(vllm_lora_rank(adapter_rank))] if adapter_rank else []
+        max_length = budget if model_limit is not None and budget < model_limit else None
+        command = _vllm_command(rollout, model, dtype_name, max_length, adapter_rank)
         if not weights:
             command += ["--load-format", "dummy"]
-            setup = (LOAD_REAL_WEIGHTS,)
-        cache = {} if rollout.gpus else {VLLM_CPU_CACHE: os.environ.get(VLLM_CPU_CACHE, "4")}
-        lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapter_rank else {}
-        environment, key_variable, protected = VLLM_ENVIRONMENT | cache | lora, VLLM_KEY, "/is_paused"
+            setup_requests = (LOAD_REAL_WEIGHTS,)
+        environment, key_variable, protected_path = _vllm_environment(rollout, adapter_rank), VLLM_KEY, "/is_paused"
     return ServerCommand(
         command=(*command, *rollout.arguments),
         environment={**environment, **rollout.env, key_variable: key},
         cpus=rollout.cpus,
         gpus=float(rollout.gpus),
         start_timeout=rollout.start_timeout,
-        setup_requests=setup,
+        setup_requests=setup_requests,
         key=key,
-        protected_path=protected,
+        protected_path=protected_path,
     )
+
+
+def _vllm_command(
+    rollout: LaunchedVLLM, model: str, dtype: str, max_length: int | None, adapter_rank: int
+) -> list[str]:
+    """Returns vLLM's command line. `max_length` None is the model's own limit."""
+    repo = hub_repo(model, "model")
+    model_arguments = ["--model", model] if repo is None else ["--model", repo.id, "--revision", repo.revision]
+    command = [vllm_python(rollout), "-m", VLLM_MODULE, *model_arguments, "--host", "{host}", "--port", "{port}"]
+    command += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--generation-config", "vllm"]  # read the model's eos tokens, but not its sampling values
+    command += [] if max_length is None else [VLLM_LENGTH, str(max_length)]
+    command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
+    command += ["--enable-lora", "--max-lora-rank", str(vllm_lora_rank(adapter_rank))] if adapter_rank else []
+    return command
+
+
+def _vllm_environment(rollout: LaunchedVLLM, adapter_rank: int) -> dict[str, str]:
+    kv_cache = {} if rollout.gpus else {VLLM_CPU_CACHE: os.environ.get(VLLM_CPU_CACHE, "4")}
+    lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapter_rank else {}
+    return VLLM_ENVIRONMENT | kv_cache | lora
 
 
 def vllm_lora_rank(rank: int) -> int:

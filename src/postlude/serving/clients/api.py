@@ -36,13 +36,13 @@ class ServerAPI(ABC):
     """The API of one server. An instance belongs to one server and may store its detected features."""
 
     name: str
-    can_reload: bool = False
+    can_reload_weights: bool = False
     """Whether it can read new weights from a directory while it runs."""
     reports_checksum: bool = False
     """Whether it reports the checksum of the weights that it read."""
     reports_hashes: bool = False
     """Whether it reports a hash of each parameter in its memory."""
-    can_receive: bool = False
+    can_receive_weights: bool = False
     """Whether it can receive new weights over the network while it runs."""
     exact_tokens: bool = True
     """Whether tokens are those that were sampled. If not, they are encoded from text, which may give more."""

@@ -37,7 +37,7 @@ class PostludeAPI(ServerAPI):
     """The API of `postlude serve`."""
 
     name = "postlude"
-    can_reload = True
+    can_reload_weights = True
     reports_checksum = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:

@@ -251,9 +251,9 @@ class RemoteServer:
             raise InvalidResponse("gave a completion without a token")
         lowest, highest = min(completion.tokens, default=0), max(completion.tokens, default=0)
         if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
-            wrong, size = lowest if lowest < 0 else highest, self.vocab_size
+            invalid_token, size = lowest if lowest < 0 else highest, self.vocab_size
             bounds = "" if size is None else f" (0 to {size - 1})"
-            raise InvalidResponse(f"gave token {wrong}, which is not in the vocabulary{bounds}")
+            raise InvalidResponse(f"gave token {invalid_token}, which is not in the vocabulary{bounds}")
         if (logprob := max((*completion.logprobs, *completion.sampled_logprobs), default=0.0)) > LOGPROB_ROUNDING:
             raise InvalidResponse(f"gave a log-prob of {logprob:g}, but none is above 0")
 
@@ -268,7 +268,7 @@ class RemoteServer:
 
     async def update_problem(self, *, tied_head: bool, over_network: bool) -> str:
         """Returns why weight updates would not work, as text that follows its URL; "" if they work."""
-        if over_network and not self.api.can_receive:
+        if over_network and not self.api.can_receive_weights:
             return f"is {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
         return await self.api.update_problem(self._send, tied_head=tied_head, over_network=over_network)
 

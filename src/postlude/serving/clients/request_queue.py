@@ -67,7 +67,7 @@ class RequestQueue:
                 if not queued.server_future.done():
                     queued.server_future.set_exception(ServerError(outage))
             return
-        skipped = []
+        without_server = []
         while self._queue:
             available = [server for server in self.servers if self.has_capacity(server)]
             if not available:
@@ -79,11 +79,11 @@ class RequestQueue:
             if queued.avoided and preferred:
                 available = [server for server in preferred if server in available]
             if not available:
-                skipped.append(queued)
+                without_server.append(queued)
                 continue
             self._assigned += 1
             round_robin = {server: (index - self._assigned) % len(available) for index, server in enumerate(available)}
             server = min(available, key=lambda server: (server.outstanding, round_robin[server]))
             server.outstanding += 1
             queued.server_future.set_result(server)
-        self._queue.extendleft(reversed(skipped))
+        self._queue.extendleft(reversed(without_server))

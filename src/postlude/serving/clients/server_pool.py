@@ -172,7 +172,7 @@ class ServerPool:
         if not server.backing_off:
             server.backing_off = True
             server.busy_replies += 1
-            loop.call_later(self._pause(server, error, server.busy_replies), self._end_back_off, server)
+            loop.call_later(self._retry_delay(server, error, server.busy_replies), self._end_back_off, server)
 
     def _end_back_off(self, server: RemoteServer) -> None:
         server.backing_off = False
@@ -181,7 +181,7 @@ class ServerPool:
     def _backoff_seconds(self, times: int) -> float:
         return min(MAX_BACKOFF, self.backoff * 2.0 ** min(times - 1, 30))
 
-    def _pause(self, server: RemoteServer, error: Exception, times: int) -> float:
+    def _retry_delay(self, server: RemoteServer, error: Exception, times: int) -> float:
         """Returns the seconds until a server is used again: its Retry-After within bounds, or the backoff."""
         retry_after = error.retry_after if isinstance(error, ServerUnavailable) else 0.0
         if retry_after > MAX_RETRY_AFTER:
@@ -343,8 +343,8 @@ class ServerPool:
                 *(self._outage_sentence(), seconds_left),
             )
         for server in candidates:
-            pause = max(MIN_BACKOFF, self._backoff_seconds(self.retries + 1))
-            self._start_connecting(server, min(seconds_left, pause))
+            delay = max(MIN_BACKOFF, self._backoff_seconds(self.retries + 1))
+            self._start_connecting(server, min(seconds_left, delay))
         return ""
 
     def _replacement_overdue(self) -> bool:
@@ -385,9 +385,10 @@ class ServerPool:
             raise ServerUnavailable(f"used weights {unknown[0]!r}, which it was not given; it may have been restarted")
 
     def fail(self, server: RemoteServer, error: Exception, *, may_retry: bool = False) -> None:
-        """Records a failure: pauses the server, or excludes it. Several requests that fail together count once.
+        """Records a failure: the server gets no requests for some seconds, or is excluded.
 
-        A server that is excluded with `may_retry` is tried again when no other is left.
+        Several requests that fail together count once. A server that is excluded with `may_retry` is tried again
+        when no other is left.
         """
         if isinstance(error, InvalidResponse):
             if server.state != "excluded":
@@ -398,12 +399,12 @@ class ServerPool:
             server.connection.cancel_requests()  # other servers get them
             self._queue.dispatch()
         elif server.state in ("up", "needs_weights"):
-            pause = self._pause_after_failure(server, error)
-            if pause is not None:
-                self._start_connecting(server, pause)
+            delay = self._record_failure(server, error)
+            if delay is not None:
+                self._start_connecting(server, delay)
 
-    def _pause_after_failure(self, server: RemoteServer, error: Exception) -> float | None:
-        """Returns the seconds until the next attempt, or None if the server is unavailable now."""
+    def _record_failure(self, server: RemoteServer, error: Exception) -> float | None:
+        """Counts a failure. Returns the seconds until the next attempt, or None if the server is unavailable now."""
         server.problem = str(error)
         server.failures += 1
         self.counts.failed += 1
@@ -415,28 +416,28 @@ class ServerPool:
                 server.connection.cancel_requests()
             return None
         server.state = "connecting"
-        return self._pause(server, error, server.failures)
+        return self._retry_delay(server, error, server.failures)
 
-    def _start_connecting(self, server: RemoteServer, pause: float = 0.0) -> None:
+    def _start_connecting(self, server: RemoteServer, delay: float = 0.0) -> None:
         if server.state in ("unavailable", "excluded"):
             server.failures = self.retries  # so that one more failure makes it unavailable
             server.may_retry = False
         server.state = "connecting"
         if server not in self._connecting:
-            self._connecting[server] = asyncio.create_task(self._connect(server, pause))
+            self._connecting[server] = asyncio.create_task(self._connect(server, delay))
 
-    async def _connect(self, server: RemoteServer, pause: float) -> None:
+    async def _connect(self, server: RemoteServer, delay: float) -> None:
         while server.state == "connecting":
-            await asyncio.sleep(pause)
+            await asyncio.sleep(delay)
             try:
                 weights = self.weights
                 await server.connect(weights)
                 if weights is self.weights:  # else newer ones came meanwhile
                     server.state = "up" if weights is None or server.has_weights(weights) else "needs_weights"
             except ServerUnavailable as error:
-                pause = self._pause_after_failure(server, error) or 0.0
+                delay = self._record_failure(server, error) or 0.0
             except RequestRefused as error:  # such as by a proxy while the server starts
-                pause = self._pause_after_failure(server, ServerUnavailable(f"replies with {error}")) or 0.0
+                delay = self._record_failure(server, ServerUnavailable(f"replies with {error}")) or 0.0
             except InvalidResponse as error:
                 if weights is self.weights:  # else the directory may be gone, for newer weights
                     self.fail(server, InvalidResponse(str(error)))

@@ -14,7 +14,7 @@ class SGLangAPI(ServerAPI):
     """The API of an SGLang server."""
 
     name = "sglang"
-    can_reload = True
+    can_reload_weights = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         """Returns one completion."""

@@ -25,8 +25,8 @@ class VLLMAPI(OpenAIAPI):
     """The API of a vLLM server."""
 
     name = "vllm"
-    can_reload = True
-    can_receive = True
+    can_reload_weights = True
+    can_receive_weights = True
     reports_hashes = True
 
     def __init__(self, extra: Mapping[str, Any] | None = None) -> None:

@@ -130,8 +130,8 @@ class _LocalProcess:
         code = self.process.poll()
         if code is None:
             return None
-        ending = f"was ended by signal {code - 128}" if code > 128 else f"ended with code {code}"
-        return f"{ending}; {log_tail(self.log)}"
+        exit_text = f"was ended by signal {code - 128}" if code > 128 else f"ended with code {code}"
+        return f"{exit_text}; {log_tail(self.log)}"
 
     def stop(self) -> None:
         """Stops it, and releases its port and GPUs."""

@@ -18,7 +18,7 @@ from postlude.serving.launch.launcher import ServerCommand, ServerLauncher, Serv
 from postlude.world.ports import is_loopback
 
 POLL_SECONDS = 0.2
-EXIT_DELAY = 0.5  # seconds after which the exit of a server that cannot be reached is known
+EXIT_DELAY = 0.5  # seconds to wait for the exit reason of a server that does not reply any more
 WARN_SECONDS = 30.0  # between two warnings that a server has no machine yet
 REPLY_TIMEOUT = 5.0
 REPLACEMENT_TIMEOUT = 10.0  # seconds; on a busy machine the exit of a server is noticed within this time
@@ -121,7 +121,7 @@ class ServerSupervisor:
                     if problem is None and (problem := _client_problem(client, slot.process.url)):
                         if self._closing.wait(EXIT_DELAY):
                             return
-                        problem = self._problem(slot) or problem  # the exit reason says more, and is known by now
+                        problem = self._problem(slot) or problem  # an exit reason says more
                 except Exception as error:  # from any launcher: the other servers are still watched
                     problem = f"cannot be watched: {error}"
                 if problem:

@@ -50,13 +50,13 @@ class TransferCoordinator:
 
         def count_workers(url: str) -> Command:
             async def count(api: ServerAPI, send: SendRequest) -> None:
-                if not api.can_receive:
+                if not api.can_receive_weights:
                     raise InvalidResponse(f"is {api.name}, which takes no weights over the network; use sync: disk")
                 self._workers[url] = await api.worker_count(send)
 
             return count
 
-        self._command({url: count_workers(url) for url in self._servers})
+        self._start_commands({url: count_workers(url) for url in self._servers})
         targets = [TransferTarget(url, self._servers[url].connect_count, self._workers[url]) for url in self._wait()]
         return targets, {server.url for server in pool.servers}
 
@@ -66,7 +66,7 @@ class TransferCoordinator:
         def join(url: str) -> Command:
             return lambda api, send: api.join_channel(send, infos[url], self._workers[url])
 
-        self._command({url: join(url) for url in infos if url in self._servers})
+        self._start_commands({url: join(url) for url in infos if url in self._servers})
 
     def begin(self, failures: Mapping[str, str]) -> list[str]:
         """Makes servers pause and prepare. They get no requests until `finish`. Returns those that are ready."""
@@ -75,18 +75,18 @@ class TransferCoordinator:
             server.update_unconfirmed = True
             if server.state == "up":
                 server.state = "needs_weights"
-        self._command(dict.fromkeys(ready, lambda api, send: api.begin_update(send)))
+        self._start_commands(dict.fromkeys(ready, lambda api, send: api.begin_update(send)))
         return self._wait()
 
     def receive(self, specs: TensorSpecs, failures: Mapping[str, str]) -> list[str]:
         """Makes servers receive the next broadcast. Returns those that do."""
-        self._command(dict.fromkeys(self._wait(failures), lambda api, send: api.receive_tensors(send, specs)))
+        self._start_commands(dict.fromkeys(self._wait(failures), lambda api, send: api.receive_tensors(send, specs)))
         return list(self._servers)
 
     def finish(self, failures: Mapping[str, str]) -> list[str]:
         """Makes servers use the new weights. Returns those that report the new version."""
         version = self.weights.version
-        self._command(dict.fromkeys(self._wait(failures), lambda api, send: api.finish_update(send, version)))
+        self._start_commands(dict.fromkeys(self._wait(failures), lambda api, send: api.finish_update(send, version)))
         for url in self._wait():
             server = self._servers[url]
             server.reload_seconds = time.perf_counter() - self._start_time
@@ -94,7 +94,7 @@ class TransferCoordinator:
             self._running[url] = self.client.start(self._attempt(server, confirm))
         return self._wait()
 
-    def _command(self, commands: Mapping[str, Command]) -> None:
+    def _start_commands(self, commands: Mapping[str, Command]) -> None:
         for url, command in commands.items():
             server = self._servers[url]
             work = server.call(command, timeout=self.timeout)
@@ -103,14 +103,14 @@ class TransferCoordinator:
     def _wait(self, failures: Mapping[str, str] | None = None) -> list[str]:
         """Waits for all commands. Returns the servers that still take part, without those whose channels failed."""
         for url, reason in (failures or {}).items():
-            self._drop(url, ServerUnavailable(reason))
+            self._report_failure(url, ServerUnavailable(reason))
         running, self._running = self._running, {}
         for url, future in running.items():
             if not future.result():
                 self._servers.pop(url, None)
         return list(self._servers)
 
-    def _drop(self, url: str, error: Exception) -> None:
+    def _report_failure(self, url: str, error: Exception) -> None:
         if future := self._running.pop(url, None):
             future.cancel()
         if server := self._servers.pop(url, None):

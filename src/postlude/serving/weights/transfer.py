@@ -71,8 +71,8 @@ class WeightTransfer:
         """
         start = time.perf_counter()
         coordinator = None if client is None else TransferCoordinator(client, weights, self.timeout)
-        targets, known = on_rank0(lambda: _not_none(coordinator).targets(), self.group)
-        self._close([url for url in self.channels if url not in known])
+        targets, all_urls = on_rank0(lambda: _not_none(coordinator).targets(), self.group)
+        self._close([url for url in self.channels if url not in all_urls])
         ready = self._connect(coordinator, targets)
         sent_bytes, failed, checksums = 0, dict[str, str](), list[Tensor]()
         if ready:
