@@ -56,15 +56,15 @@ def adapter(engine: Engine, name: str) -> dict[str, Tensor]:
 
 def follow(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, list[Any]]:
     """Makes the calls. Returns by adapter what they returned; b's steps have settings of their own."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
     for name, seed in calls:
         engine.use(name)
         if seed is None:
             result = engine.optimizer_step(STEP if name == "b" else None)
-            found.setdefault(name, []).append((result.step, result.grad_norm, result.lr))
+            results.setdefault(name, []).append((result.step, result.grad_norm, result.lr))
         else:
-            found.setdefault(name, []).append(engine.forward_backward(batch(seed), policy).loss)
-    return found
+            results.setdefault(name, []).append(engine.forward_backward(batch(seed), policy).loss)
+    return results
 
 
 def results(engine: Engine, name: str) -> dict[str, Any]:
@@ -84,26 +84,26 @@ def results(engine: Engine, name: str) -> dict[str, Any]:
 
 
 def together_and_alone(group: Any, layout: str, options: dict[str, Any]) -> dict[str, Any]:
-    together = build(layout, **options)
+    joint_engine = build(layout, **options)
     for name in LORAS:
-        add(together, name)
-    new = {name: adapter(together, name) for name in LORAS}
-    calls = follow(together, CALLS)
+        add(joint_engine, name)
+    new = {name: adapter(joint_engine, name) for name in LORAS}
+    calls = follow(joint_engine, CALLS)
     differing = []
     for name in LORAS:
         alone = build(layout, **options)
         add(alone, name)
         if calls[name] != follow(alone, [call for call in CALLS if call[0] == name])[name]:
             differing.append(f"calls of {name}")
-        found, expected = results(together, name), results(alone, name)
-        differing += [f"{name} {key}" for key in expected if not identical(found[key], expected[key])]
-    together.use(None)
+        actual, expected = results(joint_engine, name), results(alone, name)
+        differing += [f"{name} {key}" for key in expected if not identical(actual[key], expected[key])]
+    joint_engine.use(None)
     plain = build(layout, **options)
-    base = torch.cat(together.logprobs(batch(9)).logprob)
+    base = torch.cat(joint_engine.logprobs(batch(9)).logprob)
     if not torch.equal(base, torch.cat(plain.logprobs(batch(9)).logprob)):
         differing.append("the model alone")
-    together.use("a")
-    distance = difference(torch.cat(together.logprobs(batch(9)).logprob), base)
+    joint_engine.use("a")
+    distance = difference(torch.cat(joint_engine.logprobs(batch(9)).logprob), base)
     return {"differing": differing, "from base": distance, "new": new}
 
 
@@ -114,10 +114,10 @@ def new_adapters(group: Any) -> dict[str, dict[str, Tensor]]:
     return {name: adapter(engine, name) for name in LORAS}
 
 
-def identical(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+def identical(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(identical(first[key], second[key]) for key in first)
+    return torch.equal(first, second) if isinstance(first, Tensor) else first == second
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def identical(one: Any, other: Any) -> bool:
 )
 def test_each_adapter_equals_one_trained_alone(ranks: Ranks, layout: str, options: dict[str, Any]) -> None:
     size, (new,) = Layout.parse(layout).world_size, ranks(1, new_adapters)
-    for found in ranks(size, together_and_alone, layout, options):
-        assert found["differing"] == []
-        assert found["from base"] > 1e-3
-        assert identical(found["new"], new)
+    for actual in ranks(size, together_and_alone, layout, options):
+        assert actual["differing"] == []
+        assert actual["from base"] > 1e-3
+        assert identical(actual["new"], new)
 
 
 def save_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def save_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
 
 def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
     """Loads a checkpoint into an engine without adapters, and single states into one that trains another."""
-    whole, single, peft = build(layout), build(layout), build(layout)
-    extra = [whole.load(f"{directory}/all")]
-    whole_loaded = {name: adapter(whole, name) for name in LORAS}
+    full_engine, single, peft = build(layout), build(layout), build(layout)
+    extra = [full_engine.load(f"{directory}/all")]
+    whole_loaded = {name: adapter(full_engine, name) for name in LORAS}
     add_adapter(single, "other", LoRA(rank=3, targets="attention"))
     single.use("other")
     single.forward_backward(batch(5), policy)
@@ -171,17 +171,17 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
         load_adapter(peft, f"{directory}/{name}-peft", name=name)
         peft_loaded[name] = adapter(peft, name)
     single.use("other")
-    kept = identical(gradients, dict(stream_adapters(single, gradients=True)))
-    later = follow(whole, CALLS)
+    unchanged = identical(gradients, dict(stream_adapters(single, gradients=True)))
+    later = follow(full_engine, CALLS)
     single_calls = [(f"new {name}", seed) for name, seed in CALLS if name == "a"]
     single_later = follow(single, single_calls)["new a"]
     return {
         "extra": extra,
         "loaded": [whole_loaded, single_loaded, peft_loaded],
-        "kept": kept,
+        "kept": unchanged,
         "later": later,
         "single later": single_later,
-        "then": {name: adapter(whole, name) for name in LORAS},
+        "then": {name: adapter(full_engine, name) for name in LORAS},
     }
 
 
@@ -193,17 +193,19 @@ def test_checkpoints_hold_all_adapters_or_one_and_move_between_layouts(
     ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:
     saved = ranks(2, save_all, "dp_shard=2,ep=2", str(tmp_path))[0]
-    for found in ranks(2, load_all, layout, str(tmp_path)):
-        assert found["extra"] == [{"epoch": 3}, {"of": "a"}, {"of": "b"}]
-        assert all(identical(loaded, saved["saved"]) for loaded in found["loaded"])
-        assert found["kept"]
+    for actual in ranks(2, load_all, layout, str(tmp_path)):
+        assert actual["extra"] == [{"epoch": 3}, {"of": "a"}, {"of": "b"}]
+        assert all(identical(loaded, saved["saved"]) for loaded in actual["loaded"])
+        assert actual["kept"]
         if layout == "dp_shard=2,ep=2":
-            assert found["later"] == saved["later"]
-            assert found["single later"] == saved["later"]["a"]
-            assert identical(found["then"], saved["then"])
+            assert actual["later"] == saved["later"]
+            assert actual["single later"] == saved["later"]["a"]
+            assert identical(actual["then"], saved["then"])
         for name in LORAS:
-            for now, then in zip(found["later"][name], saved["later"][name], strict=True):
-                assert_equal(torch.tensor(now), torch.tensor(then), f"what {name} returned", tolerance=1e-4)
+            for loaded_loss, saved_loss in zip(actual["later"][name], saved["later"][name], strict=True):
+                assert_equal(
+                    torch.tensor(loaded_loss), torch.tensor(saved_loss), f"what {name} returned", tolerance=1e-4
+                )
 
 
 def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
@@ -243,33 +245,33 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
     engine.zero_grad()
     answers["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
     answers["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
-    held = live_bytes()
+    bytes_before = live_bytes()
     for name in ("a", "b"):
         remove_adapter(engine, name)
     answers["removed"] = error_text(lambda: engine.use("a"))
     answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
-    return answers | {"shares": shares, "freed": live_bytes() <= base < held, "in use": engine.adapters.in_use}
+    return answers | {"shares": shares, "freed": live_bytes() <= base < bytes_before, "in use": engine.adapters.in_use}
 
 
 def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1, switch_and_remove, str(tmp_path / "adapter"))
-    assert found["shares"]
-    assert found["freed"]
-    assert found["in use"] is None
+    (actual,) = ranks(1, switch_and_remove, str(tmp_path / "adapter"))
+    assert actual["shares"]
+    assert actual["freed"]
+    assert actual["in use"] is None
     for name in ("train the base", "step the base"):
-        assert "the model alone is in use, which is frozen" in found[name]
-    assert "no adapters in use" in found["export the base"]
-    assert 'no adapter "x". There are none; add_adapter makes one.' in found["unknown"]
-    assert "'a/b'" in found["slash"]
-    assert "''" in found["empty"]
-    assert 'has an adapter "a" already' in found["twice"]
-    assert "gradients of this step were lost" in found["lost"]
-    assert found["not lost"] == "nothing"
-    assert "gradients of this step were lost" in found["still lost"]
-    assert "a step's settings are of SGD" in found["sgd"]
-    assert "8-bit moments" in found["8bit"]
-    assert 'no adapter "a"' in found["removed"]
-    assert "trains all weights" in found["full"]
+        assert "the model alone is in use, which is frozen" in actual[name]
+    assert "no adapters in use" in actual["export the base"]
+    assert 'no adapter "x". There are none; add_adapter makes one.' in actual["unknown"]
+    assert "'a/b'" in actual["slash"]
+    assert "''" in actual["empty"]
+    assert 'has an adapter "a" already' in actual["twice"]
+    assert "gradients of this step were lost" in actual["lost"]
+    assert actual["not lost"] == "nothing"
+    assert "gradients of this step were lost" in actual["still lost"]
+    assert "a step's settings are of SGD" in actual["sgd"]
+    assert "8-bit moments" in actual["8bit"]
+    assert 'no adapter "a"' in actual["removed"]
+    assert "trains all weights" in actual["full"]
 
 
 def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
@@ -279,28 +281,28 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     save_adapter_state(engine, f"{directory}/one", name="b")
     more = build("", DENSE)
     add_adapter(more, "c", LoRA(rank=2))
-    other = build("", DENSE)
-    add_adapter(other, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
-    before = {name: local_shard(tensor).clone() for name, tensor in other.trainings["b"].tensors.items()}
+    other_engine = build("", DENSE)
+    add_adapter(other_engine, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
+    before = {name: local_shard(tensor).clone() for name, tensor in other_engine.trainings["b"].tensors.items()}
     answers = {
         "more": error_text(lambda: more.load(f"{directory}/all")),
-        "other": error_text(lambda: other.load(f"{directory}/all")),
-        "other one": error_text(lambda: load_adapter_state(other, f"{directory}/one", name="b")),
+        "other": error_text(lambda: other_engine.load(f"{directory}/all")),
+        "other one": error_text(lambda: load_adapter_state(other_engine, f"{directory}/one", name="b")),
         "all as one": error_text(lambda: load_adapter_state(more, f"{directory}/all", name="d")),
         "optimizer": error_text(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
     }
-    assert other.adapters.names == ("b",)  # what was made for the load is gone
-    assert all(torch.equal(before[name], tensor) for name, tensor in other.trainings["b"].tensors.items())
+    assert other_engine.adapters.names == ("b",)  # what was made for the load is gone
+    assert all(torch.equal(before[name], tensor) for name, tensor in other_engine.trainings["b"].tensors.items())
     return answers
 
 
 def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1, refused_checkpoints, str(tmp_path))
-    assert 'has no adapter "c", which this engine has' in found["more"]
-    assert 'has another adapter "b" of layers.0.' in found["other"]
-    assert 'has another adapter "b" of layers.0.' in found["other one"]
-    assert "load it with engine.load" in found["all as one"]
-    assert "was saved with AdamW" in found["optimizer"]
+    (actual,) = ranks(1, refused_checkpoints, str(tmp_path))
+    assert 'has no adapter "c", which this engine has' in actual["more"]
+    assert 'has another adapter "b" of layers.0.' in actual["other"]
+    assert 'has another adapter "b" of layers.0.' in actual["other one"]
+    assert "load it with engine.load" in actual["all as one"]
+    assert "was saved with AdamW" in actual["optimizer"]
     state = json.loads((tmp_path / "all" / "state.json").read_text())
     assert state["adapters"].keys() == {"b"}
     assert all(is_adapter(name) for name in state["tensors"] if not name.startswith("rng"))
@@ -308,17 +310,20 @@ def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path)
 
 def step_settings(group: Any, layout: str) -> list[bool]:
     """Full training: a step with settings of its own is that of an engine that was made with them."""
-    one, other = (
+    first_engine, second_engine = (
         build(layout, DENSE, lora=None, optimizer=AdamW(lr=1.0)),
         build(layout, DENSE, lora=None, optimizer=STEP),
     )
     for seed in range(3):
         results = []
-        for engine, settings in ((one, STEP), (other, None)):
+        for engine, settings in ((first_engine, STEP), (second_engine, None)):
             engine.forward_backward(batch(seed), policy)
             results.append(engine.optimizer_step(settings))
         assert results[0] == results[1]
-    return [torch.equal(x, y) for (_, x), (_, y) in zip(one.stream_weights(), other.stream_weights(), strict=True)]
+    return [
+        torch.equal(x, y)
+        for (_, x), (_, y) in zip(first_engine.stream_weights(), second_engine.stream_weights(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2"])

@@ -21,11 +21,11 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
     engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(layout), budget=24, seed=3)
     controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
     masks = [[1] * len(row) for row in ROWS]
-    whole = Batch(ROWS, {"loss_mask": masks, "place": [float(place) for place in range(len(ROWS))]})
-    batch = scatter_batch(whole if controller.is_rank0 else None, engine.mesh, controller, engine.budget)
-    found = [float(each.sum()) for each in engine.logprobs(batch).logprob]
+    full_batch = Batch(ROWS, {"loss_mask": masks, "place": [float(place) for place in range(len(ROWS))]})
+    batch = scatter_batch(full_batch if controller.is_rank0 else None, engine.mesh, controller, engine.budget)
+    actual = [float(logprobs.sum()) for logprobs in engine.logprobs(batch).logprob]
     result = engine.forward_backward(batch, SFT(over="loss_mask"))
-    return [list(row) for row in batch.sequences], list(batch.columns["place"]), result.loss, found
+    return [list(row) for row in batch.sequences], list(batch.columns["place"]), result.loss, actual
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,14 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
 def test_training_on_a_scattered_batch_equals_the_global_batch(ranks: Ranks, layout: Layout) -> None:
     ((rows, places, loss, logprobs),) = ranks(1, learned, Layout())
     assert (rows, places) == (ROWS, [0.0, 1.0, 2.0, 3.0, 4.0])
-    held: dict[int, set[int]] = {}
-    for rank, (own, their, same, found) in enumerate(ranks(layout.world_size, learned, layout)):
-        assert own == [ROWS[int(place)] for place in their]
+    places_by_rank: dict[int, set[int]] = {}
+    for rank, (sequences, their, same, actual) in enumerate(ranks(layout.world_size, learned, layout)):
+        assert sequences == [ROWS[int(place)] for place in their]
         assert same == pytest.approx(loss, rel=1e-5)
-        assert found == pytest.approx([logprobs[int(place)] for place in their], rel=1e-4)
-        held.setdefault(rank // layout.tp if layout.dp_shard > 1 else 0, set()).update(int(place) for place in their)
-    assert sorted(place for each in held.values() for place in each) == [0, 1, 2, 3, 4], "each row has one owner"
+        assert actual == pytest.approx([logprobs[int(place)] for place in their], rel=1e-4)
+        places_by_rank.setdefault(rank // layout.tp if layout.dp_shard > 1 else 0, set()).update(
+            int(place) for place in their
+        )
+    assert sorted(place for places in places_by_rank.values() for place in places) == [0, 1, 2, 3, 4], (
+        "each row has one owner"
+    )

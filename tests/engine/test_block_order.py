@@ -42,15 +42,15 @@ def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, An
 
 def test_grouping_changes_no_value() -> None:
     grouped = LanguageModel(CONFIG)
-    apart = load_model(Recast(CONFIG, "M-*-**-M---E"))
-    apart.load_state_dict(dict(zip(apart.state_dict(), grouped.state_dict().values(), strict=True)))
+    ungrouped = load_model(Recast(CONFIG, "M-*-**-M---E"))
+    ungrouped.load_state_dict(dict(zip(ungrouped.state_dict(), grouped.state_dict().values(), strict=True)))
     microbatch = small_microbatch()
-    assert torch.equal(apart(microbatch), grouped(microbatch))
+    assert torch.equal(ungrouped(microbatch), grouped(microbatch))
 
 
 def test_generation_equals_a_forward() -> None:
     model = LanguageModel(CONFIG)
-    asked = prompts(VOCABULARY, (5, 1, 8))
-    answered = Generator(model, max_sequences=2).generate(asked, SamplingParams(max_new_tokens=9, seed=3))
-    for (completion,), logprobs in zip(answered, teacher_forced(model, asked, answered), strict=True):
+    prompt_tokens = prompts(VOCABULARY, (5, 1, 8))
+    answered = Generator(model, max_sequences=2).generate(prompt_tokens, SamplingParams(max_new_tokens=9, seed=3))
+    for (completion,), logprobs in zip(answered, teacher_forced(model, prompt_tokens, answered), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, rtol=0, atol=1e-4)

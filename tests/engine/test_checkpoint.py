@@ -130,12 +130,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     directory = str(tmp_path / "checkpoint")
     uninterrupted = ranks(size(before), save_and_go_on, hf, before, directory)
     resumed = ranks(size(after), load_and_go_on, hf, after, directory)
-    for found in resumed:
-        assert found["extra"] == EXTRA
-        assert same(found["weights"], uninterrupted[0]["weights"])
-        assert_equal(torch.tensor(found["losses"]), torch.tensor(uninterrupted[0]["losses"]), "losses")
-        assert found["counts"] == uninterrupted[0]["counts"] == (5, 1)
-        assert torch.equal(found["draws"], uninterrupted[0]["draws"])
+    for actual in resumed:
+        assert actual["extra"] == EXTRA
+        assert same(actual["weights"], uninterrupted[0]["weights"])
+        assert_equal(torch.tensor(actual["losses"]), torch.tensor(uninterrupted[0]["losses"]), "losses")
+        assert actual["counts"] == uninterrupted[0]["counts"] == (5, 1)
+        assert torch.equal(actual["draws"], uninterrupted[0]["draws"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
@@ -151,8 +151,8 @@ def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_going_back_in_the_same_engine_is_exact_to_the_bit(ranks: Any, tmp_path: Path) -> None:
-    for (losses, tensors), (again, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
-        assert losses == again
+    for (losses, tensors), (resumed_losses, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
+        assert losses == resumed_losses
         assert same(tensors, tensors_again)
 
 
@@ -165,9 +165,11 @@ def back_to_the_start(group: Any, directory: str) -> tuple[Any, ...]:
 
 
 def test_a_checkpoint_from_before_the_first_step_loads_in_a_used_engine(ranks: Any, tmp_path: Path) -> None:
-    for (losses, tensors), (step, again, tensors_again) in ranks(2, back_to_the_start, str(tmp_path / "checkpoint")):
+    for (losses, tensors), (step, resumed_losses, tensors_again) in ranks(
+        2, back_to_the_start, str(tmp_path / "checkpoint")
+    ):
         assert step == 0
-        assert losses == again
+        assert losses == resumed_losses
         assert same(tensors, tensors_again)
 
 
@@ -195,43 +197,53 @@ def idle_between(engine: Engine) -> None:
     nothing(engine)
 
 
-UNMOVED = {each.__name__: each for each in (nothing, skipped, another_skipped, idle_between)}
+UNMOVED = {function.__name__: function for function in (nothing, skipped, another_skipped, idle_between)}
 
 
-def save_unmoved(group: Any, how: str, layout: str, optimizer: AdamW, directory: str) -> list[tuple[Any, ...]]:
+def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, directory: str) -> list[tuple[Any, ...]]:
     """What comes after, uninterrupted; in a fresh engine that loads it; and in one that has made steps."""
     engine = build(layout, DENSE, optimizer=optimizer)
-    UNMOVED[how](engine)
+    UNMOVED[start](engine)
     engine.save(directory)
-    found = [(engine.step, engine.skipped, train(engine, [2, 3]), weights(engine), optimizer_state(engine))]
+    results = [(engine.step, engine.skipped, train(engine, [2, 3]), weights(engine), optimizer_state(engine))]
     config = engine.optimizer_config
     for used in (False, True):
-        other = build(layout, DENSE, optimizer=config, seed=1)
+        other_engine = build(layout, DENSE, optimizer=config, seed=1)
         if used:
-            train(other, [7])
-        other.load(directory)
-        found.append((other.step, other.skipped, train(other, [2, 3]), weights(other), optimizer_state(other)))
-    return found
+            train(other_engine, [7])
+        other_engine.load(directory)
+        results.append(
+            (
+                other_engine.step,
+                other_engine.skipped,
+                train(other_engine, [2, 3]),
+                weights(other_engine),
+                optimizer_state(other_engine),
+            )
+        )
+    return results
 
 
 @pytest.mark.parametrize(
-    ("how", "layout", "moments"),
+    ("start", "layout", "moments"),
     [
-        *((how, "", "fp32") for how in UNMOVED),
+        *((start, "", "fp32") for start in UNMOVED),
         ("skipped", "", "8bit"),
         pytest.param("another_skipped", "pp=2", "fp32", marks=pytest.mark.slow),
         pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_after_a_step_without_an_update_resumes(
-    ranks: Any, tmp_path: Path, how: str, layout: str, moments: Any
+    ranks: Any, tmp_path: Path, start: str, layout: str, moments: Any
 ) -> None:
     optimizer = AdamW(lr=1e-3, moments=moments)
-    for expected, *others in ranks(size(layout), save_unmoved, how, layout, optimizer, str(tmp_path / "checkpoint")):
-        for other in others:
-            assert other[:3] == expected[:3]
-            assert same(other[3], expected[3])
-            assert same(other[4], expected[4])
+    for expected, *resumed_runs in ranks(
+        size(layout), save_unmoved, start, layout, optimizer, str(tmp_path / "checkpoint")
+    ):
+        for resumed in resumed_runs:
+            assert resumed[:3] == expected[:3]
+            assert same(resumed[3], expected[3])
+            assert same(resumed[4], expected[4])
 
 
 def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
@@ -279,8 +291,8 @@ def sgd_run(group: Any, momentum: float, directory: str) -> tuple[list[float], l
 
 @pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_sgd_resumes_with_and_without_momentum(ranks: Any, tmp_path: Path, momentum: float) -> None:
-    for expected, found in ranks(2, sgd_run, momentum, str(tmp_path / "checkpoint")):
-        assert expected == found
+    for expected, actual in ranks(2, sgd_run, momentum, str(tmp_path / "checkpoint")):
+        assert expected == actual
 
 
 # --- written aside and renamed
@@ -310,9 +322,9 @@ def save_with_a_fault(group: Any, fault: str, directory: str, wait: bool) -> tup
             FAULTS[fault][1](patch)
         at_once = error_text(lambda: engine.save(directory, wait=wait))
         later = error_text(engine.finish_saving)
-    there = os.path.exists(directory)
+    exists = os.path.exists(directory)
     dist.barrier()
-    return at_once, later, there, error_text(lambda: engine.save(directory))
+    return at_once, later, exists, error_text(lambda: engine.save(directory))
 
 
 def full(*arguments: Any, **options: Any) -> None:
@@ -326,7 +338,9 @@ def no_room_for_tensors(patch: pytest.MonkeyPatch) -> None:
 def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
     write = Path.write_text
     patch.setattr(
-        Path, "write_text", lambda path, text, *rest: full() if path.name == "state.json" else write(path, text, *rest)
+        Path,
+        "write_text",
+        lambda path, text, *arguments: full() if path.name == "state.json" else write(path, text, *arguments),
     )
 
 
@@ -347,14 +361,14 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_directory(
     ranks: Any, tmp_path: Path, fault: str, wait: bool
 ) -> None:
     answers = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
-    for at_once, later, there, after in answers:
+    for at_once, later, exists, after in answers:
         complaint, silence = (at_once, later) if wait or fault == "directory" else (later, at_once)
         assert silence == "nothing"
         assert complaint == (
             f"OSError: {tmp_path / 'checkpoint'} could not be written: rank {FAULTS[fault][0]} raised OSError: "
             "[Errno 28] No space left on device. What was written is not a checkpoint; fix the cause and save again."
         )
-        assert not there
+        assert not exists
         assert after == "nothing"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
@@ -413,11 +427,11 @@ def attempt(group: Any, directory: str, hf: PretrainedConfig, layout: str, optim
     """What `load` says to a used engine and to a fresh one, and whether they are what they were. They go on."""
     engine, fresh = (build(layout, hf, optimizer=optimizer) for _ in range(2))
     train(engine, [1])
-    before = [(weights(each), optimizer_state(each), each.step) for each in (engine, fresh)]
-    complaints = {error_text(lambda each=each: each.load(directory)) for each in (engine, fresh)}
+    before = [(weights(target), optimizer_state(target), target.step) for target in (engine, fresh)]
+    complaints = {error_text(lambda target=target: target.load(directory)) for target in (engine, fresh)}
     unchanged = all(
-        same(weights(each), tensors) and same(optimizer_state(each), state) and each.step == step
-        for each, (tensors, state, step) in zip((engine, fresh), before, strict=True)
+        same(weights(target), tensors) and same(optimizer_state(target), state) and target.step == step
+        for target, (tensors, state, step) in zip((engine, fresh), before, strict=True)
     )
     train(engine, [2])
     return complaints.pop(), unchanged, not complaints
@@ -428,9 +442,9 @@ def refused(
 ) -> str:
     answers = ranks(size(layout), attempt, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
     assert all(answer == answers[0] for answer in answers)
-    complaint, unchanged, both = answers[0]
+    complaint, unchanged, still_trains = answers[0]
     assert unchanged
-    assert both
+    assert still_trains
     return str(complaint)
 
 
@@ -530,13 +544,15 @@ def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_
 
 def read_by(group: Any, directory: str) -> list[str]:
     """The files of a checkpoint that this rank looks into when it loads it to know what there is."""
-    read, found = checkpoint.read_state, list[str]()
+    read, read_directories = checkpoint.read_state, list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            checkpoint, "read_state", lambda source, *rest: (found.append(source.name), read(source, *rest))[1]
+            checkpoint,
+            "read_state",
+            lambda source, *arguments: (read_directories.append(source.name), read(source, *arguments))[1],
         )
         build("dp_shard=2", DENSE).load(directory)
-    return found
+    return read_directories
 
 
 def test_only_rank_0_reads_the_directory(ranks: Any, saved: Path) -> None:

@@ -43,19 +43,19 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """A step at once, and in two calls with the counts of both; and what is said of counts that lack something."""
     engine, objective = engine_in(layout, AHEAD), MTP(objective=SFT(), weight=0.3)
-    whole = batch()
-    parts = [Batch(whole.sequences[:2]), Batch(whole.sequences[2:])]
-    engine.forward_backward(whole, objective)
+    full_batch = batch()
+    parts = [Batch(full_batch.sequences[:2]), Batch(full_batch.sequences[2:])]
+    engine.forward_backward(full_batch, objective)
     expected, counts = gradients(engine), engine.count(*parts)
     targets = sum(LENGTHS) - len(LENGTHS)
     ahead = sum(max(0, length - 2) for length in LENGTHS)
     assert counts == {"sequences": 6, "tokens": targets, "tokens +1": ahead, "all_tokens": sum(LENGTHS)}
     sentences = []
     for name in ("tokens", "tokens +1", "all_tokens"):
-        fewer = {other: count for other, count in counts.items() if other != name}
+        fewer = {column: count for column, count in counts.items() if column != name}
         sentences.append(error_text(lambda fewer=fewer: engine.forward_backward(parts[0], objective, counts=fewer)))
-    other = {**counts, "tokens": 1.0 + group.rank()}
-    sentences.append(error_text(lambda: engine.forward_backward(parts[0], objective, counts=other)))
+    other_counts = {**counts, "tokens": 1.0 + group.rank()}
+    sentences.append(error_text(lambda: engine.forward_backward(parts[0], objective, counts=other_counts)))
     for part in parts:
         engine.forward_backward(part, objective, counts=counts)
     return expected, gradients(engine), sentences
@@ -143,13 +143,16 @@ def refused_before(group: Any, layout: str) -> list[str]:
     engine, fresh = engine_in(layout), engine_in(layout)
     engine.forward_backward(batch(), SFT())
     sentences = []
-    for objective, given, _ in BEFORE.values():
-        sentences.append(error_text(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
-        assert (
-            error_text(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) == sentences[-1]
+    for objective, bad_batch, _ in BEFORE.values():
+        sentences.append(
+            error_text(lambda objective=objective, bad_batch=bad_batch: engine.forward_backward(bad_batch, objective))
         )
-    for each in (engine, fresh):
-        each.forward_backward(batch(), SFT())
+        assert (
+            error_text(lambda objective=objective, bad_batch=bad_batch: engine.evaluate_loss(bad_batch, objective))
+            == sentences[-1]
+        )
+    for tested_engine in (engine, fresh):
+        tested_engine.forward_backward(batch(), SFT())
     fresh.forward_backward(batch(), SFT())
     assert same(gradients(engine), gradients(fresh))
     return sentences
@@ -159,13 +162,18 @@ def refused_after(group: Any, layout: str) -> list[str]:
     """The gradients of the step are lost, and nothing else."""
     engine, fresh = engine_in(layout), engine_in(layout)
     sentences = []
-    for objective, given, _ in AFTER.values():
-        assert error_text(lambda objective=objective, given=given: engine.evaluate_loss(given, objective)) != "nothing"
-        sentences.append(error_text(lambda objective=objective, given=given: engine.forward_backward(given, objective)))
+    for objective, bad_batch, _ in AFTER.values():
+        assert (
+            error_text(lambda objective=objective, bad_batch=bad_batch: engine.evaluate_loss(bad_batch, objective))
+            != "nothing"
+        )
+        sentences.append(
+            error_text(lambda objective=objective, bad_batch=bad_batch: engine.forward_backward(bad_batch, objective))
+        )
         assert "the gradients of this step were lost" in error_text(engine.optimizer_step)
         engine.zero_grad()
-    for each in (engine, fresh):
-        each.forward_backward(batch(), SFT())
+    for tested_engine in (engine, fresh):
+        tested_engine.forward_backward(batch(), SFT())
     assert same(gradients(engine), gradients(fresh))
     return sentences
 
@@ -177,11 +185,11 @@ def test_unknown_counts_raise_on_every_rank_and_the_engine_stays_usable(
 ) -> None:
     answers = ranks(Layout.parse(layout).world_size, refused, layout)
     for number, (name, (_, _, sentence)) in enumerate(cases.items()):
-        said = [sentences[number] for sentences in answers]
+        messages = [sentences[number] for sentences in answers]
         if refused is refused_after or name in ("zero sum", "zero sum beside depths", "unknown"):
-            assert all(sentence in each for each in said), (name, said)
+            assert all(sentence in message for message in messages), (name, messages)
         else:  # a rank that could read its part says that another could not
-            assert any(sentence in each for each in said), (name, said)
+            assert any(sentence in message for message in messages), (name, messages)
 
 
 # --- what an evaluation brings back
@@ -199,8 +207,8 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
         return actual | {f"a name of its own for layer {index}": places for index in range(200)}
 
     actual = engine.evaluate_tokens(batch(), processor, shifted=False)
-    again = engine.evaluate_tokens(batch(), lambda inputs: {"x": inputs.microbatch.batch_indices})["x"]
-    assert len(again) == len(LENGTHS)
+    batch_indices = engine.evaluate_tokens(batch(), lambda inputs: {"x": inputs.microbatch.batch_indices})["x"]
+    assert len(batch_indices) == len(LENGTHS)
     (alone,) = engine.evaluate_tokens(Batch(sequences(6)), processor, shifted=False)[
         "wide"
     ]  # of two ranks, one has no token

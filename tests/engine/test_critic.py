@@ -52,10 +52,10 @@ def whole_critic(engine: Engine) -> Tensor:
     everyone: list[Any] = [None] * dist.get_world_size()
     critic = engine.parameters.get("value_head.weight")
     dist.all_gather_object(everyone, None if critic is None else (region(critic), local_shard(critic)))
-    found = torch.zeros(engine.config.hidden_size)
+    actual = torch.zeros(engine.config.hidden_size)
     for place, part in filter(None, everyone):
-        found[place] = part
-    return found
+        actual[place] = part
+    return actual
 
 
 def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -100,12 +100,12 @@ def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(
         plain.step(DAMPED.lr * DAMPED.schedule.factor(seed))
     assert all(norm > 0.5 for norm in plain.norms)  # the clip is at work,
     assert max(share / norm for share, norm in zip(shares, plain.norms, strict=True)) > 0.1  # and the critic counts
-    for found in ranks(size(layout), steps, layout, both_unless_empty, lengths):
-        assert_equal(found["losses"], torch.tensor(losses), "losses")
-        assert_equal(found["norms"], torch.tensor(plain.norms), "norms")
-        assert_equal(found["critic"], critic.weight, "critic")
+    for actual in ranks(size(layout), steps, layout, both_unless_empty, lengths):
+        assert_equal(actual["losses"], torch.tensor(losses), "losses")
+        assert_equal(actual["norms"], torch.tensor(plain.norms), "norms")
+        assert_equal(actual["critic"], critic.weight, "critic")
         for name, tensor in plain.weights().items():
-            assert_equal(found["weights"][name], tensor, name)
+            assert_equal(actual["weights"][name], tensor, name)
 
 
 # --- PPO
@@ -118,26 +118,26 @@ def ppo(inputs: OutputInputs) -> Loss:
 def ppo_run(group: Any, layout: str) -> list[dict[str, float]]:
     """Answers of which the longer earn more, at their last token."""
     engine = build(layout, DENSE, optimizer=AdamW(lr=3e-3), critic=True)
-    given = batch(1)
-    masks = [(torch.arange(length) >= length // 3).float() for length in given.lengths]
-    rewards = [torch.zeros(length) for length in given.lengths]
-    for each in rewards:
-        each[-1] = len(each) / 10
-    found = []
+    input_batch = batch(1)
+    masks = [(torch.arange(length) >= length // 3).float() for length in input_batch.lengths]
+    rewards = [torch.zeros(length) for length in input_batch.lengths]
+    for reward in rewards:
+        reward[-1] = len(reward) / 10
+    results = []
     for _ in range(12):
-        values = engine.values(given)
+        values = engine.values(input_batch)
         advantages, returns = gae(rewards, values, masks=masks, gamma=1.0, lam=0.95)
         columns = {
             "response_mask": masks,
             "advantages": advantages,
             "returns": returns,
             "old_values": values,
-            "old_logprobs": engine.logprobs(given).logprob,
+            "old_logprobs": engine.logprobs(input_batch).logprob,
         }
-        result = engine.forward_backward(Batch(given.sequences, columns), ppo)
+        result = engine.forward_backward(Batch(input_batch.sequences, columns), ppo)
         engine.optimizer_step()
-        found.append(dict(result.metrics))
-    return found
+        results.append(dict(result.metrics))
+    return results
 
 
 @pytest.mark.slow
@@ -184,18 +184,18 @@ def test_a_critic_resumes_in_another_layout(
     directory = str(tmp_path / "checkpoint")
     ((values, losses), *_) = ranks(size(before), save_and_go_on, before, hf, first, directory)
     assert bool(torch.cat(values).any()) == (first is not policy)
-    for found, resumed in ranks(size(after), load_and_go_on, after, hf, directory):
+    for actual, resumed in ranks(size(after), load_and_go_on, after, hf, directory):
         if first is policy:
-            assert not torch.cat(found).any()
+            assert not torch.cat(actual).any()
         else:
-            assert_equal(torch.cat(found), torch.cat(values), "values")
+            assert_equal(torch.cat(actual), torch.cat(values), "values")
         assert_equal(torch.tensor(resumed), torch.tensor(losses), "losses")
 
 
 def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple[str, bool]:
-    saved, engine = (build("pp=2", DENSE, critic=each) for each in (critic, not critic))
-    for each in (saved, engine):
-        train(each, [1])
+    saved, engine = (build("pp=2", DENSE, critic=has_critic) for has_critic in (critic, not critic))
+    for tested_engine in (saved, engine):
+        train(tested_engine, [1])
     saved.save(directory)
     before = weights(engine)
     return error_text(lambda: engine.load(directory)), same(before, weights(engine))
@@ -230,12 +230,12 @@ def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bo
     engine.export_hf(directory)
     sampler = LanguageModel(engine.config)
     engine.copy_weights(sampler)
-    again = build(layout, directory, critic=True)
+    second_engine = build(layout, directory, critic=True)
     return (
         list(weights(engine)) == list(weights(build(layout, DENSE))) == [name for name, _ in engine.gradients()],
-        same(weights(again), weights(engine)),
+        same(weights(second_engine), weights(engine)),
         bool(torch.cat(engine.values(batch(3))).any()),
-        bool(torch.cat(again.values(batch(3))).any()),
+        bool(torch.cat(second_engine.values(batch(3))).any()),
     )
 
 
@@ -243,8 +243,8 @@ def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bo
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2"])
 def test_streams_copies_and_exports_are_without_it(ranks: Any, tmp_path: Path, layout: str) -> None:
     assert ranks(2, leave, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2
-    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not found["unexpected_keys"]
+    _, actual = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not actual["unexpected_keys"]
 
 
 def no_critic(group: Any) -> str:

@@ -22,8 +22,8 @@ from tests.meshes import mesh
 AHEAD = MTP(objective=SFT(), weight=0.3)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def run_in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, dict[str, Tensor]]:
@@ -64,14 +64,14 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
     step(engine)
     engine.save(checkpoint)
     saved = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
-    again = build("", checkpoint, mtp=True)
-    assert same(saved, dict(again.stream_weights(dtype=torch.float32)))
-    again.load(checkpoint)
+    second_engine = build("", checkpoint, mtp=True)
+    assert same(saved, dict(second_engine.stream_weights(dtype=torch.float32)))
+    second_engine.load(checkpoint)
     pattern = read_model_with_mtp(directory)[1].pattern
-    other = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)
-    other.load(checkpoint, recast=True)
-    assert not other.new_tensors
-    assert step(engine) == step(again) == step(other)
+    other_engine = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)
+    other_engine.load(checkpoint, recast=True)
+    assert not other_engine.new_tensors
+    assert step(engine) == step(second_engine) == step(other_engine)
 
 
 @pytest.mark.slow

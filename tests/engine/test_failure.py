@@ -62,27 +62,33 @@ FAILURES: dict[str, Callable[[Engine], Any]] = {
 
 def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap: bool = False) -> None:
     """Two engines take the same steps, and the one fails in between."""
-    one, other = (build("", config(model), overlap=overlap) for _ in range(2))
-    for engine in (one, other):
+    first_engine, second_engine = (build("", config(model), overlap=overlap) for _ in range(2))
+    for engine in (first_engine, second_engine):
         train(engine, [1])
         engine.forward_backward(batch(2), policy)
-    sentence = error_text(lambda: FAILURES[failure](one))
+    sentence = error_text(lambda: FAILURES[failure](first_engine))
     assert sentence.startswith(("LookupError: no such column", "RuntimeError: mat1 and mat2")), sentence
     if failure in ("forward", "backward"):  # half of a gradient is none
-        for call in (one.optimizer_step, one.grad_norm, lambda: one.forward_backward(batch(3), policy)):
+        for call in (
+            first_engine.optimizer_step,
+            first_engine.grad_norm,
+            lambda: first_engine.forward_backward(batch(3), policy),
+        ):
             assert error_text(call) == (
                 f"RuntimeError: the gradients of this step were lost when forward_backward failed ({FAULT}): "
                 "call zero_grad, and run all batches of the step again."
             )
-        one.zero_grad()
-        one.forward_backward(batch(2), policy)
-    for engine in (one, other):
+        first_engine.zero_grad()
+        first_engine.forward_backward(batch(2), policy)
+    for engine in (first_engine, second_engine):
         engine.optimizer_step()
-    assert same(weights(one), weights(other))
-    for now, expected in zip(one.logprobs(batch(4)).logprob, other.logprobs(batch(4)).logprob, strict=True):
-        assert torch.equal(now, expected)
-    assert train(one, [5]) == train(other, [5])
-    assert same(weights(one), weights(other))
+    assert same(weights(first_engine), weights(second_engine))
+    for actual, expected in zip(
+        first_engine.logprobs(batch(4)).logprob, second_engine.logprobs(batch(4)).logprob, strict=True
+    ):
+        assert torch.equal(actual, expected)
+    assert train(first_engine, [5]) == train(second_engine, [5])
+    assert same(weights(first_engine), weights(second_engine))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -106,18 +112,18 @@ def test_a_failure_while_two_microbatches_take_turns(ranks, failure: str) -> Non
 def reference_that_fails(group: dist.ProcessGroup) -> None:
     engine = build("", config("tiny-dense", num_hidden_layers=2))
     reference = engine.reference()
-    then = engine.logprobs(batch(4)).logprob
+    old_logprobs = engine.logprobs(batch(4)).logprob
     train(engine, [1, 2])
-    now = engine.logprobs(batch(4)).logprob
+    new_logprobs = engine.logprobs(batch(4)).logprob
     with pytest.raises(LookupError), reference.swapped_in():
         engine.evaluate_loss(batch(7), fails_forward)
     *_, last = reference.weights
     spare = reference.weights.pop(last)
     assert error_text(lambda: reference.logprobs(batch(4))).startswith("KeyError")
     reference.weights[last] = spare
-    assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, now))
-    assert all(map(torch.equal, reference.logprobs(batch(4)).logprob, then))
-    assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, now))
+    assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, new_logprobs))
+    assert all(map(torch.equal, reference.logprobs(batch(4)).logprob, old_logprobs))
+    assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, new_logprobs))
 
 
 def test_a_reference_that_fails_gives_the_weights_back(ranks) -> None:
@@ -171,7 +177,7 @@ def test_an_engine_that_cannot_be_rebuilt_raises(ranks) -> None:
 
 def fail_in_between(device: str) -> list[Tensor]:
     """Log-probs before a step, after it, and after it with an evaluation that fails in between."""
-    found = []
+    results = []
     for fails in (False, True):
         engine = Engine(
             config("tiny-moe", num_hidden_layers=2),
@@ -180,38 +186,38 @@ def fail_in_between(device: str) -> list[Tensor]:
             compute_dtype=torch.float32,
             device=device,
         )
-        found.append(torch.cat(engine.logprobs(batch(4)).logprob))
+        results.append(torch.cat(engine.logprobs(batch(4)).logprob))
         engine.forward_backward(batch(2), policy)
         if fails:
             assert error_text(lambda: engine.evaluate_loss(batch(7), fails_forward)) == FAULT  # noqa: B023
         engine.optimizer_step()
-        found.append(torch.cat(engine.logprobs(batch(4)).logprob))
-    return [found[0], found[1], found[3]]
+        results.append(torch.cat(engine.logprobs(batch(4)).logprob))
+    return [results[0], results[1], results[3]]
 
 
 @pytest.mark.gpu
 def test_an_engine_on_a_gpu_stays_usable_after_a_failure() -> None:
     """Whole weights that were gathered on other streams are let go of, and the step's are used."""
-    ((before, expected, found),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")
+    ((before, expected, actual),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")
     moved = (expected - before).abs().max()
-    assert (found - expected).abs().max() < 0.01 * moved
+    assert (actual - expected).abs().max() < 0.01 * moved
 
 
 def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
-    one, other = (
+    first_engine, second_engine = (
         build("", config("tiny-dense", num_hidden_layers=2)),
         build("", config("tiny-dense", num_hidden_layers=2)),
     )
-    one.save(directory)
-    one.forward_backward(batch(1), policy)
-    hook = one.optimizer.register_step_post_hook(lambda *_: fault())
-    assert error_text(one.optimizer_step) == FAULT
+    first_engine.save(directory)
+    first_engine.forward_backward(batch(1), policy)
+    hook = first_engine.optimizer.register_step_post_hook(lambda *_: fault())
+    assert error_text(first_engine.optimizer_step) == FAULT
     hook.remove()
-    assert "optimizer_step failed" in error_text(lambda: one.logprobs(batch(1)))
-    assert "with its weights half written: load a checkpoint." in error_text(lambda: one.logprobs(batch(1)))
-    one.load(directory)
-    assert train(one, [1, 2]) == train(other, [1, 2])
-    assert same(weights(one), weights(other))
+    assert "optimizer_step failed" in error_text(lambda: first_engine.logprobs(batch(1)))
+    assert "with its weights half written: load a checkpoint." in error_text(lambda: first_engine.logprobs(batch(1)))
+    first_engine.load(directory)
+    assert train(first_engine, [1, 2]) == train(second_engine, [1, 2])
+    assert same(weights(first_engine), weights(second_engine))
 
 
 def test_half_a_step_is_mended_by_a_checkpoint(ranks, tmp_path) -> None:
@@ -227,19 +233,19 @@ def go_on(layout: str) -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_stage_refuses_further_calls_after_a_failure() -> None:
-    with PlainRanks(2, TIMEOUT, go_on, "pp=2") as both:
-        assert both.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
+    with PlainRanks(2, TIMEOUT, go_on, "pp=2") as processes:
+        assert processes.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
 
 
 def train_to_the_end(layout: str, end: str) -> None:
     """Train until the last rank comes to its end, in the middle of its second step."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16)
-    seen = 0
+    calls = 0
 
     def objective(inputs: OutputInputs) -> Loss:
-        nonlocal seen
-        seen += 1
-        if seen == 4 and dist.get_rank() == dist.get_world_size() - 1:
+        nonlocal calls
+        calls += 1
+        if calls == 4 and dist.get_rank() == dist.get_world_size() - 1:
             if end == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise LookupError("no such column")
@@ -252,7 +258,7 @@ def train_to_the_end(layout: str, end: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["pp=2", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tp=2", "dp_shard=2"))]
+    "layout", ["pp=2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp=2", "dp_shard=2"))]
 )
 @pytest.mark.parametrize(
     ("end", "sentence"),
@@ -262,5 +268,5 @@ def train_to_the_end(layout: str, end: str) -> None:
     ],
 )
 def test_a_rank_that_dies_in_a_step_ends_the_others(layout: str, end: str, sentence: str) -> None:
-    with PlainRanks(2, TIMEOUT, train_to_the_end, layout, end) as both:
-        assert both.told(0) == sentence
+    with PlainRanks(2, TIMEOUT, train_to_the_end, layout, end) as processes:
+        assert processes.told(0) == sentence

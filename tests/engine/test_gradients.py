@@ -18,11 +18,11 @@ from tests.meshes import mesh
 
 def norms(group: dist.ProcessGroup) -> list[int]:
     """The sizes of the pieces that norms were taken of."""
-    whole, sizes = torch._foreach_norm, list[int]()
+    foreach_norm, sizes = torch._foreach_norm, list[int]()
 
-    def watched(chunks: list[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+    def watched(chunks: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
         sizes.extend(chunk.numel() for chunk in chunks)
-        return list(whole(chunks, *how))
+        return list(foreach_norm(chunks, *arguments))
 
     drawn = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
     with pytest.MonkeyPatch.context() as patch:
@@ -32,8 +32,8 @@ def norms(group: dist.ProcessGroup) -> list[int]:
             values = drawn * scale
             wide = values.double().square().sum()
             for copies, expected in (((1, 1), 2 * wide), ((1, 2), 1.5 * wide), ((2, 2), wide)):
-                found = total_norm([(values, copies[0]), (values.T, copies[1])], values.device)
-                torch.testing.assert_close(found, expected.sqrt(), rtol=1e-12, atol=0.0)
+                actual = total_norm([(values, copies[0]), (values.T, copies[1])], values.device)
+                torch.testing.assert_close(actual, expected.sqrt(), rtol=1e-12, atol=0.0)
     assert float(total_norm([], drawn.device)) == 0.0
     return sizes
 
@@ -47,9 +47,11 @@ def test_the_norm_is_summed_in_float64_piece_by_piece(ranks: Ranks) -> None:
 def test_clipping_scales_all_gradients_and_skips_parameters_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, sizes = gradients.clip_grads_with_norm_, list[int]()
+    clip_grads, sizes = gradients.clip_grads_with_norm_, list[int]()
     monkeypatch.setattr(
-        gradients, "clip_grads_with_norm_", lambda parts, *rest: (sizes.append(len(parts)), whole(parts, *rest))
+        gradients,
+        "clip_grads_with_norm_",
+        lambda parts, *arguments: (sizes.append(len(parts)), clip_grads(parts, *arguments)),
     )
     parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 4, 2)]
     for parameter in parameters[:2]:
@@ -64,14 +66,16 @@ def test_clipping_scales_all_gradients_and_skips_parameters_without_one(
 def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
     """Counts of two blocks, summed over the ranks; and how many numbers each sum over ranks was of."""
     rank, sums, all_reduce = dist.get_rank(), list[int](), dist.all_reduce
-    found = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 10.0 * rank)]
+    counters = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 10.0 * rank)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda one, **options: (sums.append(one.numel()), all_reduce(one, **options)))
-        all_reduce_counters(found, mesh(Layout(dp_shard=2)))
-    return [each.flatten().tolist() for each in found], sums
+        patch.setattr(
+            dist, "all_reduce", lambda tensor, **options: (sums.append(tensor.numel()), all_reduce(tensor, **options))
+        )
+        all_reduce_counters(counters, mesh(Layout(dp_shard=2)))
+    return [counter.flatten().tolist() for counter in counters], sums
 
 
 def test_what_blocks_counted_is_summed_together(ranks: Ranks) -> None:
-    for found, sums in ranks(2, counted):
-        assert found == [[3.0] * 3, [10.0] * 4]
+    for actual, sums in ranks(2, counted):
+        assert actual == [[3.0] * 3, [10.0] * 4]
         assert sums == [7]

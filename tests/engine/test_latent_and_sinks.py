@@ -79,5 +79,5 @@ def test_what_is_read_is_streamed_again_to_the_bit(ranks: Any, name: str, layout
         config.num_local_experts = 6
     saved(config, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    for found in ranks(2, streamed, layout, str(tmp_path)):
-        assert same(dict(sorted(found.items())), dict(sorted(expected.items())))
+    for actual in ranks(2, streamed, layout, str(tmp_path)):
+        assert same(dict(sorted(actual.items())), dict(sorted(expected.items())))

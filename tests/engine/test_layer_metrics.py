@@ -31,10 +31,10 @@ def layers_of(result: Result) -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in values.items() if name.startswith("moe/")}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert_equal(found[name], value, name)
+        assert_equal(actual[name], value, name)
 
 
 def known(group: Any) -> tuple[Result, Result]:
@@ -46,11 +46,11 @@ def known(group: Any) -> tuple[Result, Result]:
         if "selection_bias" in name:
             tensor.copy_(BIAS)
     routing = [torch.tensor([0, 2]).expand(length, 1, 2) for length in LENGTHS]
-    given = Batch(sequences(*LENGTHS), {"routing": routing})
-    first = engine.forward_backward(given, SFT())
-    engine.evaluate_loss(given, SFT())
-    engine.logprobs(given)
-    return first, engine.forward_backward(given, SFT())
+    input_batch = Batch(sequences(*LENGTHS), {"routing": routing})
+    first = engine.forward_backward(input_batch, SFT())
+    engine.evaluate_loss(input_batch, SFT())
+    engine.logprobs(input_batch)
+    return first, engine.forward_backward(input_batch, SFT())
 
 
 def test_known_choices_give_known_numbers_and_each_pass_counts_its_own(ranks: Any) -> None:
@@ -74,12 +74,12 @@ def test_known_choices_give_known_numbers_and_each_pass_counts_its_own(ranks: An
 
 def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the engine reports, and what the routers' own logits and choices give."""
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    routed: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     balance = MoE.balance
 
     def watched(self: MoE, weights: Tensor, logits: Tensor, scores: Tensor, choice: Tensor, context: Any) -> Tensor:
         real = slice(None) if context.token_mask is None else context.token_mask
-        seen[self.name].append((logits.detach().double()[real], choice[real]))
+        routed[self.name].append((logits.detach().double()[real], choice[real]))
         return balance(self, weights, logits, scores, choice, context)
 
     engine = build("", config(), mtp=True)
@@ -88,7 +88,7 @@ def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         result = engine.forward_backward(Batch(sequences(20, 17, 3, 25, 6)), OBJECTIVE)
     assert result.microbatches > 1
     expected, by_metric = {}, defaultdict(list)
-    for name, passes in seen.items():
+    for name, passes in routed.items():
         logits, choices = (torch.cat(parts) for parts in zip(*passes, strict=True))
         load = torch.bincount(choices.flatten(), minlength=4).double()
         values = {
@@ -102,24 +102,24 @@ def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             expected["{}/{}/{}".format(*layer_label(name), metric)] = value
             by_metric[metric].append(value)
         expected["{}/{}/load".format(*layer_label(name))] = load
-    for metric, found in by_metric.items():
-        layers = torch.stack(found)
+    for metric, by_layer in by_metric.items():
+        layers = torch.stack(by_layer)
         expected[f"moe/{metric}"] = layers.mean()
         expected[f"moe/{metric}_worst"] = layers.amin() if metric == "entropy" else layers.amax()
     return layers_of(result), expected
 
 
 def test_values_are_those_of_the_routers_own_choices_in_every_layer_and_depth(ranks: Any) -> None:
-    ((found, expected),) = ranks(1, direct)
-    assert {name.split("/")[1] for name in found if name.count("/") == 2} == {
+    ((actual, expected),) = ranks(1, direct)
+    assert {name.split("/")[1] for name in actual if name.count("/") == 2} == {
         "layer_00",
         "layer_02",
         "layer_03",
         "mtp_1_layer_00",
     }
-    balance = {name for name in found if "balance_loss" in name}  # a loss that tests of its gradient cover
+    balance = {name for name in actual if "balance_loss" in name}  # a loss that tests of its gradient cover
     assert len(balance) == 4 + 2
-    assert_same({name: value for name, value in found.items() if name not in balance}, expected)
+    assert_same({name: value for name, value in actual.items() if name not in balance}, expected)
 
 
 LAYOUTS = ("tp=2,ep=2", "pp=2,vpp=2")  # tests/verify compares what layers measure in every layout
@@ -128,15 +128,17 @@ MORE_LAYOUTS = ("cp=2", "dp_shard=2,ep=2", "pp=2")
 
 def measured(group: Any, layouts: tuple[str, ...], recompute: str) -> list[list[dict[str, Tensor]]]:
     """Two passes of one step with replayed routing, and one after the step has moved the selection bias."""
-    found = []
+    results = []
     for layout in layouts:
         engine = build(layout, config(), optimizer=AdamW(lr=1e-3), mtp=True, recompute=recompute)
-        given, other = batch(), Batch(sequences(5, 30, 7, 2, seed=1))
-        counts = engine.count(given, other)
-        passes = [engine.forward_backward(each, OBJECTIVE, counts=counts) for each in (given, other)]
+        input_batch, other_batch = batch(), Batch(sequences(5, 30, 7, 2, seed=1))
+        counts = engine.count(input_batch, other_batch)
+        passes = [
+            engine.forward_backward(step_batch, OBJECTIVE, counts=counts) for step_batch in (input_batch, other_batch)
+        ]
         engine.optimizer_step()
-        found.append([layers_of(result) for result in (*passes, engine.forward_backward(other, OBJECTIVE))])
-    return found
+        results.append([layers_of(result) for result in (*passes, engine.forward_backward(other_batch, OBJECTIVE))])
+    return results
 
 
 @pytest.mark.slow
@@ -149,5 +151,5 @@ def test_layouts_report_what_one_rank_does(ranks: Any, layouts: tuple[str, ...])
     assert expected[2]["moe/selection_bias_range"] == pytest.approx(2e-3)
     for rank in ranks(2, measured, layouts, "full"):
         for passes in rank:
-            for found, values in zip(passes, expected, strict=True):
-                assert_same(found, values)
+            for actual, values in zip(passes, expected, strict=True):
+                assert_same(actual, values)

@@ -38,14 +38,14 @@ def build(layout: str, source: Any, lora: LoRA = RANK4, **options: Any) -> Engin
 
 @torch.no_grad()
 def fill(name: str, parameter: Tensor) -> None:
-    whole = torch.empty(parameter.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    local_shard(parameter).copy_(whole[region(parameter)])
+    full_tensor = torch.empty(parameter.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    local_shard(parameter).copy_(full_tensor[region(parameter)])
 
 
 def train(group: Any, layout: str, source: Any, options: dict[str, Any]) -> dict[str, Any]:
     engine = build(layout, source, **options)
     first = engine.forward_backward(batch(0), policy)
-    gradients = {name: each.clone() for name, each in stream_adapters(engine, gradients=True)}
+    gradients = {name: tensor.clone() for name, tensor in stream_adapters(engine, gradients=True)}
     engine.optimizer_step()
     second = engine.forward_backward(batch(1), policy)
     engine.optimizer_step()
@@ -53,8 +53,8 @@ def train(group: Any, layout: str, source: Any, options: dict[str, Any]) -> dict
         "losses": torch.tensor([first.loss, second.loss]),
         "logprobs": torch.cat(engine.logprobs(batch(2)).logprob),
         "gradients": gradients,
-        "adapters": {name: each.clone() for name, each in stream_adapters(engine)},
-        "merged": {name: each.clone() for name, each in engine.stream_weights()},
+        "adapters": {name: tensor.clone() for name, tensor in stream_adapters(engine)},
+        "merged": {name: tensor.clone() for name, tensor in engine.stream_weights()},
     }
 
 
@@ -91,13 +91,13 @@ SOURCES = {
 )
 def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
     expected = ranks(1, train, "", SOURCES[source], {"lora": options.get("lora", RANK4)})[0]
-    found = ranks(Layout.parse(layout).world_size, train, layout, SOURCES[source], options)[0]
+    actual = ranks(Layout.parse(layout).world_size, train, layout, SOURCES[source], options)[0]
     for key in ("losses", "logprobs"):
-        assert_equal(found[key], expected[key], key)
+        assert_equal(actual[key], expected[key], key)
     for key in ("gradients", "adapters", "merged"):
-        assert found[key].keys() == expected[key].keys()
+        assert actual[key].keys() == expected[key].keys()
         for name in expected[key]:
-            assert_equal(found[key][name], expected[key][name], f"{key} of {name}")
+            assert_equal(actual[key][name], expected[key][name], f"{key} of {name}")
 
 
 def compare_with_merged(group: Any, lora: LoRA) -> dict[str, float]:
@@ -142,9 +142,11 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
         "trained": trained,
         "in use": engine.adapters.in_use,
         "allocated": allocated,
-        "kept of a loaded one": sum(each.numel() for each in later.weights.values()),
-        "kept": sum(each.numel() for each in reference.weights.values()),
-        "adapters": sum(local_shard(each).numel() for each in engine.trainings["default"].parameters.values()),
+        "kept of a loaded one": sum(weight.numel() for weight in later.weights.values()),
+        "kept": sum(weight.numel() for weight in reference.weights.values()),
+        "adapters": sum(
+            local_shard(parameter).numel() for parameter in engine.trainings["default"].parameters.values()
+        ),
         "frozen": all(torch.equal(local_shard(engine.tensors[name]), local_shard(weights[name])) for name in weights),
         "without gradient": all(
             parameter.grad is None
@@ -158,28 +160,28 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2"])
 def test_the_reference_of_new_adapters_is_the_model_itself(ranks: Ranks, layout: str) -> None:
-    found = ranks(Layout.parse(layout).world_size, new_adapters_and_reference, layout)[0]
-    assert torch.equal(found["reference"], found["plain"])
-    assert difference(found["trained"], found["plain"]) > 1e-4
-    assert found["kept"] == 0 < found["kept of a loaded one"] == found["adapters"]
-    assert torch.equal(found["reference of a loaded one"], found["trained"])
-    assert found["allocated"] == 0
-    assert found["frozen"]
-    assert found["without gradient"]
-    assert found["in use"] is None  # as it was before the references were evaluated
+    actual = ranks(Layout.parse(layout).world_size, new_adapters_and_reference, layout)[0]
+    assert torch.equal(actual["reference"], actual["plain"])
+    assert difference(actual["trained"], actual["plain"]) > 1e-4
+    assert actual["kept"] == 0 < actual["kept of a loaded one"] == actual["adapters"]
+    assert torch.equal(actual["reference of a loaded one"], actual["trained"])
+    assert actual["allocated"] == 0
+    assert actual["frozen"]
+    assert actual["without gradient"]
+    assert actual["in use"] is None  # as it was before the references were evaluated
 
 
 def save(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
     engine = build(layout, SOURCES["moe"])
     steps(engine, range(2))
     engine.save(directory)
-    return {name: each.clone() for name, each in stream_adapters(engine)}, steps(engine, range(2, 4))
+    return {name: tensor.clone() for name, tensor in stream_adapters(engine)}, steps(engine, range(2, 4))
 
 
 def load(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
     engine = Engine(SOURCES["moe"], mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=RANK4)
     engine.load(directory)
-    return {name: each.clone() for name, each in stream_adapters(engine)}, steps(engine, range(2, 4))
+    return {name: tensor.clone() for name, tensor in stream_adapters(engine)}, steps(engine, range(2, 4))
 
 
 def steps(engine: Engine, seeds: range) -> list[float]:
@@ -195,20 +197,20 @@ def test_a_checkpoint_holds_the_adapters_and_moves_between_layouts(ranks: Ranks,
     tensors = json.loads((tmp_path / "saved" / "state.json").read_text())["tensors"]
     assert {name.rsplit("/", 1)[1] for name in tensors if not name.startswith("rng")} == saved.keys()
     for layout in ("dp_shard=2,ep=2", "tp=2"):
-        loaded, again = ranks(2, load, layout, str(tmp_path / "saved"))[0]
+        loaded, resumed_losses = ranks(2, load, layout, str(tmp_path / "saved"))[0]
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-        assert_equal(torch.tensor(again), torch.tensor(losses), "losses")
+        assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
 
 
 def refuse(group: Any, directory: str) -> dict[str, str]:
     engine = build("", SOURCES["dense"])
     engine.save(f"{directory}/adapters")
-    other = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, seed=1, lora=RANK4, optimizer=DAMPED)
-    whole = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
-    whole.save(f"{directory}/model")
+    other_engine = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, seed=1, lora=RANK4, optimizer=DAMPED)
+    full_engine = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
+    full_engine.save(f"{directory}/model")
     return {
-        "another base": error_text(lambda: other.load(f"{directory}/adapters")),
-        "no lora": error_text(lambda: whole.load(f"{directory}/adapters")),
+        "another base": error_text(lambda: other_engine.load(f"{directory}/adapters")),
+        "no lora": error_text(lambda: full_engine.load(f"{directory}/adapters")),
         "a model": error_text(lambda: engine.load(f"{directory}/model")),
         "split": error_text(lambda: build("", SOURCES["dense"], weights="split")),
         "target": error_text(lambda: build("", SOURCES["dense"], LoRA(targets=("q_porj",)))),
@@ -216,35 +218,35 @@ def refuse(group: Any, directory: str) -> dict[str, str]:
 
 
 def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1, refuse, str(tmp_path))
-    assert "of another base model" in found["another base"]
-    assert "holds LoRA adapters only" in found["no lora"]
-    assert "holds a whole model" in found["a model"]
-    assert "weights='split'" in found["split"]
-    assert "q_proj" in found["target"]
+    (actual,) = ranks(1, refuse, str(tmp_path))
+    assert "of another base model" in actual["another base"]
+    assert "holds LoRA adapters only" in actual["no lora"]
+    assert "holds a whole model" in actual["a model"]
+    assert "weights='split'" in actual["split"]
+    assert "q_proj" in actual["target"]
 
 
 def export(group: Any, layout: str, directory: str) -> dict[str, Tensor]:
     engine = build(layout, SOURCES["moe"])
     export_adapter(engine, directory)
-    return {name: each.clone() for name, each in stream_adapters(engine)}
+    return {name: tensor.clone() for name, tensor in stream_adapters(engine)}
 
 
 def read_back(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], str]:
     options = {"mesh": mesh(Layout.parse(layout)), "budget": BUDGET}
     engine = Engine(SOURCES["moe"], lora=RANK4, **options)
     load_adapter(engine, directory)
-    other = Engine(SOURCES["moe"], lora=LoRA(rank=4, targets="attention"), **options)
-    return {name: each.clone() for name, each in stream_adapters(engine)}, error_text(
-        lambda: load_adapter(other, directory)
+    other_engine = Engine(SOURCES["moe"], lora=LoRA(rank=4, targets="attention"), **options)
+    return {name: tensor.clone() for name, tensor in stream_adapters(engine)}, error_text(
+        lambda: load_adapter(other_engine, directory)
     )
 
 
 def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
     exported = ranks(2, export, "dp_shard=2,ep=2", str(tmp_path / "adapter"))[0]
-    (found, refused), _ = ranks(2, read_back, "tp=2", str(tmp_path / "adapter"))
-    assert found.keys() == exported.keys()
-    assert all(torch.equal(found[name], exported[name]) for name in exported)
+    (actual, refused), _ = ranks(2, read_back, "tp=2", str(tmp_path / "adapter"))
+    assert actual.keys() == exported.keys()
+    assert all(torch.equal(actual[name], exported[name]) for name in exported)
     assert "has another adapter of layers.0." in refused
 
 
@@ -271,8 +273,8 @@ def after_failures(group: Any, directory: str) -> dict[str, str]:
 
 
 def test_an_offloaded_engine_and_lost_gradients_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1, after_failures, str(tmp_path / "adapter"))
+    (actual,) = ranks(1, after_failures, str(tmp_path / "adapter"))
     for name in ("stream", "gradients", "export", "load"):
-        assert OFFLOADED in found[f"offloaded {name}"]
+        assert OFFLOADED in actual[f"offloaded {name}"]
         expected = "the gradients of this step were lost" if name == "gradients" else "nothing"
-        assert expected in found[name]
+        assert expected in actual[name]

@@ -96,11 +96,14 @@ def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, An
 
 @pytest.mark.slow
 def test_the_default_as_a_processor_gives_the_defaults_numbers(ranks: Any) -> None:
-    (default,), (own,) = (ranks(1, trained, "", processor, {}) for processor in (None, nll))
+    (default,), (custom,) = (ranks(1, trained, "", processor, {}) for processor in (None, nll))
     named = {f"mtp_{depth}/loss": default[1][f"mtp_{depth}/nll"] for depth in (1, 2)}
-    assert {name: own[1][name] for name in named} == pytest.approx(named, rel=1e-5)
-    rest = {name: value for name, value in default[1].items() if not name.startswith("mtp_")}
-    assert_same((own[0], {name: own[1][name] for name in rest}, own[2]), (default[0], rest, default[2]))
+    assert {name: custom[1][name] for name in named} == pytest.approx(named, rel=1e-5)
+    other_metrics = {name: value for name, value in default[1].items() if not name.startswith("mtp_")}
+    assert_same(
+        (custom[0], {name: custom[1][name] for name in other_metrics}, custom[2]),
+        (default[0], other_metrics, default[2]),
+    )
 
 
 @pytest.mark.slow

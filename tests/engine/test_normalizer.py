@@ -31,7 +31,7 @@ def microbatches(budget: int = 64, multiple_of: int = 1) -> list[Microbatch]:
 
 def without_first_tokens(values: list[Tensor]) -> Tensor:
     """What is predicted: all tokens but the first of each sequence."""
-    return torch.cat([each[1:] for each in values]).double()
+    return torch.cat([value[1:] for value in values]).double()
 
 
 def weighed(over: str) -> Tensor:
@@ -84,13 +84,13 @@ def test_losses_over_different_things_add_up_and_scale() -> None:
 
 
 def test_losses_with_the_counts_of_the_step_add_up() -> None:
-    whole = microbatches(12)
+    all_parts = microbatches(12)
     counts = {"mask": float(without_first_tokens(MASK).sum()), "sequences": float(len(LENGTHS))}
 
     def objective(part: Microbatch) -> Loss:
         return Loss(part.column("value"), over="mask") + Loss(part.sequence_sum(part.column("value")), "sequences")
 
-    expected = sum(LossNormalizer(whole).loss(objective(part), part) for part in whole)
+    expected = sum(LossNormalizer(all_parts).loss(objective(part), part) for part in all_parts)
     actual = torch.zeros(())
     for rows in ([0, 3], [1, 2, 4], [5]):
         columns = {name: [values[row] for row in rows] for name, values in BATCH.columns.items()}
@@ -118,7 +118,10 @@ def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_n
             else:
                 spoilt += added.detach()
     assert torch.equal(clean, spoilt)
-    assert all(torch.equal(one, other) for one, other in zip(gradients[::2], gradients[1::2], strict=True))
+    assert all(
+        torch.equal(clean_gradient, spoilt_gradient)
+        for clean_gradient, spoilt_gradient in zip(gradients[::2], gradients[1::2], strict=True)
+    )
     assert tallies[0].reduce(True) == tallies[1].reduce(True)
 
 
@@ -135,11 +138,14 @@ def test_a_batch_with_nothing_to_learn_is_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "over", "wanted"), [((4,), "tokens", "(3,)"), ((3, 1), "mask", "(3,)"), ((3,), "sequences", "(1,)")]
+    ("values", "over", "expected_shape"),
+    [((4,), "tokens", "(3,)"), ((3, 1), "mask", "(3,)"), ((3,), "sequences", "(1,)")],
 )
-def test_values_of_another_shape_are_refused_in_a_sentence(values: tuple[int, ...], over: str, wanted: str) -> None:
+def test_values_of_another_shape_are_refused_in_a_sentence(
+    values: tuple[int, ...], over: str, expected_shape: str
+) -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [1.0]})
-    sentence = f'values over "{over}" have shape {values}, but this microbatch has weights of shape {wanted}.'
+    sentence = f'values over "{over}" have shape {values}, but this microbatch has weights of shape {expected_shape}.'
     with pytest.raises(ValueError, match=r"over .* have shape") as loss:
         LossNormalizer([part]).loss(Loss(torch.ones(values), over=over), part)
     with pytest.raises(ValueError, match=r"over .* have shape") as metric:
@@ -152,9 +158,9 @@ REDUCTIONS = {"mean": mean, "sum": total, "max": largest, "min": smallest}
 
 
 def reduced(weights: Tensor, values: Tensor) -> dict[str, float]:
-    kept = values[weights != 0]
+    counted = values[weights != 0]
     weighted = (values * weights).sum()
-    metrics = {"mean": weighted / weights.sum(), "sum": weighted, "max": kept.max(), "min": kept.min()}
+    metrics = {"mean": weighted / weights.sum(), "sum": weighted, "max": counted.max(), "min": counted.min()}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -188,11 +194,11 @@ def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple
 def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]:
     """The loss over sequences, given one by one and as a sum, and every metric."""
     dp_cp_mesh = mesh(Layout.parse(layout))
-    whole = microbatches(12, dp_cp_mesh.dp.size)
+    all_parts = microbatches(12, dp_cp_mesh.dp.size)
     local_microbatches = [
-        shard_context(part, dp_cp_mesh.cp) for part in whole[dp_cp_mesh.dp.rank :: dp_cp_mesh.dp.size]
+        shard_context(part, dp_cp_mesh.cp) for part in all_parts[dp_cp_mesh.dp.rank :: dp_cp_mesh.dp.size]
     ]
-    scale = LossNormalizer(whole, cp_size=dp_cp_mesh.cp.size)
+    scale = LossNormalizer(all_parts, cp_size=dp_cp_mesh.cp.size)
     tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
     for part in local_microbatches:
         values = part.sequence_sum(part.column("value"))
@@ -256,16 +262,16 @@ def test_metric_names_are_gathered_only_when_there_is_a_new_one(ranks: Any) -> N
 def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """All numbers come to the host together: on a GPU each way to look at one is a synchronisation."""
     parts = microbatches(12)
-    tally, looks = MetricAccumulator(LossNormalizer(parts)), []
+    tally, reads = MetricAccumulator(LossNormalizer(parts)), []
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
-        look = getattr(Tensor, name)
-        monkeypatch.setattr(Tensor, name, lambda self, look=look: (looks.append(1), look(self))[1])
+        read = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, read=read: (reads.append(1), read(self))[1])
     for part in parts:
         for name, (metric, _) in metrics(part).items():
             tally.add(name, metric, part)
     actual = tally.reduce(True)
     monkeypatch.undo()
-    assert len(looks) == 1
+    assert len(reads) == 1
     check_metrics(actual)
 
 

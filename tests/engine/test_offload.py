@@ -34,8 +34,10 @@ REFUSED = f"RuntimeError: {OFFLOADED}"
 def live_bytes() -> int:
     """The memory of all tensors that Python knows of in this process."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not is_dtensor(each)]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    tensors = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor) and not is_dtensor(candidate)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
@@ -45,24 +47,24 @@ def host_bytes(engine: Engine) -> int:
 
 def state(engine: Engine) -> dict[str, Tensor]:
     """Every tensor of this rank: parameters, buffers, gradients, and the optimizer's state."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for index, model in engine.stages.items():
-        found |= {f"{index} {name}": each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+        tensors |= {f"{index} {name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, parameter in engine.parameters.items():
-        found |= {f"{name} gradient": parameter.grad} if parameter.grad is not None else {}
+        tensors |= {f"{name} gradient": parameter.grad} if parameter.grad is not None else {}
         moments = engine.optimizer.state.get(parameter, {})
-        found |= {f"{name} {key}": value for key, value in moments.items() if isinstance(value, Tensor)}
-    return {name: local_shard(each) for name, each in found.items()}
+        tensors |= {f"{name} {key}": value for key, value in moments.items() if isinstance(value, Tensor)}
+    return {name: local_shard(tensor) for name, tensor in tensors.items()}
 
 
 def state_bytes(engine: Engine) -> int:
-    storages = [each.untyped_storage() for each in state(engine).values()]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    storages = [tensor.untyped_storage() for tensor in state(engine).values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def digests(engine: Engine) -> dict[str, str]:
-    as_bytes = {name: each.clone().reshape(-1).view(torch.uint8) for name, each in state(engine).items()}
-    return {name: hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest() for name, each in as_bytes.items()}
+    as_bytes = {name: tensor.clone().reshape(-1).view(torch.uint8) for name, tensor in state(engine).items()}
+    return {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in as_bytes.items()}
 
 
 def step(engine: Engine, seed: int) -> float:
@@ -84,16 +86,18 @@ def go_on(group: Any, layout: str, options: dict[str, Any], offloads: bool) -> t
 
 
 def move(engine: Engine) -> None:
-    before, size, held = digests(engine), state_bytes(engine), live_bytes() - host_bytes(engine)
+    before, size, used_bytes = digests(engine), state_bytes(engine), live_bytes() - host_bytes(engine)
     engine.offload()
     engine.offload()
     assert state_bytes(engine) == 0
-    assert held - (live_bytes() - host_bytes(engine)) == size > 0
+    assert used_bytes - (live_bytes() - host_bytes(engine)) == size > 0
     chunks = list(engine._state_offload.chunks)
     engine.onload()
     engine.onload()
     assert digests(engine) == before
-    assert all(one is other for one, other in zip(chunks, engine._state_offload.chunks, strict=True))
+    assert all(
+        old_chunk is new_chunk for old_chunk, new_chunk in zip(chunks, engine._state_offload.chunks, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -181,8 +185,8 @@ def failures(group: Any) -> tuple[list[str], bool]:
 
 
 def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> None:
-    (((offload, then, onload, refused), same),) = ranks(1, failures)
-    assert (offload, then) == ("RuntimeError: no host memory", "nothing")
+    (((offload, after_offload, onload, refused), same),) = ranks(1, failures)
+    assert (offload, after_offload) == ("RuntimeError: no host memory", "nothing")
     assert onload.startswith("RuntimeError: onload needs 0.00 GiB on cpu, which it does not have (no device memory): ")
     assert onload.endswith("free the memory of the generator there, and call onload again.")
     assert refused == REFUSED

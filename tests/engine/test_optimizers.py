@@ -49,10 +49,10 @@ def learned(optimizer: AdamW, stored: str, steps: int = 150) -> list[float]:
     shapes = ((64, 16), (64,), (8, 64))
     teacher, start = ([torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes] for _ in "ab")
     dtype = torch.float32 if stored == "fp32" else torch.bfloat16
-    parameters = {str(place): torch.nn.Parameter(each.to(dtype)) for place, each in enumerate(start)}
+    parameters = {str(place): torch.nn.Parameter(tensor.to(dtype)) for place, tensor in enumerate(start)}
 
-    def answer(inputs: Tensor, one: Any) -> Tensor:
-        return torch.tanh(inputs @ one[0].float().T + one[1].float()) @ one[2].float().T
+    def answer(inputs: Tensor, network: Any) -> Tensor:
+        return torch.tanh(inputs @ network[0].float().T + network[1].float()) @ network[2].float().T
 
     mover, losses = optimizer_of(optimizer, parameters, {"0", "2"}, stored), []
     for _ in range(steps):
@@ -72,9 +72,9 @@ def test_a_small_problem_is_learned_as_in_fp32() -> None:
     assert expected[-1] < 0.05 * expected[0]
     end = sum(expected[-20:])
     for optimizer, stored in KINDS.values():
-        found = learned(replace(plain, moments=optimizer.moments, offload=optimizer.offload), stored)
+        actual = learned(replace(plain, moments=optimizer.moments, offload=optimizer.offload), stored)
         # bf16 weights that are rounded at random stay as far from the best ones as their last bits are
-        assert sum(found[-20:]) < end * (2.0 if stored == "rounded" else 1.25), (optimizer, stored)
+        assert sum(actual[-20:]) < end * (2.0 if stored == "rounded" else 1.25), (optimizer, stored)
 
 
 def test_split_weights_are_moved_as_weights_in_fp32() -> None:
@@ -101,9 +101,9 @@ def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ..
     expected = train(engine, [3, 4]), weights(engine), optimizer_state(engine)
     fresh = of_kind(kind, layout, seed=1)
     fresh.load(directory)
-    found = train(fresh, [3, 4]), weights(fresh), optimizer_state(fresh)
+    actual = train(fresh, [3, 4]), weights(fresh), optimizer_state(fresh)
     engine.load(directory)
-    return expected, found, (train(engine, [3, 4]), weights(engine), optimizer_state(engine))
+    return expected, actual, (train(engine, [3, 4]), weights(engine), optimizer_state(engine))
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,13 @@ def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ..
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     ranks: Any, tmp_path: Path, kind: str, layout: str
 ) -> None:
-    for expected, *others in ranks(Layout.parse(layout).world_size, resumed, kind, layout, str(tmp_path / "saved")):
-        for found in others:
-            assert found[0] == expected[0]
-            assert same(found[1], expected[1])
-            assert same(found[2], expected[2])
+    for expected, *resumed_runs in ranks(
+        Layout.parse(layout).world_size, resumed, kind, layout, str(tmp_path / "saved")
+    ):
+        for actual in resumed_runs:
+            assert actual[0] == expected[0]
+            assert same(actual[1], expected[1])
+            assert same(actual[2], expected[2])
 
 
 def given_gradients(group: Any, kind: str, layout: str, directory: str, source: str | None = None) -> Any:
@@ -168,14 +170,14 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
 )
 def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
     """To the bit, as blocks and random numbers are the whole tensor's; and from a checkpoint of the other layout."""
-    size, one, many = Layout.parse(layout).world_size, str(tmp_path / "one"), str(tmp_path / "many")
-    (expected,) = ranks(1, given_gradients, kind, "", one)
-    for found in ranks(size, given_gradients, kind, layout, many):
-        assert same(found, expected)
-    for found in ranks(size, given_gradients, kind, layout, str(tmp_path / "third"), one):
-        assert same(found, expected)
-    (found,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), many)
-    assert same(found, expected)
+    size, single_directory, many = Layout.parse(layout).world_size, str(tmp_path / "one"), str(tmp_path / "many")
+    (expected,) = ranks(1, given_gradients, kind, "", single_directory)
+    for actual in ranks(size, given_gradients, kind, layout, many):
+        assert same(actual, expected)
+    for actual in ranks(size, given_gradients, kind, layout, str(tmp_path / "third"), single_directory):
+        assert same(actual, expected)
+    (actual,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), many)
+    assert same(actual, expected)
 
 
 def split_updates(group: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -201,22 +203,22 @@ def test_split_weights_of_every_kind_of_block_are_one_ranks_to_the_bit(ranks: An
     """With the same gradients. So only gradients, which layouts round differently, make their weights differ."""
     (expected,) = ranks(1, split_updates, "")
     assert max(expected[0]) - min(expected[0]) > 1e-2
-    for losses, found in ranks(4, split_updates, "pp=2,tp=2,ep=2"):
+    for losses, actual in ranks(4, split_updates, "pp=2,tp=2,ep=2"):
         assert losses == pytest.approx(expected[0], rel=1e-5)
-        assert same(found, expected[1])
+        assert same(actual, expected[1])
 
 
 def pieces(group: Any) -> bool:
     """Whether state that is brought in pieces of a row or two moves weights as state that is not."""
-    found = []
+    results = []
     for piece_bytes in (offloading.PIECE_BYTES, 1 << 14):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("postlude.engine.optimizers.PIECE_BYTES", piece_bytes)
             engine = of_kind("split, 8-bit moments, offload")
-            found.append((train(engine, [1]), weights(engine)))
+            results.append((train(engine, [1]), weights(engine)))
     staying = of_kind("split, 8-bit moments, offload", optimizer=replace(ADAMW, moments="8bit"))
-    found.append((train(staying, [1]), weights(staying)))
-    return all(losses == found[0][0] and same(moved, found[0][1]) for losses, moved in found)
+    results.append((train(staying, [1]), weights(staying)))
+    return all(losses == results[0][0] and same(moved, results[0][1]) for losses, moved in results)
 
 
 @pytest.mark.thorough
@@ -226,9 +228,9 @@ def test_optimizer_state_in_host_memory_gives_equal_updates(ranks: Any) -> None:
 
 def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
     """Of each kind: bytes of weights and of state, foretold and held."""
-    found = []
-    for given, stored in KINDS.values():
-        optimizer = replace(given, offload=False)
+    results = []
+    for kind_config, stored in KINDS.values():
+        optimizer = replace(kind_config, offload=False)
         engine = build("", config("tiny-dense"), optimizer=optimizer, weights=stored)
         for parameter in engine.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -242,18 +244,19 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
             weights=stored,
         )
         assert (estimate.gathered == 0) == (stored != "fp32")
-        kept = [each for state in engine.optimizer.state.values() for each in state.values()]
+        state_tensors = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
         sizes = [
-            sum(each.numel() * each.element_size() for each in some) for some in (engine.parameters.values(), kept)
+            sum(tensor.numel() * tensor.element_size() for tensor in some)
+            for some in (engine.parameters.values(), state_tensors)
         ]
-        found.append((estimate.parameters, sizes[0], estimate.optimizer, sizes[1]))
-    return found
+        results.append((estimate.parameters, sizes[0], estimate.optimizer, sizes[1]))
+    return results
 
 
 def test_estimated_memory_equals_that_of_an_engine(ranks: Any) -> None:
-    for parameters, stored, optimizer, kept in ranks(1, held_bytes)[0]:
+    for parameters, stored, optimizer, state_bytes in ranks(1, held_bytes)[0]:
         assert stored == parameters
-        assert kept == pytest.approx(optimizer, rel=0.01)  # vectors have moments in fp32
+        assert state_bytes == pytest.approx(optimizer, rel=0.01)  # vectors have moments in fp32
 
 
 def refused_on_one(group: Any, directory: str) -> list[str]:
@@ -296,7 +299,7 @@ def move_on_a_gpu(engine: Engine, steps: range) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
-    found = []
+    results = []
     with started(device="cuda"):
         for least in (1, 1 << 40):
             with pytest.MonkeyPatch.context() as patch:
@@ -304,39 +307,39 @@ def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
                 source = config("tiny-dense", num_hidden_layers=1)
                 engine = Engine(source, budget=64, device="cuda", optimizer=AdamW(lr=1e-2, weight_decay=0.1))
                 move_on_a_gpu(engine, range(4))
-                found.append({name: parameter.detach().clone() for name, parameter in engine.parameters.items()})
-    for name, small in found[1].items():
-        assert difference(found[0][name], small) < TOLERANCE, name
+                results.append({name: parameter.detach().clone() for name, parameter in engine.parameters.items()})
+    for name, small in results[1].items():
+        assert difference(results[0][name], small) < TOLERANCE, name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rounded, offload", "split, 8-bit moments, offload"])
 def test_on_a_gpu_offloaded_state_is_copied_in_and_back(kind: str, tmp_path: Path) -> None:
     """In pieces, to the bit as if it stayed; also by way of a checkpoint that is saved right after a step."""
-    given, stored = KINDS[kind]
+    kind_config, stored = KINDS[kind]
 
     def make(offload: bool, seed: int = 0) -> Engine:
-        optimizer = replace(given, offload=offload)
+        optimizer = replace(kind_config, offload=offload)
         source = config("tiny-dense", num_hidden_layers=1)
         return Engine(source, budget=64, device="cuda", optimizer=optimizer, weights=stored, seed=seed)
 
     with started(device="cuda"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("postlude.engine.optimizers.PIECE_BYTES", 50_000)
-        found = []
+        results = []
         for offload in (False, True):
             engine = make(offload)
             move_on_a_gpu(engine, range(2))
             engine.save(tmp_path / str(offload))
             move_on_a_gpu(engine, range(2, 4))
-            found.append(weights(engine))
-            kept = [value for state in engine.optimizer.state.values() for value in state.values()]
-            assert any(not value.is_cuda for value in kept) == offload
+            results.append(weights(engine))
+            state_tensors = [value for state in engine.optimizer.state.values() for value in state.values()]
+            assert any(not value.is_cuda for value in state_tensors) == offload
         for offload in (False, True):
             engine = make(offload, seed=1)
             engine.load(tmp_path / str(not offload))
             move_on_a_gpu(engine, range(2, 4))
-            found.append(weights(engine))
-        assert all(same(each, found[0]) for each in found)
+            results.append(weights(engine))
+        assert all(same(weights_after, results[0]) for weights_after in results)
 
 
 def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str, bool]]:
@@ -347,8 +350,10 @@ def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str
     engine.forward_backward(batch(1, vocab_size=61), SFT())
     engine.optimizer_step()
     names = engine.optimizer.names
-    decay = {names[each]: group["weight_decay"] for group in engine.optimizer.param_groups for each in group["params"]}
-    return decay, {name: set(engine.optimizer.state[each]) for name, each in engine.parameters.items()}, zero
+    decay = {
+        names[param]: group["weight_decay"] for group in engine.optimizer.param_groups for param in group["params"]
+    }
+    return decay, {name: set(engine.optimizer.state[parameter]) for name, parameter in engine.parameters.items()}, zero
 
 
 def test_the_role_of_a_parameter_is_declared_by_its_module(ranks: Any) -> None:
@@ -365,14 +370,16 @@ def test_the_role_of_a_parameter_is_declared_by_its_module(ranks: Any) -> None:
 def test_matrices_of_every_kind_of_block_by_name() -> None:
     with torch.device("meta"):
         model = LanguageModel(tiny_hybrid(), value_head=True)
-    others = {name for name, _ in model.named_parameters()} - model.matrices
-    assert {name.removeprefix("layers.0.mamba.") for name in others if name.startswith("layers.0.mamba.")} == {
+    not_matrices = {name for name, _ in model.named_parameters()} - model.matrices
+    assert {name.removeprefix("layers.0.mamba.") for name in not_matrices if name.startswith("layers.0.mamba.")} == {
         "norm.weight",
         "gated_norm.weight",
         *(f"vectors.{name}" for name in ("A_log", "D", "dt_bias")),
         *(f"{name}_conv.bias" for name in "xbc"),
     }
-    assert all(name.endswith(("norm.weight", "bias")) or "vectors." in name or "value_head" in name for name in others)
+    assert all(
+        name.endswith(("norm.weight", "bias")) or "vectors." in name or "value_head" in name for name in not_matrices
+    )
     assert not any(name.endswith(("norm.weight", "bias")) or "vectors." in name for name in model.matrices)
 
 
@@ -398,20 +405,20 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
         torch.equal(tensor, narrow[name].float()) for name, tensor in engine.stream_weights()
     )  # as computed with
     exported = engine.export_hf(f"{directory}/untied", dtype=torch.float32, untied=True)
-    other = replace(ADAMW, lr=1e-5)
+    other_config = replace(ADAMW, lr=1e-5)
     refusal = error_text(lambda: engine.set_optimizer(SGD(lr=1.0)))
-    kept = engine.optimizer_config, type(engine.optimizer).__name__
-    engine.set_optimizer(replace(other, offload=False))
+    old_optimizer = engine.optimizer_config, type(engine.optimizer).__name__
+    engine.set_optimizer(replace(other_config, offload=False))
     after = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
     engine.save(f"{directory}/checkpoint")  # before the first step of the new one
-    fresh = of_kind("split", layout, optimizer=other, seed=1)
+    fresh = of_kind("split", layout, optimizer=other_config, seed=1)
     fresh.load(f"{directory}/checkpoint")
     resumed = {name: tensor.clone() for name, tensor in fresh.stream_weights(dtype=torch.float32)}
     return {
         "streams": (before, after, resumed),
         "narrow": narrow,
         "refusal": refusal,
-        "kept": kept,
+        "kept": old_optimizer,
         "exported": str(exported),
         "steps": (train(engine, [4]), train(fresh, [4])),
     }
@@ -421,16 +428,16 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
 def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:
-    for found in ranks(Layout.parse(layout).world_size, exchanged, layout, str(tmp_path)):
-        before, *others = found["streams"]
+    for actual in ranks(Layout.parse(layout).world_size, exchanged, layout, str(tmp_path)):
+        before, *later_streams = actual["streams"]
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in before.values())
         for name, tensor in before.items():
-            gap = (tensor - found["narrow"][name].float()).abs()
+            gap = (tensor - actual["narrow"][name].float()).abs()
             assert (gap <= 2.0**-8 * tensor.abs()).all(), name
-        assert all(same(before, other) for other in others)
-        files = load_file(Path(found["exported"]) / "model.safetensors")
+        assert all(same(before, later) for later in later_streams)
+        files = load_file(Path(actual["exported"]) / "model.safetensors")
         assert same({name: files[name] for name in before}, before)
         assert torch.equal(files["lm_head.weight"], before["model.embed_tokens.weight"])
-        assert "need AdamW, but" in found["refusal"]
-        assert found["kept"] == (ADAMW, "ShardedAdamW")
-        assert found["steps"][0] == found["steps"][1]
+        assert "need AdamW, but" in actual["refusal"]
+        assert actual["kept"] == (ADAMW, "ShardedAdamW")
+        assert actual["steps"][0] == actual["steps"][1]

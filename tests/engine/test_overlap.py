@@ -53,19 +53,25 @@ def both(
     group: Any, layout: str, source: ModelConfig, steps: int, options: dict[str, Any]
 ) -> list[tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]]:
     """Losses and metrics of every step, the first step's gradients and the last one's weights: plain, overlapped."""
-    found = []
+    results = []
     for overlap in (False, True):
         ahead = bool(source.pattern.mtp)
-        where = {"layout": Layout()} if "device" in options else {"mesh": mesh(Layout.parse(layout))}
+        placement = {"layout": Layout()} if "device" in options else {"mesh": mesh(Layout.parse(layout))}
         optimizer = AdamW(lr=1e-2, max_grad_norm=0.5)
-        engine = Engine(source, budget=32, optimizer=optimizer, mtp=ahead, overlap=overlap, **where, **options)
-        said, first = [], {}
+        engine = Engine(source, budget=32, optimizer=optimizer, mtp=ahead, overlap=overlap, **placement, **options)
+        step_results, first = [], {}
         for step in range(steps):
             result = engine.forward_backward(batch(step % 5), MTP(objective=SFT()) if ahead else SFT())
             first = first or gradients(engine)
-            said.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
-        found.append((said, first, {name: local_shard(each).clone() for name, each in engine.parameters.items()}))
-    return found
+            step_results.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
+        results.append(
+            (
+                step_results,
+                first,
+                {name: local_shard(parameter).clone() for name, parameter in engine.parameters.items()},
+            )
+        )
+    return results
 
 
 def assert_one(answers: list[Any]) -> None:
@@ -117,33 +123,33 @@ def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
 
 @pytest.mark.slow
 def test_depths_that_an_objective_asks_for_are_exchanged_by_the_plan(ranks: Any) -> None:
-    (found, _) = ranks(2, exchanged, "dp_shard=2,ep=2", MTP(objective=SFT()))
-    assert {"mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"} < found
-    (found, _) = ranks(2, exchanged, "dp_shard=2,ep=2", SFT())
-    assert found == {"layers.0 moe.dispatch", "layers.0 moe.combine"}
+    (actual, _) = ranks(2, exchanged, "dp_shard=2,ep=2", MTP(objective=SFT()))
+    assert {"mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"} < actual
+    (actual, _) = ranks(2, exchanged, "dp_shard=2,ep=2", SFT())
+    assert actual == {"layers.0 moe.dispatch", "layers.0 moe.combine"}
 
 
 def in_between(group: Any, layout: str) -> list[Any]:
     """Two batches a step, and log-probs before, amid and after: plain, overlapped."""
-    found = []
+    results = []
     for overlap in (False, True):
         engine = Engine(config("[*E]{2}"), budget=32, mesh=mesh(Layout.parse(layout)), overlap=overlap)
-        said: list[Any] = []
+        tensors: list[Any] = []
         for step in range(2):
-            said += engine.logprobs(batch(step)).logprob
+            tensors += engine.logprobs(batch(step)).logprob
             engine.forward_backward(batch(step), SFT())
-            said += engine.logprobs(batch(step)).logprob
+            tensors += engine.logprobs(batch(step)).logprob
             engine.forward_backward(batch(step + 1), SFT())
-            said.append(torch.tensor(engine.optimizer_step().grad_norm))
-        found.append(said + engine.logprobs(batch(0)).logprob)
-    return found
+            tensors.append(torch.tensor(engine.optimizer_step().grad_norm))
+        results.append(tensors + engine.logprobs(batch(0)).logprob)
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
 def test_gradients_accumulate_and_evaluations_use_gathered_weights(ranks: Any, layout: str) -> None:
     for plain, overlapped in ranks(2, in_between, layout):
-        assert all(torch.equal(*each) for each in zip(plain, overlapped, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(plain, overlapped, strict=True))
 
 
 @pytest.mark.slow
@@ -158,7 +164,7 @@ def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
     engine = Engine(config("[*E]{2}/[*E]"), mesh=mesh(Layout(pp=2)), budget=32, overlap=overlap, mtp=True)
 
     def matrices() -> list[Tensor]:  # gloo's threads hold vectors of finished collectives for a moment
-        tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        tensors = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor))
         return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 1]
 
     engine.forward_backward(batch(0), MTP(objective=SFT()))  # makes the gradients
@@ -171,7 +177,11 @@ def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
         after = [tensor for tensor in matrices() if id(tensor) not in known]
     finally:
         gc.enable()
-    gradients = {each.grad.untyped_storage().data_ptr() for each in engine.parameters.values() if each.grad is not None}
+    gradients = {
+        parameter.grad.untyped_storage().data_ptr()
+        for parameter in engine.parameters.values()
+        if parameter.grad is not None
+    }
     return [tuple(tensor.shape) for tensor in after if tensor.untyped_storage().data_ptr() not in gradients]
 
 

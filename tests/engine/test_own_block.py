@@ -41,14 +41,14 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
     before = weights(engine)
     train(engine, [0, 1])
     engine.save(directory)
-    again = build("pp=2", CONFIG, blocks=TABLE, seed=1)
-    again.load(directory)
-    whole = LanguageModel(CONFIG, blocks=TABLE)
-    again.copy_weights(whole)
+    second_engine = build("pp=2", CONFIG, blocks=TABLE, seed=1)
+    second_engine.load(directory)
+    full_model = LanguageModel(CONFIG, blocks=TABLE)
+    second_engine.copy_weights(full_model)
     trained = weights(engine)
     return (
         [name for name in before if torch.equal(before[name], trained[name])],
-        same(weights(again), trained) and same(whole.state_dict(), trained),
+        same(weights(second_engine), trained) and same(full_model.state_dict(), trained),
         error_text(lambda: engine.export_hf(f"{directory}/export")),
         error_text(lambda: SyncedGenerator(engine, None)),  # type: ignore[arg-type]
         error_text(lambda: build("cp=2", CONFIG, blocks=TABLE)),
@@ -138,7 +138,7 @@ def counting(group: Any, layout: str) -> list[list[float]]:
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2", "cp=2", ""])
 @pytest.mark.slow
 def test_counters_of_a_block_cover_the_step_in_every_layout(ranks: Any, layout: str) -> None:
-    found = ranks(Layout.parse(layout).world_size, counting, layout)
-    totals = [each for rank in found for each in rank]
+    actual = ranks(Layout.parse(layout).world_size, counting, layout)
+    totals = [counts for rank in actual for counts in rank]
     assert len(totals) == (1 if layout in ("", "pp=2") else 2)
-    assert all(each == [16.0 + sum(LENGTHS), 2.0] for each in totals)
+    assert all(total == [16.0 + sum(LENGTHS), 2.0] for total in totals)

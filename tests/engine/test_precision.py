@@ -55,23 +55,25 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     model.to_empty(device="cpu")
     model.reset()
     draw(model)
-    found: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for name in PROMISED:
         module = model.get_submodule(name.removesuffix(".weight"))
 
-        def before(module: Any, given: Any, name: str = name) -> None:
-            found.setdefault(name, {"hidden": given[0].detach(), "weight": local(module.weight).detach().clone()})
+        def before(module: Any, arguments: Any, name: str = name) -> None:
+            recorded.setdefault(
+                name, {"hidden": arguments[0].detach(), "weight": local(module.weight).detach().clone()}
+            )
 
-        def after(module: Any, given: Any, output: Tensor, name: str = name) -> None:
-            if "output" not in found[name]:  # the first time, not when it is computed again
-                found[name]["output"] = output.detach()
-                output.register_hook(lambda gradient: found[name].update(upstream=gradient))
+        def after(module: Any, arguments: Any, output: Tensor, name: str = name) -> None:
+            if "output" not in recorded[name]:  # the first time, not when it is computed again
+                recorded[name]["output"] = output.detach()
+                output.register_hook(lambda gradient: recorded[name].update(upstream=gradient))
 
         module.register_forward_pre_hook(before)  # after FSDP's, which gathers
         module.register_forward_hook(after)
 
     def values(inputs: OutputInputs, context: Any) -> Tensor:
-        found["hidden dtype"] = inputs.hidden.dtype
+        recorded["hidden dtype"] = inputs.hidden.dtype
         return inputs.head.values(inputs.hidden).square().sum()
 
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
@@ -82,12 +84,12 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
         gradient = torch.zeros(parameter.shape)
         assert parameter.grad is not None
         gradient[region(parameter)] = local_shard(parameter.grad)
-        found[name] |= {
+        recorded[name] |= {
             "stored": local_shard(parameter).dtype,
             "gradient": gradient,
             "kept": local_shard(parameter.grad).dtype,
         }
-    return found
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -100,20 +102,24 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     ],
 )
 def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
-    whole = LanguageModel(CONFIG, value_head=True)
-    draw(whole)
+    full_model = LanguageModel(CONFIG, value_head=True)
+    draw(full_model)
     everyone = ranks(Layout.parse(layout).world_size, seen, layout, recompute)
     for name in PROMISED:
-        expected = whole.get_parameter(name).detach()
+        expected = full_model.get_parameter(name).detach()
         learned = torch.zeros_like(expected)
-        for found in everyone:
-            assert found["hidden dtype"] == torch.bfloat16  # the rest is not
-            mine = found[name]
-            assert mine["stored"] == mine["weight"].dtype == mine["output"].dtype == mine["kept"] == torch.float32
-            assert torch.equal(mine["weight"], expected)  # not rounded on the way
-            hidden = mine["hidden"].float()
-            assert_equal(mine["output"], F.linear(hidden, expected) if expected.ndim == 2 else hidden @ expected, name)
-            learned += (mine["upstream"].view(len(hidden), -1).T @ hidden).view(expected.shape)
+        for rank_record in everyone:
+            assert rank_record["hidden dtype"] == torch.bfloat16  # the rest is not
+            record = rank_record[name]
+            assert (
+                record["stored"] == record["weight"].dtype == record["output"].dtype == record["kept"] == torch.float32
+            )
+            assert torch.equal(record["weight"], expected)  # not rounded on the way
+            hidden = record["hidden"].float()
+            assert_equal(
+                record["output"], F.linear(hidden, expected) if expected.ndim == 2 else hidden @ expected, name
+            )
+            learned += (record["upstream"].view(len(hidden), -1).T @ hidden).view(expected.shape)
         gradient = (
             everyone[0][name]["gradient"] if layout.startswith("tp") else sum(f[name]["gradient"] for f in everyone)
         )
@@ -128,22 +134,22 @@ def streamed(group: Any, layout: str) -> dict[str, Tensor]:
             for block in stage.blocks:
                 for buffer in block.buffers():
                     buffer.fill_(1.0 + 2.0**-20)  # as a selection bias is after a while
-    found = {name: tensor.clone() for name, tensor in engine.stream_weights(bucket_bytes=500)}
+    actual = {name: tensor.clone() for name, tensor in engine.stream_weights(bucket_bytes=500)}
     copy = LanguageModel(CONFIG, dtype=torch.bfloat16)
     engine.copy_weights(copy)
-    assert same({name: copy.state_dict()[name] for name in found}, found)
-    return found
+    assert same({name: copy.state_dict()[name] for name in actual}, actual)
+    return actual
 
 
 @pytest.mark.parametrize("layout", ["", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_what_is_promised_in_fp32_is_streamed_and_copied_in_fp32(ranks: Any, layout: str) -> None:
-    whole = LanguageModel(CONFIG).state_dict()
-    for found in ranks(Layout.parse(layout).world_size, streamed, layout):
-        wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    full_state = LanguageModel(CONFIG).state_dict()
+    for actual in ranks(Layout.parse(layout).world_size, streamed, layout):
+        wide = {name for name, tensor in actual.items() if tensor.dtype == torch.float32}
         assert wide == {"layers.0.moe.router.weight", "layers.0.moe.selection_bias"}
-        assert torch.equal(found["layers.0.moe.router.weight"], whole["layers.0.moe.router.weight"])
-        assert (found["layers.0.moe.selection_bias"] == 1.0 + 2.0**-20).all()
-        assert all(torch.equal(found[name], whole[name].bfloat16()) for name in found.keys() - wide)
+        assert torch.equal(actual["layers.0.moe.router.weight"], full_state["layers.0.moe.router.weight"])
+        assert (actual["layers.0.moe.selection_bias"] == 1.0 + 2.0**-20).all()
+        assert all(torch.equal(actual[name], full_state[name].bfloat16()) for name in actual.keys() - wide)
 
 
 def test_a_bf16_model_keeps_its_fp32_parameters() -> None:
@@ -166,25 +172,29 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     sharding = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
-    found: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, PerHeadVectors):
 
-            def after(module: Any, given: Any, output: dict[str, Tensor], name: str = name) -> None:
-                for own, vector in output.items():
-                    if f"{name}.{own}" not in found:  # the first time, not when it is computed again
-                        mine = found[f"{name}.{own}"] = {"used": vector.detach().clone()}
-                        vector.register_hook(lambda gradient, mine=mine: mine.update(upstream=gradient))
+            def after(module: Any, arguments: Any, output: dict[str, Tensor], name: str = name) -> None:
+                for vector_name, vector in output.items():
+                    if f"{name}.{vector_name}" not in recorded:  # the first time, not when it is computed again
+                        record = recorded[f"{name}.{vector_name}"] = {"used": vector.detach().clone()}
+                        vector.register_hook(lambda gradient, record=record: record.update(upstream=gradient))
 
             module.register_forward_hook(after)
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
     with learning(sharding):
         model(microbatch, targets=True).sum().backward()
-    for name, mine in found.items():
+    for name, record in recorded.items():
         parameter = model.get_parameter(name)
         assert parameter.grad is not None
-        mine |= {"stored": local_shard(parameter), "gradient": local_shard(parameter.grad), "region": region(parameter)}
-    return found
+        record |= {
+            "stored": local_shard(parameter),
+            "gradient": local_shard(parameter.grad),
+            "region": region(parameter),
+        }
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -197,23 +207,28 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     ],
 )
 def test_vectors_of_heads_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
-    whole = {name: parameter.detach() for name, parameter in LanguageModel(RECURRENT).named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in LanguageModel(RECURRENT).named_parameters()}
     everyone = ranks(Layout.parse(layout).world_size, vectors_seen, layout, recompute)
-    assert {name for name in whole if "vectors" in name} == everyone[0].keys()
-    for name, expected in whole.items():
-        mine = [found[name] for found in everyone if name in found]
-        for one in mine:
-            assert one["stored"].dtype == one["used"].dtype == one["gradient"].dtype == torch.float32
-            assert torch.equal(one["stored"], expected[one["region"]])
-            used = expected[one["region"]] if layout == "tp=2" else expected
-            assert torch.equal(one["used"], used)  # not rounded on the way
-            learned = one["upstream"] if layout == "tp=2" else sum(other["upstream"] for other in mine)
+    assert {name for name in parameters if "vectors" in name} == everyone[0].keys()
+    for name, expected in parameters.items():
+        records = [rank_record[name] for rank_record in everyone if name in rank_record]
+        for record in records:
+            assert record["stored"].dtype == record["used"].dtype == record["gradient"].dtype == torch.float32
+            assert torch.equal(record["stored"], expected[record["region"]])
+            used = expected[record["region"]] if layout == "tp=2" else expected
+            assert torch.equal(record["used"], used)  # not rounded on the way
+            learned = (
+                record["upstream"] if layout == "tp=2" else sum(other_record["upstream"] for other_record in records)
+            )
             assert torch.count_nonzero(learned)
-            assert_equal(one["gradient"], learned if layout == "tp=2" else learned[one["region"]], name)
+            assert_equal(record["gradient"], learned if layout == "tp=2" else learned[record["region"]], name)
 
 
 def test_vectors_of_heads_of_a_model_made_in_bf16_are_not_rounded() -> None:
-    whole, model = LanguageModel(RECURRENT).state_dict(), LanguageModel(RECURRENT, dtype=torch.bfloat16).state_dict()
+    full_state, model = (
+        LanguageModel(RECURRENT).state_dict(),
+        LanguageModel(RECURRENT, dtype=torch.bfloat16).state_dict(),
+    )
     wide = {name for name, tensor in model.items() if tensor.dtype == torch.float32}
-    assert wide == {name for name in whole if "vectors" in name}
-    assert all(torch.equal(model[name], whole[name]) for name in wide)
+    assert wide == {name for name in full_state if "vectors" in name}
+    assert all(torch.equal(model[name], full_state[name]) for name in wide)

@@ -41,11 +41,11 @@ def batch(step: int) -> Batch:
 
 def curve(engine: Engine, steps: range, objective: Any = None) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, on batches that come again."""
-    found = []
+    results = []
     for step in steps:
         loss = engine.forward_backward(batch(step % 4), objective or SFT()).loss
-        found.append((loss, engine.optimizer_step().grad_norm))
-    return found
+        results.append((loss, engine.optimizer_step().grad_norm))
+    return results
 
 
 def curves(group: Any, sources: list[Any], steps: int) -> list[list[tuple[float, float]]]:
@@ -66,16 +66,23 @@ def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_
     assert apart == grouped
 
 
-def go_on(group: Any, directory: str, begun: str, pattern: str, layouts: tuple[str, str]) -> tuple[Any, ...]:
+def go_on(group: Any, directory: str, checkpoint: str, pattern: str, layouts: tuple[str, str]) -> tuple[Any, ...]:
     """Two steps, and two more: by the same engine, and by one of another pattern that loaded its checkpoint."""
     first = build(layouts[0], Path(directory), optimizer=FAST)
     curve(first, range(2))
-    first.save(begun, extra={"epoch": 1})
-    other = build(layouts[1], Recast(Path(directory), pattern), optimizer=FAST, seed=5)
-    curve(other, range(7, 8))  # moments of its own, to be forgotten
-    extra = other.load(begun, recast=True)
-    scores = [engine.logprobs(batch(9)).logprob for engine in (first, other)]
-    return extra, other.step, other.new_tensors, curve(first, range(2, 5)), curve(other, range(2, 5)), scores
+    first.save(checkpoint, extra={"epoch": 1})
+    other_engine = build(layouts[1], Recast(Path(directory), pattern), optimizer=FAST, seed=5)
+    curve(other_engine, range(7, 8))  # moments of its own, to be forgotten
+    extra = other_engine.load(checkpoint, recast=True)
+    scores = [engine.logprobs(batch(9)).logprob for engine in (first, other_engine)]
+    return (
+        extra,
+        other_engine.step,
+        other_engine.new_tensors,
+        curve(first, range(2, 5)),
+        curve(other_engine, range(2, 5)),
+        scores,
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,50 +99,55 @@ def test_a_checkpoint_resumes_in_another_grouping_of_blocks(
 ) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), pattern, layouts)
-    for extra, step, fresh, expected, found, scores in ranks(1 if exact else 2, go_on, *arguments):
+    for extra, step, fresh, expected, actual, scores in ranks(1 if exact else 2, go_on, *arguments):
         assert (extra, step, fresh) == ({"epoch": 1}, 2, ())
-        for one, other in zip(*scores, strict=True):
-            torch.testing.assert_close(other, one, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+        for expected_logprobs, logprobs in zip(*scores, strict=True):
+            torch.testing.assert_close(
+                logprobs, expected_logprobs, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6
+            )
         if exact:
-            assert found == expected
+            assert actual == expected
         else:
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-def replaced(group: Any, directory: str, begun: str, later: str) -> tuple[Any, ...]:
+def replaced(group: Any, directory: str, checkpoint: str, later: str) -> tuple[Any, ...]:
     """A checkpoint into a pattern with another block and a depth; it goes on, is saved, and resumed."""
     first = build("", Path(directory), optimizer=FAST)
     curve(first, range(3))
-    first.save(begun)
+    first.save(checkpoint)
     moments = optimizer_state(first)
     source = Recast(Path(directory), "*-[*E]/[*-]", {"E": MOE})
-    other = build("", source, optimizer=FAST, mtp=True, seed=5)
-    before, objective = other.new_tensors, MTP(objective=SFT(), weight=0.5)
-    curve(other, range(7, 8), objective)  # moments of its own, to be forgotten
-    drawn = weights(other)
-    other.load(begun, recast=True)
-    kept, loaded, state = weights(first), weights(other), optimizer_state(other)
-    curve(other, range(3, 5), objective)
-    other.save(later)
+    other_engine = build("", source, optimizer=FAST, mtp=True, seed=5)
+    before, objective = other_engine.new_tensors, MTP(objective=SFT(), weight=0.5)
+    curve(other_engine, range(7, 8), objective)  # moments of its own, to be forgotten
+    drawn = weights(other_engine)
+    other_engine.load(checkpoint, recast=True)
+    old_weights, loaded, state = weights(first), weights(other_engine), optimizer_state(other_engine)
+    curve(other_engine, range(3, 5), objective)
+    other_engine.save(later)
     resumed = build("", source, optimizer=FAST, mtp=True, seed=6)
     resumed.load(later)
-    curves = [curve(engine, range(5, 8), objective) for engine in (other, resumed)]
-    again = [same(weights(other), weights(resumed)), same(optimizer_state(other), optimizer_state(resumed))]
-    return before, other.new_tensors, kept, drawn, loaded, moments, state, curves, again
+    curves = [curve(engine, range(5, 8), objective) for engine in (other_engine, resumed)]
+    resumed_equal = [
+        same(weights(other_engine), weights(resumed)),
+        same(optimizer_state(other_engine), optimizer_state(resumed)),
+    ]
+    return before, other_engine.new_tensors, old_weights, drawn, loaded, moments, state, curves, resumed_equal
 
 
 def test_new_tensors_start_without_moments_and_resume_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), str(tmp_path / "later"))
-    before, fresh, kept, drawn, loaded, moments, state, curves, again = ranks(1, replaced, *arguments)[0]
+    before, fresh, old_weights, drawn, loaded, moments, state, curves, resumed_equal = ranks(1, replaced, *arguments)[0]
     assert before == fresh
     assert {name.rpartition(".")[0].partition(".")[0] for name in fresh} == {"layers", "mtp"}
     for name in fresh:
         assert torch.equal(loaded[name], drawn[name])
-    theirs = {"layers.0.attention": "model.layers.0.self_attn", "layers.2.attention": "model.layers.1.self_attn"}
-    for ours, name in theirs.items():
-        assert torch.equal(loaded[f"{ours}.q_proj.weight"], kept[f"{name}.q_proj.weight"])
-    assert torch.equal(loaded["layers.1.mlp.up_proj.weight"], kept["model.layers.0.mlp.up_proj.weight"])
+    hf_names = {"layers.0.attention": "model.layers.0.self_attn", "layers.2.attention": "model.layers.1.self_attn"}
+    for layer, name in hf_names.items():
+        assert torch.equal(loaded[f"{layer}.q_proj.weight"], old_weights[f"{name}.q_proj.weight"])
+    assert torch.equal(loaded["layers.1.mlp.up_proj.weight"], old_weights["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(state["layers.1.mlp.up_proj.weight.exp_avg"], moments["layers.0.mlp.up_proj.weight.exp_avg"])
     steps: dict[str, float] = {name: float(tensor) for name, tensor in state.items() if name.endswith(".step")}
     parameters = {name.removesuffix(".step") for name in steps}
@@ -145,26 +157,26 @@ def test_new_tensors_start_without_moments_and_resume_as_uninterrupted(ranks: An
         if name in fresh:
             assert not any(state[f"{name}.{moment}"].any() for moment in ("exp_avg", "exp_avg_sq"))
     assert curves[0] == curves[1]
-    assert again == [True, True]
+    assert resumed_equal == [True, True]
 
 
-def refused(group: Any, directory: str, begun: str) -> tuple[str, ...]:
+def refused(group: Any, directory: str, checkpoint: str) -> tuple[str, ...]:
     engine = build("", Path(directory), optimizer=FAST)
     curve(engine, range(1))
-    engine.save(begun)
-    other = build("", Recast(Path(directory), "*-*-"), optimizer=FAST)
+    engine.save(checkpoint)
+    other_engine = build("", Recast(Path(directory), "*-*-"), optimizer=FAST)
     wider = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 43})
-    state = Path(begun) / "state.json"
+    state = Path(checkpoint) / "state.json"
     catalogue = json.loads(state.read_text())
-    found = (
-        error_text(lambda: other.load(begun)),
-        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(begun, recast=True)),
-        error_text(lambda: build("", wider, optimizer=FAST).load(begun, recast=True)),
-        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(begun, recast=True)),
+    messages = (
+        error_text(lambda: other_engine.load(checkpoint)),
+        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(checkpoint, recast=True)),
+        error_text(lambda: build("", wider, optimizer=FAST).load(checkpoint, recast=True)),
+        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(checkpoint, recast=True)),
     )
     del catalogue["tensors"]["model/norm.weight"]
     state.write_text(json.dumps(catalogue))
-    return (*found, error_text(lambda: other.load(begun, recast=True)))
+    return (*messages, error_text(lambda: other_engine.load(checkpoint, recast=True)))
 
 
 def test_what_cannot_be_loaded_is_a_sentence(ranks: Any, tmp_path: Path) -> None:
@@ -187,5 +199,5 @@ def test_ranks_load_their_parts_of_a_model_under_another_pattern(ranks: Any, tmp
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     source = Recast(llama, "[*E]*-/[*-]", {"E": MOE})
     expected = load_model(source, seed=3).state_dict()
-    for found in ranks(2, in_parts, layout, source):
-        assert same(found, expected)
+    for actual in ranks(2, in_parts, layout, source):
+        assert same(actual, expected)

@@ -48,22 +48,22 @@ def batch() -> Batch:
     """Every fifth token, and the second sequence, choose for themselves."""
     routing = random_routing(3, sum(LENGTHS), experts=4)
     routing[::5] = -1
-    given = list(routing.split(LENGTHS))
-    given[1] = torch.full_like(given[1], -1)
-    return Batch(sequences(*LENGTHS), {"routing": given})
+    by_sequence = list(routing.split(LENGTHS))
+    by_sequence[1] = torch.full_like(by_sequence[1], -1)
+    return Batch(sequences(*LENGTHS), {"routing": by_sequence})
 
 
-def learned(group: Any, layout: str, given: Batch, options: dict[str, Any]) -> dict[str, Any]:
+def learned(group: Any, layout: str, input_batch: Batch, options: dict[str, Any]) -> dict[str, Any]:
     engine = build(layout, config(), optimizer=AdamW(lr=1e-2), mtp=True, **options)
-    result = engine.forward_backward(given, MTP(objective=SFT()))
-    found = {"loss": torch.tensor(result.loss), "changed": result.metrics.get("moe/routing_changed")}
+    result = engine.forward_backward(input_batch, MTP(objective=SFT()))
+    results = {"loss": torch.tensor(result.loss), "changed": result.metrics.get("moe/routing_changed")}
     layers = {**result.metrics, **result.layer_vectors}
-    found["layers"] = {name: torch.tensor(value) for name, value in layers.items() if name.startswith("moe/")}
-    found["gradients"] = {name: tensor.clone() for name, tensor in engine.gradients()}
-    found["logprobs"] = torch.cat(engine.logprobs(given).logprob)
+    results["layers"] = {name: torch.tensor(value) for name, value in layers.items() if name.startswith("moe/")}
+    results["gradients"] = {name: tensor.clone() for name, tensor in engine.gradients()}
+    results["logprobs"] = torch.cat(engine.logprobs(input_batch).logprob)
     engine.optimizer_step()
-    found["biases"] = {name: tensor.clone() for name, tensor in engine.tensors.items() if "selection_bias" in name}
-    return found
+    results["biases"] = {name: tensor.clone() for name, tensor in engine.tensors.items() if "selection_bias" in name}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +71,16 @@ def expected(ranks: Any) -> dict[str, Any]:
     return ranks(1, learned, "", batch(), {})[0]
 
 
-def assert_one(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert_equal(found["loss"], expected["loss"], "loss")
-    assert_equal(found["logprobs"], expected["logprobs"], "log-probs")
-    assert found["gradients"].keys() == expected["gradients"].keys()
+def assert_one(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_equal(actual["loss"], expected["loss"], "loss")
+    assert_equal(actual["logprobs"], expected["logprobs"], "log-probs")
+    assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        assert_equal(found["gradients"][name], gradient, name)
-    assert found["layers"].keys() == expected["layers"].keys()
+        assert_equal(actual["gradients"][name], gradient, name)
+    assert actual["layers"].keys() == expected["layers"].keys()
     for name, value in expected["layers"].items():
-        assert_equal(found["layers"][name], value, name)
-    for name, bias in found["biases"].items():
+        assert_equal(actual["layers"][name], value, name)
+    for name, bias in actual["biases"].items():
         assert torch.equal(bias, expected["biases"][name]), name
 
 
@@ -91,8 +91,8 @@ def test_it_matters(ranks: Any, expected: dict[str, Any]) -> None:
     assert 0.3 < expected["changed"] < 0.7  # by chance, two of four are the same half the time
     assert abs(plain["loss"] - expected["loss"]) > 1e-3
     start = LENGTHS[0]
-    whole = slice(start, start + LENGTHS[1])  # of the sequence that chooses for itself nothing changed
-    assert torch.equal(plain["logprobs"][whole], expected["logprobs"][whole])
+    sequence_slice = slice(start, start + LENGTHS[1])  # of the sequence that chooses for itself nothing changed
+    assert torch.equal(plain["logprobs"][sequence_slice], expected["logprobs"][sequence_slice])
     assert (plain["logprobs"] - expected["logprobs"]).abs().max() > 0.1
 
 
@@ -110,37 +110,37 @@ FEW = [("pp=2,cp=2,ep=2", OVERLAPPED)]
     ],
 )
 def test_layout_equals_one_rank(ranks: Any, expected: dict[str, Any], layout: str, options: dict[str, Any]) -> None:
-    for found in ranks(LAYOUTS[layout], learned, layout, batch(), options):
-        assert_one(found, expected)
+    for actual in ranks(LAYOUTS[layout], learned, layout, batch(), options):
+        assert_one(actual, expected)
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.thorough)])
 def test_overlapped_equals_plain_to_the_bit(ranks: Any, expected: dict[str, Any], recompute: str) -> None:
-    (found,) = ranks(1, learned, "", batch(), {"overlap": True, "recompute": recompute})
-    assert torch.equal(found["loss"], expected["loss"])
-    assert all(torch.equal(found["gradients"][name], each) for name, each in expected["gradients"].items())
+    (actual,) = ranks(1, learned, "", batch(), {"overlap": True, "recompute": recompute})
+    assert torch.equal(actual["loss"], expected["loss"])
+    assert all(torch.equal(actual["gradients"][name], gradient) for name, gradient in expected["gradients"].items())
 
 
-def changed(group: Any, layout: str, given: Batch) -> float | None:
+def changed(group: Any, layout: str, input_batch: Batch) -> float | None:
     engine = build(layout, config("[*E]|[*E]{2}"))
-    return engine.forward_backward(given, SFT()).metrics.get("moe/routing_changed")
+    return engine.forward_backward(input_batch, SFT()).metrics.get("moe/routing_changed")
 
 
 @pytest.mark.parametrize("router", [0, 2])
 def test_what_the_routers_of_one_stage_measure_is_reported(ranks: Any, router: int) -> None:
     """Of a pipeline's first stage as of its last: the experts are given to one router alone, the others choose."""
     routing = random_routing(3, sum(LENGTHS), experts=4)
-    routing[:, [other for other in range(3) if other != router]] = -1
-    given = Batch(sequences(*LENGTHS), {"routing": list(routing.split(LENGTHS))})
-    (expected,) = ranks(1, changed, "", given)
+    routing[:, [other_router for other_router in range(3) if other_router != router]] = -1
+    input_batch = Batch(sequences(*LENGTHS), {"routing": list(routing.split(LENGTHS))})
+    (expected,) = ranks(1, changed, "", input_batch)
     assert expected is not None
     assert 0.3 < expected < 0.7
-    assert ranks(2, changed, "pp=2", given) == [expected, expected]
+    assert ranks(2, changed, "pp=2", input_batch) == [expected, expected]
 
 
-def complaints(group: Any, given: Batch) -> str:
+def complaints(group: Any, input_batch: Batch) -> str:
     try:
-        build("", config()).logprobs(given)
+        build("", config()).logprobs(input_batch)
     except ValueError as error:
         return str(error)
     return ""
@@ -148,16 +148,16 @@ def complaints(group: Any, given: Batch) -> str:
 
 def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
     def given(change: Any) -> Batch:
-        return replace(batch(), columns={"routing": [change(each) for each in batch().columns["routing"]]})
+        return replace(batch(), columns={"routing": [change(experts) for experts in batch().columns["routing"]]})
 
     def with_expert(routing: Tensor) -> Tensor:
         return torch.where(routing == 3, 4, routing)
 
-    for change, said in (
+    for change, message in (
         (with_expert, "expert 4 of layers.0.moe, whose experts are numbered from 0 to 3"),
         (lambda routing: routing[:, :2], "(2, 2) per token, but the model sends a token to 2 experts in each of 3"),
         (lambda routing: routing[:, :, :1], "(3, 1) per token"),
         (lambda routing: routing[:-1], 'column "routing" has 24 values for sequence 3, which has 25 tokens'),
         (lambda routing: routing.float(), "torch.float32, but experts have numbers"),
     ):
-        assert said in ranks(1, complaints, given(change))[0]
+        assert message in ranks(1, complaints, given(change))[0]

@@ -147,16 +147,16 @@ def part(full_batch: Batch, rows: list[int]) -> Batch:
 
 
 def in_parts(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
-    engine, given = build(layout, hf), batch(1)
-    full_loss = engine.forward_backward(given, policy).loss
+    engine, input_batch = build(layout, hf), batch(1)
+    full_loss = engine.forward_backward(input_batch, policy).loss
     expected = {name: tensor.clone() for name, tensor in engine.gradients()}
     norm = engine.grad_norm()
     engine.zero_grad()
-    masks = torch.cat([mask[1:] for mask in given.columns["mask"]])
-    counts = {"mask": float(masks.sum()), "sequences": len(given)}
+    masks = torch.cat([mask[1:] for mask in input_batch.columns["mask"]])
+    counts = {"mask": float(masks.sum()), "sequences": len(input_batch)}
     loss = 0.0
     for rows in ([0, 3, 8], [1, 2, 4, 5, 6], [7, 9]):
-        loss += engine.forward_backward(part(given, rows), policy, counts=counts).loss
+        loss += engine.forward_backward(part(input_batch, rows), policy, counts=counts).loss
     actual = {name: tensor.clone() for name, tensor in engine.gradients()}
     return (full_loss, expected, norm), (loss, actual, engine.grad_norm())
 
@@ -219,16 +219,16 @@ def test_evaluate_loss_equals_forward_backward_without_gradients(ranks: Any, lay
 
 
 def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
-    engine, other = build(layout, hf), build(layout, hf)
+    engine, other_engine = build(layout, hf), build(layout, hf)
     train(engine, [1])
     before = weights(engine), optimizer_state(engine)
     engine.forward_backward(batch(2), unlearnable)
     skipped = engine.optimizer_step()
     unchanged = same(weights(engine), before[0]) and same(optimizer_state(engine), before[1])
     losses = train(engine, [2, 3])
-    expected = train(other, [1, 2, 3])[1:]
+    expected = train(other_engine, [1, 2, 3])[1:]
     facts = skipped.skipped, math.isfinite(skipped.grad_norm), skipped.step, engine.skipped, engine.step
-    return facts, unchanged, losses, expected, same(weights(engine), weights(other))
+    return facts, unchanged, losses, expected, same(weights(engine), weights(other_engine))
 
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], LAYOUTS[:1]), *thorough(LAYOUTS[3], *SLOW[4:])])
@@ -245,28 +245,28 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_changes_nothing(ranks: 
 
 
 def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) -> tuple[Any, ...]:
-    engine, other = build(layout, hf), build(layout, hf)
-    for each in (engine, other):
-        train(each, [1])
-    given = batch(5, (4, 19, 1, 30))
-    before, before_topk = engine.logprobs(given, entropy=True), engine.topk(given, 3)
+    engine, other_engine = build(layout, hf), build(layout, hf)
+    for tested_engine in (engine, other_engine):
+        train(tested_engine, [1])
+    input_batch = batch(5, (4, 19, 1, 30))
+    before, before_topk = engine.logprobs(input_batch, entropy=True), engine.topk(input_batch, 3)
     reference = engine.reference(offload=offload)
     train(engine, [2])
-    scores, topk = reference.logprobs(given, entropy=True), reference.topk(given, 3)
+    scores, topk = reference.logprobs(input_batch, entropy=True), reference.topk(input_batch, 3)
     train(engine, [3])
-    train(other, [2, 3])
-    moved = not torch.equal(torch.cat(engine.logprobs(given).logprob), torch.cat(before.logprob))
+    train(other_engine, [2, 3])
+    moved = not torch.equal(torch.cat(engine.logprobs(input_batch).logprob), torch.cat(before.logprob))
     equal = all(
-        torch.equal(one, two)
-        for ours, theirs in (
+        torch.equal(actual_row, two)
+        for actual, expected in (
             (scores.logprob, before.logprob),
             (scores.entropy or (), before.entropy or ()),
             (topk[0], before_topk[0]),
             (topk[1], before_topk[1]),
         )
-        for one, two in zip(ours, theirs, strict=True)
+        for actual_row, two in zip(actual, expected, strict=True)
     )
-    return moved, equal, same(weights(engine), weights(other))
+    return moved, equal, same(weights(engine), weights(other_engine))
 
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:2], [LAYOUTS[4]]), *thorough(LAYOUTS[2], SLOW[5])])
@@ -277,15 +277,20 @@ def test_a_reference_keeps_its_weights_and_does_not_change_the_engines(ranks: An
 
 
 def failing_training(group: Any, layout: str, objective: str) -> tuple[Any, ...]:
-    engine, other = build(layout, DENSE), build(layout, DENSE)
-    for each in (engine, other):
-        train(each, [1])
+    engine, other_engine = build(layout, DENSE), build(layout, DENSE)
+    for tested_engine in (engine, other_engine):
+        train(tested_engine, [1])
     complaint = error_text(lambda: engine.forward_backward(batch(2), BAD[objective][0]))
     if layout and objective == "a tensor":  # no rank knows where the others are
         return complaint, "forward_backward failed" in error_text(engine.zero_grad)
     engine.zero_grad()
-    after = same(weights(engine), weights(other))
-    return complaint, after, train(engine, [3]) == train(other, [3]), same(weights(engine), weights(other))
+    after = same(weights(engine), weights(other_engine))
+    return (
+        complaint,
+        after,
+        train(engine, [3]) == train(other_engine, [3]),
+        same(weights(engine), weights(other_engine)),
+    )
 
 
 def returns_a_tensor(inputs: OutputInputs) -> Any:
@@ -318,8 +323,8 @@ def test_an_objective_that_returns_no_loss_raises_and_leaves_the_engine_unchange
 
 
 def learn_nothing(group: Any, layout: str) -> str:
-    given = batch(1)
-    nothing = Batch(given.sequences, {**given.columns, "mask": [0.0] * len(given)})
+    input_batch = batch(1)
+    nothing = Batch(input_batch.sequences, {**input_batch.columns, "mask": [0.0] * len(input_batch)})
     return error_text(lambda: build(layout, DENSE).forward_backward(nothing, policy))
 
 
@@ -332,11 +337,11 @@ def test_a_batch_that_weighs_nothing_is_refused_in_a_sentence(ranks: Any) -> Non
 
 
 def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor]]:
-    engine, given = build(layout, hf), batch(4, (6, 1, 30, 11, 2))
-    logprobs, ids = engine.topk(given, 4)
-    cool = engine.logprobs(given, entropy=True, temperature=0.7)
+    engine, input_batch = build(layout, hf), batch(4, (6, 1, 30, 11, 2))
+    logprobs, ids = engine.topk(input_batch, 4)
+    cool = engine.logprobs(input_batch, entropy=True, temperature=0.7)
     assert cool.entropy is not None
-    actual = engine.evaluate_tokens(given, own_values, shifted=False)
+    actual = engine.evaluate_tokens(input_batch, own_values, shifted=False)
     return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **actual}
 
 
@@ -348,15 +353,15 @@ def own_values(inputs: OutputInputs) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:], [LAYOUTS[0], *SLOW[3:]]))
 def test_topk_logprobs_and_values_of_ones_own_equal_the_plain_models(ranks: Any, layout: str, model: str) -> None:
-    given = batch(4, (6, 1, 30, 11, 2))
+    input_batch = batch(4, (6, 1, 30, 11, 2))
     plain = load_model(SOURCES[model], dtype=torch.float32)
-    microbatches = pack(given.sequences, budget=BUDGET)
+    microbatches = pack(input_batch.sequences, budget=BUDGET)
     with torch.no_grad():
-        logits = unpack(microbatches, [plain(each) for each in microbatches], shifted=False)
-        hidden = [plain(each, output_processor=lambda inputs, _: inputs.hidden) for each in microbatches]
-    own = unpack(microbatches, hidden, shifted=False)
+        logits = unpack(microbatches, [plain(microbatch) for microbatch in microbatches], shifted=False)
+        hidden = [plain(microbatch, output_processor=lambda inputs, _: inputs.hidden) for microbatch in microbatches]
+    hidden_by_sequence = unpack(microbatches, hidden, shifted=False)
     for actual in run(ranks, layout, read, SOURCES[model]):
-        for index, sequence in enumerate(map(torch.as_tensor, given.sequences)):
+        for index, sequence in enumerate(map(torch.as_tensor, input_batch.sequences)):
             logprobs = logits[index].log_softmax(-1)[:-1]
             cool = (logits[index] / 0.7).log_softmax(-1)[:-1]
             assert_equal(actual["logprobs"][index][1:], logprobs.topk(4).values, "top-k log-probs")
@@ -364,7 +369,7 @@ def test_topk_logprobs_and_values_of_ones_own_equal_the_plain_models(ranks: Any,
             assert_equal(actual["cool"][index][1:], cool.gather(1, sequence[1:, None])[:, 0], "log-probs")
             assert_equal(actual["entropy"][index][1:], -(cool.exp() * cool).sum(-1), "entropy")
             assert all(not actual[name][index][0].any() for name in ("logprobs", "ids", "cool", "entropy"))
-            assert_equal(actual["own"][index], own[index][:, :2], "own values")
+            assert_equal(actual["own"][index], hidden_by_sequence[index][:, :2], "own values")
             assert torch.equal(actual["token"][index], sequence * 10)
 
 
@@ -422,16 +427,16 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
         engine.forward_backward(batch(seed), policy)
         engine.optimizer_step()
     engine.save(directory)
-    again = build(layout, biased(MOE), seed=1)
-    again.load(directory)
+    second_engine = build(layout, biased(MOE), seed=1)
+    second_engine.load(directory)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, selection_biases(engine))
-    together: dict[str, Tensor] = {}
-    alike = same(selection_biases(engine), selection_biases(again))
+    gathered: dict[str, Tensor] = {}
+    alike = same(selection_biases(engine), selection_biases(second_engine))
     for biases in everyone:
-        alike = alike and all(torch.equal(together.get(name, bias), bias) for name, bias in biases.items())
-        together |= biases
-    return dict(sorted(together.items())), alike
+        alike = alike and all(torch.equal(gathered.get(name, bias), bias) for name, bias in biases.items())
+        gathered |= biases
+    return dict(sorted(gathered.items())), alike
 
 
 @pytest.mark.parametrize(

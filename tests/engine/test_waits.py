@@ -59,23 +59,23 @@ def source(model: str) -> Any:
 
 def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list[str]]:
     """Where the host would wait in the forwards and backwards of each objective."""
-    engine, found = build(layout, source(model), recompute=recompute), {}
-    run, given = engine.local_stages.executor.run, columns(batch(0, LENGTHS))
-    passes = {name: (objective, given) for name, objective in OBJECTIVES.items()}
+    engine, results = build(layout, source(model), recompute=recompute), {}
+    run, input_columns = engine.local_stages.executor.run, columns(batch(0, LENGTHS))
+    passes = {name: (objective, input_columns) for name, objective in OBJECTIVES.items()}
     if routers := engine.config.routers:
         replayed = [torch.arange(2).expand(length, len(routers), 2) for length in LENGTHS]
-        passes["replayed"] = policy, replace(given, columns={**given.columns, "routing": replayed})
+        passes["replayed"] = policy, replace(input_columns, columns={**input_columns.columns, "routing": replayed})
     for name, (objective, learned) in passes.items():
         watch = Waits()
 
-        def watched(*given: Any, watch: Waits = watch, **options: Any) -> Any:
+        def watched(*arguments: Any, watch: Waits = watch, **options: Any) -> Any:
             with watch:
-                return run(*given, **options)
+                return run(*arguments, **options)
 
         with mock.patch.object(engine.local_stages.executor, "run", watched):
             engine.forward_backward(learned, objective)
-        found[name] = [site for site in watch.sites if site not in HOST]
-    return found
+        results[name] = [site for site in watch.sites if site not in HOST]
+    return results
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def waits(group: Any, layout: str, model: str, recompute: str) -> dict[str, list
 )
 @pytest.mark.slow
 def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: str, recompute: str) -> None:
-    for found in ranks(Layout.parse(layout).world_size, waits, layout, model, recompute):
-        assert found.keys() - {"replayed"} == OBJECTIVES.keys()
-        assert not any(found.values()), found
+    for actual in ranks(Layout.parse(layout).world_size, waits, layout, model, recompute):
+        assert actual.keys() - {"replayed"} == OBJECTIVES.keys()
+        assert not any(actual.values()), actual
 
 
 @pytest.mark.slow
 def test_with_ep_a_layer_synchronises_once_for_the_exchange_sizes(ranks: Any) -> None:
-    for found in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
-        for sites in found.values():
+    for actual in ranks(2, waits, "dp_shard=2,ep=2", "tiny-moe", "none"):
+        for sites in actual.values():
             assert set(sites) == {"all_to_all.py:wait"}
             assert len(sites) % LAYERS == 0  # once a layer and microbatch
 
@@ -129,25 +129,27 @@ def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str
         engine = Engine(source(model), budget=BUDGET, device="cuda")
         short, long = (columns(batch(0, lengths)) for lengths in (LENGTHS, LENGTHS + LENGTHS))
         train(engine, [0, 1])  # whatever is made once is made here
-        found = []
-        for given in (short, long):
-            engine.forward_backward(given, OBJECTIVES[name])
+        results = []
+        for step_batch in (short, long):
+            engine.forward_backward(step_batch, OBJECTIVES[name])
             engine.optimizer_step()
             with mock.patch.object(engine.local_stages.executor, "run", strict(engine.local_stages.executor.run)):
-                step = synchronizing_files(lambda given=given: engine.forward_backward(given, OBJECTIVES[name]))
-            found.append((step, synchronizing_files(engine.optimizer_step)))
-        assert found[0] == found[1]
-        assert [sum(update.values()) for _, update in found] == [1, 1]  # the gradient's norm
+                step = synchronizing_files(
+                    lambda step_batch=step_batch: engine.forward_backward(step_batch, OBJECTIVES[name])
+                )
+            results.append((step, synchronizing_files(engine.optimizer_step)))
+        assert results[0] == results[1]
+        assert [sum(update.values()) for _, update in results] == [1, 1]  # the gradient's norm
 
 
 def strict(run: Callable[..., Any]) -> Callable[..., Any]:
     """A wait is an error here: in every forward and backward of a step."""
 
-    def watched(*given: Any, **options: Any) -> Any:
+    def watched(*arguments: Any, **options: Any) -> Any:
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return run(*given, **options)
+            return run(*arguments, **options)
         finally:
             torch.cuda.set_sync_debug_mode(before)
 

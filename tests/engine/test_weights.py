@@ -65,9 +65,9 @@ def theirs(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
     if hf.tie_word_embeddings:
         del state["lm_head.weight"]
     with safe_open(directory / "model.safetensors", "pt") as file:
-        found = dict(unstacked(state))
-        assert set(found) == set(file.keys())
-    return found
+        actual = dict(unstacked(state))
+        assert set(actual) == set(file.keys())
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ QUICK = [Layout.parse(text) for text in ("tp=2", "pp=2", "pp=2,vpp=2", "dp_shard
 
 def cases() -> list[Any]:
     """Every layout, with the models that are hard for it."""
-    found = []
+    results = []
     for layout in GRID:
         names = ["moe"]
         if layout.ep == 1 and layout.world_size == 2:
@@ -101,10 +101,12 @@ def cases() -> list[Any]:
             names += ["odd moe"]
         for name in names:
             marks = () if layout in QUICK else (pytest.mark.slow if layout.world_size == 2 else pytest.mark.thorough,)
-            found.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
+            results.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
     for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
-        found.append(pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow))
-    return found
+        results.append(
+            pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow)
+        )
+    return results
 
 
 @pytest.mark.parametrize(("layout", "model"), cases())
@@ -112,11 +114,11 @@ def cases() -> list[Any]:
 def test_streamed_weights_are_transformers_own_to_the_bit(
     ranks: Any, expected: dict[str, dict[str, Tensor]], layout: Layout, model: str
 ) -> None:
-    wanted = expected[model]
-    in_half = {name: tensor.to(torch.bfloat16) for name, tensor in wanted.items()}
-    for whole, bucketed, half in ranks(layout.world_size, streams, SOURCES[model], label(layout)):
-        assert same(whole, wanted)
-        assert same(bucketed, wanted)
+    expected_tensors = expected[model]
+    in_half = {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors.items()}
+    for full_stream, bucketed, half in ranks(layout.world_size, streams, SOURCES[model], label(layout)):
+        assert same(full_stream, expected_tensors)
+        assert same(bucketed, expected_tensors)
         assert same(half, in_half)
 
 
@@ -156,18 +158,18 @@ def stop_early(group: Any, taken: int) -> int:
     buckets = plan_buckets(pieces, 300_000, torch.float32)
     assert len(buckets) > 3
     stream = InterruptibleStream(buckets, engine, torch.float32)
-    got = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
+    count = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
     stream.end()
     dist.barrier()  # nobody is left in the stream
-    return got
+    return count
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 1000])
 def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken: int) -> None:
     count = len(plan_tensors(model_from_hf(TIED)[1], model_from_hf(TIED)[0]))
-    first, other = ranks(2, stop_early, taken)
+    first, second = ranks(2, stop_early, taken)
     assert first == min(taken, count)
-    assert first <= other < count if taken < 1000 else other == count
+    assert first <= second < count if taken < 1000 else second == count
 
 
 def export_nowhere(group: Any, directory: str) -> tuple[str, str]:
@@ -203,8 +205,8 @@ def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, 
 @pytest.mark.slow
 def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
     directory = tmp_path / "step-000001"
-    (expected, again), *_ = ranks(2, save_as_a_model, layout, str(directory))
-    assert again
+    (expected, reloaded_logprobs), *_ = ranks(2, save_as_a_model, layout, str(directory))
+    assert reloaded_logprobs
     model = load_model(directory)
     family, expected = model_from_hf(MOE)[0], dict(sorted(expected.items()))
     assert same(dict(sorted(hf_tensors(model, family))), expected)
@@ -219,9 +221,14 @@ def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], 
     train(engine, [1, 2])
     engine.export_hf(directory)
     scores = engine.logprobs(batch(3)).logprob
-    again = build(layout, directory)
-    reloaded = same(weights(again), weights(engine))
-    return weights(engine), scores, reloaded, difference(torch.cat(again.logprobs(batch(3)).logprob), torch.cat(scores))
+    second_engine = build(layout, directory)
+    reloaded = same(weights(second_engine), weights(engine))
+    return (
+        weights(engine),
+        scores,
+        reloaded,
+        difference(torch.cat(second_engine.logprobs(batch(3)).logprob), torch.cat(scores)),
+    )
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,tp=2,ep=2", marks=pytest.mark.slow)], ids=str)
@@ -234,11 +241,11 @@ def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     assert model.config.dtype == torch.float32
     for tensors, scores, reloaded, off in answers:
         assert same(dict(unstacked(dict(model.state_dict()))), tensors)
-        for sequence, found in zip(batch(3).sequences, scores, strict=True):
+        for sequence, score in zip(batch(3).sequences, scores, strict=True):
             tokens = torch.as_tensor(sequence)
             with torch.no_grad():
                 logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            assert_equal(found[1:], logprobs, "log-probs")
+            assert_equal(score[1:], logprobs, "log-probs")
         assert reloaded
         assert off == 0.0
 

@@ -23,21 +23,27 @@ LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12, 19, 23)
 
 def both(group: Any, layout: str, source: ModelConfig, options: dict[str, Any]) -> list[Any]:
     """Losses, log-probs and metrics of two steps, the first one's gradients and the last one's weights."""
-    found = []
+    results = []
     overlap: Overlap
     for overlap in (False, "zero_bubble"):
         ahead = bool(source.pattern.mtp)
-        where, optimizer = mesh(Layout.parse(layout)), AdamW(lr=1e-2, max_grad_norm=0.5)
-        engine = Engine(source, budget=32, optimizer=optimizer, mtp=ahead, overlap=overlap, mesh=where, **options)
-        said, first = [], {}
+        rank_mesh, optimizer = mesh(Layout.parse(layout)), AdamW(lr=1e-2, max_grad_norm=0.5)
+        engine = Engine(source, budget=32, optimizer=optimizer, mtp=ahead, overlap=overlap, mesh=rank_mesh, **options)
+        step_results, first = [], {}
         for step in range(2):
             batch = Batch(sequences(*LENGTHS, seed=step))
             result = engine.forward_backward(batch, MTP(objective=SFT()) if ahead else SFT())
             first = first or gradients(engine)
-            said.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
-            said.append(torch.cat(engine.logprobs(batch).logprob).tolist())
-        found.append((said, first, {name: local_shard(each).clone() for name, each in engine.parameters.items()}))
-    return found
+            step_results.append((result.loss, result.metrics, engine.optimizer_step().grad_norm))
+            step_results.append(torch.cat(engine.logprobs(batch).logprob).tolist())
+        results.append(
+            (
+                step_results,
+                first,
+                {name: local_shard(parameter).clone() for name, parameter in engine.parameters.items()},
+            )
+        )
+    return results
 
 
 def ran(group: Any, layout: str) -> tuple[str, int]:
@@ -47,14 +53,14 @@ def ran(group: Any, layout: str) -> tuple[str, int]:
     result = engine.forward_backward(Batch(sequences(*LENGTHS)), SFT(), recorder=recording)
     letters = {"forward": "F", "backward": "B", "weights": "W"}
     spans = sorted(recording.spans(), key=lambda span: span.start)
-    said = [f"{letters[span.kind]}{span.microbatch}@{engine.mesh.pp.rank}" for span in spans if span.kind in letters]
-    return " ".join(name for name, _ in groupby(said)), result.microbatches
+    actions = [f"{letters[span.kind]}{span.microbatch}@{engine.mesh.pp.rank}" for span in spans if span.kind in letters]
+    return " ".join(name for name, _ in groupby(actions)), result.microbatches
 
 
 def test_ranks_run_the_very_turns_that_are_planned(ranks: Any) -> None:
-    for rank, (said, microbatches) in enumerate(ranks(2, ran, "pp=2")):
+    for rank, (actions, microbatches) in enumerate(ranks(2, ran, "pp=2")):
         assert microbatches > 2
-        assert said == " ".join(map(str, zero_bubble(pp=2, microbatches=microbatches, rank=rank)))
+        assert actions == " ".join(map(str, zero_bubble(pp=2, microbatches=microbatches, rank=rank)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

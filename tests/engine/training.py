@@ -89,9 +89,9 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether the tensors are equal to the bit, and in the same order."""
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+    return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
 class Plain:
@@ -103,17 +103,19 @@ class Plain:
         self.model.reset(seed)
         self.config = optimizer
         decayed = [parameter for name, parameter in self.model.named_parameters() if name in self.model.matrices]
-        others = [parameter for name, parameter in self.model.named_parameters() if name not in self.model.matrices]
+        not_matrices = [
+            parameter for name, parameter in self.model.named_parameters() if name not in self.model.matrices
+        ]
         groups = [
             {"params": decayed, "weight_decay": optimizer.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": not_matrices, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
         self.norms: list[float] = []
         self.rates: list[float] = []
 
-    def backward(self, given: Batch, objective: Objective = policy, multiple_of: int = 1) -> float:
-        microbatches = pack(given.sequences, budget=BUDGET, columns=given.columns, multiple_of=multiple_of)
+    def backward(self, input_batch: Batch, objective: Objective = policy, multiple_of: int = 1) -> float:
+        microbatches = pack(input_batch.sequences, budget=BUDGET, columns=input_batch.columns, multiple_of=multiple_of)
         scale, loss = LossNormalizer(microbatches), 0.0
         for microbatch in microbatches:
             added = self.model(
