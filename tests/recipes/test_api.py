@@ -24,7 +24,9 @@ SMALL: dict[str, Any] = {"budget": 128, "batch_size": 4, "steps": 2, "save_every
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{one}+1=", "completion": str(one + 1)}) + "\n" for one in range(9)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(9))
+    )
     return path
 
 
@@ -61,10 +63,10 @@ def test_mistakes_are_raised_and_nothing_is_touched(tmp_path: Path, rows: Path) 
 
 
 def test_settings_from_python_keep_their_types() -> None:
-    given = {
+    fields = {
         "environment": {"kind": "reasoning_gym", "settings": {"text": "2", "number": 2, "none": None, "list": [1]}}
     }
-    config = RECIPES["grpo"].read(None, (), [given | {"dtype": None, "replay_routing": False}])
+    config = RECIPES["grpo"].read(None, (), [fields | {"dtype": None, "replay_routing": False}])
     assert config.environment.settings == {"text": "2", "number": 2, "none": None, "list": [1]}
 
 

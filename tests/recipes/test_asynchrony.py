@@ -74,9 +74,11 @@ class Elsewhere:
         with self.lock:
             self.asked += 1
             for number in range(request.n):
-                said = Completion([65 + number], [-1.0], [-1.0], "stop", chr(65 + number))
-                told = FinishedCompletion(self.asked, number, None if self.failure else said, self.failure)
-                self.due.append((time.monotonic() + self.seconds(), told))
+                completion = Completion([65 + number], [-1.0], [-1.0], "stop", chr(65 + number))
+                finished_completion = FinishedCompletion(
+                    self.asked, number, None if self.failure else completion, self.failure
+                )
+                self.due.append((time.monotonic() + self.seconds(), finished_completion))
             return self.asked
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
@@ -84,10 +86,10 @@ class Elsewhere:
         while True:
             with self.lock:
                 now = time.monotonic()
-                found = [finished for due, finished in self.due if due <= now]
-                self.due = [each for each in self.due if each[0] > now]
-            if found or now >= until:
-                return found
+                finished_now = [finished for due, finished in self.due if due <= now]
+                self.due = [entry for entry in self.due if entry[0] > now]
+            if finished_now or now >= until:
+                return finished_now
             time.sleep(0.001)
 
 
@@ -124,13 +126,15 @@ class Steps:
 
     def learned(self, step: int, count: int = PROMPTS) -> list[str]:
         answers = self.supply.take(count, step)
-        assert [each.group for each in answers] == [number for number in range(count) for _ in range(SAMPLES)]
-        assert [each.reward for each in answers] == [1.0, 0.0] * count
-        return [each.task.name for each in answers[::SAMPLES]]
+        assert [trajectory.group for trajectory in answers] == [
+            number for number in range(count) for _ in range(SAMPLES)
+        ]
+        assert [trajectory.reward for trajectory in answers] == [1.0, 0.0] * count
+        return [trajectory.task.name for trajectory in answers[::SAMPLES]]
 
     def close(self) -> None:
-        for each in (self.rollout_sampler.conversations, self.engine, self.environment):
-            each.close()
+        for resource in (self.rollout_sampler.conversations, self.engine, self.environment):
+            resource.close()
 
 
 @pytest.fixture
@@ -146,8 +150,8 @@ def test_every_task_is_trained_on_once_within_max_staleness(noise: random.Random
         names, oldest, ahead_of = [], 0.0, []
         for step in range(9):
             names += run.learned(step)
-            found = run.supply.take_metrics()
-            oldest = max(oldest, found.get("staleness_max", 0.0))
+            metrics = run.supply.take_metrics()
+            oldest = max(oldest, metrics.get("staleness_max", 0.0))
             ahead_of.append(len(run.supply.state()["begun"]))
             time.sleep(0.01)
     assert Counter(names) == Counter({task.name: 3 for task in run.tasks}), "nine steps of four are three epochs of 12"
@@ -162,16 +166,18 @@ def test_what_is_under_way_is_begun_again(noise: random.Random) -> None:
     with closing(Steps(2, engine=engine)) as run:
         names = run.learned(0) + run.learned(1)
         state = run.supply.state()
-        again = names + run.learned(2)  # is lost
+        repeated_names = names + run.learned(2)  # is lost
     assert len(state["begun"]) == 2 * PROMPTS
-    with closing(Steps(2)) as other:
-        other.supply.restore(state)
+    with closing(Steps(2)) as second_run:
+        second_run.supply.restore(state)
         for step in range(2, 6):
-            names += other.learned(step)
-            assert other.supply.take_metrics()["completions_resampled"] == (2 * PROMPTS * SAMPLES if step == 2 else 0)
-        assert other.supply.state()["begun"] == []
+            names += second_run.learned(step)
+            assert second_run.supply.take_metrics()["completions_resampled"] == (
+                2 * PROMPTS * SAMPLES if step == 2 else 0
+            )
+        assert second_run.supply.state()["begun"] == []
     assert Counter(names) == Counter({task.name: 2 for task in run.tasks})
-    assert Counter(again[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
+    assert Counter(repeated_names[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
 
 
 def test_another_take_in_the_same_step_starts_more_groups() -> None:
@@ -202,7 +208,7 @@ class Held:
     def __init__(self, example: Any) -> None:
         Held.open += 1
 
-    async def step(self, said: Any) -> str:
+    async def step(self, action: Any) -> str:
         return "go on"
 
     async def close(self) -> None:
@@ -235,11 +241,11 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
 
 def test_tokens_are_as_old_as_their_weights() -> None:
     def answered(*spans: VersionSpan) -> Trajectory:
-        said = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
-        return Trajectory(Task("", {}), 0, Transcript([1]), [said])
+        completion = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
+        return Trajectory(Task("", {}), 0, Transcript([1]), [completion])
 
-    both = [answered(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)), answered(VersionSpan("a.6", 0, 8))]
-    assert policy_lag(both, 6) == (6 * 2 + 2 * 1) / 16
+    trajectories = [answered(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)), answered(VersionSpan("a.6", 0, 8))]
+    assert policy_lag(trajectories, 6) == (6 * 2 + 2 * 1) / 16
     assert policy_lag([answered()], 6) is None
 
 
@@ -252,18 +258,23 @@ def test_configs_that_take_old_answers_for_new_are_refused(tmp_path: Path) -> No
 
 @pytest.fixture
 def server() -> Iterator[TinyVLLM]:
-    with closing(TinyVLLM()) as found:
-        yield found
+    with closing(TinyVLLM()) as tiny_vllm:
+        yield tiny_vllm
 
 
 def plainly_and_by_supply(group: Any) -> list[Any]:
     """Three steps' answers without staleness, and those of a loop that asks for them and then scores them."""
     generator = Generator(load_model("tiny-dense"), byte_tokenizer())
-    found: list[Any] = []
+    results: list[Any] = []
     with closing(Steps(0, engine=Alone(generator))) as run:
         for step in range(3):
             taken = run.supply.take(PROMPTS, step)
-            found.append([(each.task.name, each.completions[0].tokens, each.transcript.logprobs) for each in taken])
+            results.append(
+                [
+                    (trajectory.task.name, trajectory.completions[0].tokens, trajectory.transcript.logprobs)
+                    for trajectory in taken
+                ]
+            )
     sampler, plainly = Sampler(len(run.tasks), 5), []
     for step in range(3):
         tasks = [run.tasks[index] for index in sampler.take(PROMPTS)]
@@ -273,20 +284,20 @@ def plainly_and_by_supply(group: Any) -> list[Any]:
         ]
         plainly.append(
             [
-                (task.name, one.tokens, [0.0] * len(prompt) + one.logprobs)
-                for task, prompt, each in zip(
+                (task.name, trajectory.tokens, [0.0] * len(prompt) + trajectory.logprobs)
+                for task, prompt, sampled in zip(
                     tasks, prompts, generator.generate(prompts, samplings, SAMPLES), strict=True
                 )
-                for one in each
+                for trajectory in sampled
             ]
         )
-    return [found, plainly]
+    return [results, plainly]
 
 
 @pytest.mark.slow
 def test_without_staleness_answers_are_those_of_a_plain_loop(ranks: Ranks) -> None:
-    ((found, plainly),) = ranks(1, plainly_and_by_supply)
-    assert found == plainly, "to the bit"
+    ((actual, plainly),) = ranks(1, plainly_and_by_supply)
+    assert actual == plainly, "to the bit"
 
 
 def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[str]]:
@@ -295,11 +306,11 @@ def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[
 
     class Recorded(GRPOTrainer):
         def select_trajectories(self) -> Any:
-            found = super().select_trajectories()
+            selected = super().select_trajectories()
             if self.step == at:
                 raise KeyboardInterrupt
-            learned.append(list(dict.fromkeys(each.task.name for each in found[0])))
-            return found
+            learned.append(list(dict.fromkeys(trajectory.task.name for trajectory in selected[0])))
+            return selected
 
     with suppress(KeyboardInterrupt):
         run_training(Recorded(config_of(Path(directory), *overrides), "cpu"))
@@ -321,9 +332,9 @@ def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path
     settings = (*ASYNCHRONOUS, "--save_every=2", f"--rollout={server.url}")
     (before,) = ranks(1, recorded, str(tmp_path), 4, *settings)
     (after,) = ranks(1, recorded, str(tmp_path), -1, *settings)
-    kept = before[:4] + after
-    assert [len(names) for names in kept] == [2] * 6
-    assert len({name for names in kept for name in names}) == 12, "of 64 tasks none has its second turn"
+    kept_names = before[:4] + after
+    assert [len(names) for names in kept_names] == [2] * 6
+    assert len({name for names in kept_names for name in names}) == 12, "of 64 tasks none has its second turn"
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness_max"] for row in rows) == 2
@@ -334,9 +345,9 @@ def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path
 @pytest.mark.thorough  # that rows reach ranks: tests/engine/test_batch_scatter.py, and test_grpo.py in layouts
 @pytest.mark.slow
 def test_all_ranks_train_on_the_rollouts_of_rank_0(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
-    found = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
-    assert [len(names) for names in found[0]] == [2] * 6
-    assert found[1] == [], "the first rank alone asks for answers"
+    actual = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
+    assert [len(names) for names in actual[0]] == [2] * 6
+    assert actual[1] == [], "the first rank alone asks for answers"
     assert len(read_metrics(tmp_path / "run")) == 6
 
 
@@ -365,9 +376,9 @@ def test_a_signal_is_handled_while_completions_are_awaited(ranks: Ranks, tmp_pat
             over.wait(600)  # no answer comes before the run has ended
 
         server.before = after(2 * 2 * 3, hang)
-        found = ranks(1, asked_to_end, str(tmp_path), *settings, f"--rollout={server.url}")
+        actual = ranks(1, asked_to_end, str(tmp_path), *settings, f"--rollout={server.url}")
         over.set()
-    for ending in found:
+    for ending in actual:
         assert (ending.status, ending.step, ending.exit_code) == ("interrupted", 2, 128 + signal.SIGTERM)
         assert "SIGTERM ended the run after step 2, which is saved" in ending.message
     with closing(TinyVLLM()) as server:

@@ -95,12 +95,12 @@ class Bad:
     """The corrected command."""
 
 
-def sft(name: str, *more: str, says: tuple[str, ...], **rest: Any) -> Bad:
-    return Bad(name, (*SFT, *more), says, **rest)
+def sft(name: str, *more: str, says: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*SFT, *more), says, **options)
 
 
-def grpo(name: str, *more: str, says: tuple[str, ...], **rest: Any) -> Bad:
-    return Bad(name, (*GRPO, *more), says, **rest)
+def grpo(name: str, *more: str, says: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*GRPO, *more), says, **options)
 
 
 def good_rows() -> None:
@@ -420,12 +420,12 @@ def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.Capt
     before = tree(Path())
     capsys.readouterr()
     assert run(command) == code
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert said.startswith(f"postlude {command[0]}: "), said
-    assert len(said.strip().splitlines()) == 1, said
+    error_output = capsys.readouterr().err
+    assert "Traceback" not in error_output
+    assert error_output.startswith(f"postlude {command[0]}: "), error_output
+    assert len(error_output.strip().splitlines()) == 1, error_output
     for part in says:
-        assert re.search(part, said), f"{part!r} is not in: {said}"
+        assert re.search(part, error_output), f"{part!r} is not in: {error_output}"
     assert tree(Path()) == before
 
 
@@ -485,12 +485,14 @@ def test_checkpoints_that_are_not_there_or_not_whole(
     more = (*two, "--steps=3")
     refused((*more, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
     refused((*more, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
-    whole = tree(here / "run" / "checkpoints" / "step-000002")
+    checkpoint_files = tree(here / "run" / "checkpoints" / "step-000002")
     damage(here / "run" / "checkpoints" / "step-000002")
     assert run(more) == 0
     assert "step-000002" in caplog.text  # named, and the one before it taken
     assert any(
-        set(tree(left)) == set(whole) for left in (here / "run" / "checkpoints").iterdir() if "damaged" in left.name
+        set(tree(left)) == set(checkpoint_files)
+        for left in (here / "run" / "checkpoints").iterdir()
+        if "damaged" in left.name
     )
     for checkpoint in (here / "run" / "checkpoints").glob("step-*"):
         damage(checkpoint)

@@ -85,7 +85,7 @@ def test_without_the_mode_bfloat16_differs(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "why"),
+    ("overrides", "reason"),
     [
         (("--model", "tiny-hybrid"), "has 'M' (Mamba)"),
         (("--layout", "tp=2"), "batch_invariant needs tp=1, but tp is 2"),
@@ -93,12 +93,12 @@ def test_without_the_mode_bfloat16_differs(tmp_path: Path, device: str) -> None:
         (("--lora.rank", "4"), "batch_invariant is not possible with lora=LoRA(rank=4"),
     ],
 )
-def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: tuple[str, ...], why: str) -> None:
+def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: tuple[str, ...], reason: str) -> None:
     config = config_of(tmp_path, *overrides)
     ranks = config.layout.world_size
     with pytest.raises(PreflightError, match="batch_invariant") as raised:
         preflight(checks(PreflightInputs(config, LaunchInfo(ranks=ranks))))
-    assert why in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_an_evaluation_has_the_mode(tmp_path: Path) -> None:

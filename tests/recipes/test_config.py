@@ -191,8 +191,8 @@ def test_what_is_written_is_read_back(run: Run) -> None:
 @given(runs)
 def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
     read = yaml.safe_load(to_yaml(run))
-    for each in ("seed", "model", "name", "resume", "dtype", "world", "tags", "mixture"):
-        assert read[each] == getattr(run, each)
+    for field in ("seed", "model", "name", "resume", "dtype", "world", "tags", "mixture"):
+        assert read[field] == getattr(run, field)
 
 
 @settings(max_examples=40)
@@ -201,9 +201,9 @@ def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
 )
 def test_overrides_beat_the_file_and_the_last_one_the_others(run: Run, later: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = load(Run, written(to_yaml(run), Path(folder)), [f"--{key}={value}" for key, value in later])
+        actual = load(Run, written(to_yaml(run), Path(folder)), [f"--{key}={value}" for key, value in later])
     last = dict(later)
-    assert found == changed(
+    assert actual == changed(
         run,
         steps=last.get("steps", run.steps),
         name=str(last["name"]) if "name" in last else run.name,
@@ -284,8 +284,8 @@ def test_the_file_is_read_by_the_types_of_the_fields(text: str, changes: dict[st
     ],
 )
 def test_the_command_line_is_set_over_the_file(text: str, overrides: str, changes: Any, tmp_path: Path) -> None:
-    found = load(Run, written(text, tmp_path), [*GIVEN, *overrides.split("|")])
-    assert found == changed(DEFAULT, **changes)
+    actual = load(Run, written(text, tmp_path), [*GIVEN, *overrides.split("|")])
+    assert actual == changed(DEFAULT, **changes)
 
 
 def test_a_section_without_a_default_is_built_of_its_own() -> None:

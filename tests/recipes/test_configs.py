@@ -43,14 +43,14 @@ def test_the_default_learning_rate_fits_the_recipe(command: str, lr: float) -> N
 
 def required_by_kinds() -> list[tuple[str, str, str, str]]:
     """(recipe, section, kind, key) of every key that must be given once its section is of that kind."""
-    found = []
+    required = []
     for recipe in RECIPES:
         for option in options(RECIPES[recipe].config):
             section, _, key = option.path.rpartition(".")
             named = "*" in section or section == "objective.kl"  # by the user, or has no kinds itself
             if option.kind and option.default is MISSING and not named:
-                found.append((recipe, section, option.kind, key))
-    return found
+                required.append((recipe, section, option.kind, key))
+    return required
 
 
 @pytest.mark.parametrize(("recipe", "section", "kind", "key"), required_by_kinds())
@@ -58,18 +58,21 @@ def test_a_key_that_a_kind_requires_is_named_where_it_is_missing(
     recipe: str, section: str, kind: str, key: str, tmp_path: Path
 ) -> None:
     values = {"max_turns": "2", "tools": "[a.py:b]"}
-    siblings = [each[3] for each in required_by_kinds() if each[:3] == (recipe, section, kind) and each[3] != key]
-    given = [f"--{section}.kind={kind}", *(f"--{section}.{each}={values.get(each, 'a.py:b')}" for each in siblings)]
+    siblings = [entry[3] for entry in required_by_kinds() if entry[:3] == (recipe, section, kind) and entry[3] != key]
+    overrides = [
+        f"--{section}.kind={kind}",
+        *(f"--{section}.{sibling}={values.get(sibling, 'a.py:b')}" for sibling in siblings),
+    ]
     paths = {recipe: ["--data.path=x"] for recipe in ("sft", "dpo", "kto", "rm") if section != "data"}
-    given += {**paths, "distill": ["--teacher=x"]}.get(recipe, [])
+    overrides += {**paths, "distill": ["--teacher=x"]}.get(recipe, [])
     with pytest.raises(ConfigError) as error:
-        load(RECIPES[recipe].config, None, given)
+        load(RECIPES[recipe].config, None, overrides)
     assert str(error.value).startswith(f'config key "{section}.{key}" is missing on the command line; give ')
     assert str(error.value).endswith(f" there or as --{section}.{key}.")
     file = tmp_path / "config.yaml"
     file.write_text("seed: 1\n" + "{}{}: {{kind: {}}}\n".format(*_indented(section), kind))
     with pytest.raises(ConfigError) as error:
-        load(RECIPES[recipe].config, file, given[1:])
+        load(RECIPES[recipe].config, file, overrides[1:])
     assert f'"{section}.{key}" is missing in {file} line ' in str(error.value)
 
 
@@ -101,10 +104,10 @@ PLACES = [
 
 
 def at(config: Any, key: str) -> str:
-    found = plain(config)
+    value = plain(config)
     for part in key.split("."):
-        found = found[int(part) if part.isdigit() else part]
-    return str(found)
+        value = value[int(part) if part.isdigit() else part]
+    return str(value)
 
 
 @pytest.mark.parametrize(("recipe", "text", "key", "name"), PLACES)
@@ -117,10 +120,10 @@ def test_a_path_in_a_config_leads_beside_it_first(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
+    first_directory, second_directory = tmp_path / "here", tmp_path / "there"
+    for folder in (first_directory, second_directory):
         folder.mkdir()
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(first_directory)
     file = Path("../there/config.yaml")
     file.write_text(text.replace("NAME", name))
     path = name.partition(":")[0]
@@ -129,12 +132,12 @@ def test_a_path_in_a_config_leads_beside_it_first(
         return at(load(RECIPES[recipe].config, file, overrides), key)
 
     assert read() == name, "what is in neither place is left for its reader to refuse"
-    (here / path).mkdir(parents=True)
+    (first_directory / path).mkdir(parents=True)
     assert read() == name
-    (there / path).mkdir(parents=True)
+    (second_directory / path).mkdir(parents=True)
     assert read() == f"../there/{name}"
     assert f"{path} exists next to the config and in the working directory; ../there/{path} is used" in caplog.text
-    (here / path).rmdir()
+    (first_directory / path).rmdir()
     caplog.clear()
     assert read() == f"../there/{name}"
     assert not caplog.text
@@ -167,10 +170,10 @@ def test_a_run_is_named_after_its_config_or_its_recipe_and_model(tmp_path: Path)
 def test_a_schedule_is_over_all_optimizer_steps_unless_it_says_otherwise() -> None:
     grpo, decay = RECIPES["grpo"], ("--steps=10", "--minibatches=4", "--optimizer.schedule.shape=linear")
     warm = ("--warm_start.steps=7", "--warm_start.optimizer.schedule.shape=cosine")
-    assert [each.schedule.steps for each in grpo.read(None, [*decay, *warm]).optimizers] == [7, 40]
+    assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).optimizers] == [7, 40]
     assert grpo.read(None, [*decay, "--optimizer.schedule.steps=50"]).optimizers[1].schedule.steps == 50
-    held = grpo.read(None, [*decay, "--optimizer.schedule.steps=10", "--optimizer.schedule.floor=0.1"])
-    assert held.optimizers[1].schedule.steps == 10, "then it stays at the floor"
+    decayed = grpo.read(None, [*decay, "--optimizer.schedule.steps=10", "--optimizer.schedule.floor=0.1"])
+    assert decayed.optimizers[1].schedule.steps == 10, "then it stays at the floor"
     with pytest.raises(ConfigError, match=r"optimizer.schedule.steps is 10, but the run makes 40 optimizer steps: .*"):
         grpo.read(None, [*decay, "--optimizer.schedule.steps=10"])
     with pytest.raises(ConfigError, match=r"schedule\.steps is 3, but the run makes 5 optimizer steps"):
@@ -187,7 +190,7 @@ def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "location"),
     [
         ({"steps": 0}, "steps"),
         ({"stepps": 1}, ""),
@@ -204,9 +207,9 @@ def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
         ({"objective": "mine.py:loss"}, None),
     ],
 )
-def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, Any], where: str | None) -> None:
-    found = list(Draft202012Validator(file_schema(RECIPES["grpo"].config)).iter_errors(change))
-    assert [".".join(map(str, each.path)) for each in found] == ([] if where is None else [where])
+def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, Any], location: str | None) -> None:
+    errors = list(Draft202012Validator(file_schema(RECIPES["grpo"].config)).iter_errors(change))
+    assert [".".join(map(str, error.path)) for error in errors] == ([] if location is None else [location])
 
 
 def test_the_schema_describes_every_option() -> None:
@@ -223,7 +226,7 @@ def test_the_schema_describes_every_option() -> None:
 
 def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     """The tiny configs one after another, cut short; each may build on the ones before."""
-    found = {}
+    rows_by_config = {}
     for name, sizes in (
         ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8")),
         ("lora", ("--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8", f"--model={directory}/demo/model")),
@@ -236,22 +239,22 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
         command = RECIPES[command_of(file)]
         config: Any = load(command.config, file, [f"--run={directory}/{name}", *sizes])
         command.run(config, "cpu")
-        found[name] = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
-    return found
+        rows_by_config[name] = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
+    return rows_by_config
 
 
 @pytest.mark.slow
 def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1, all_small, str(tmp_path))
-    assert found["demo"][-1]["phase"] == "grpo"
-    assert found["lora"][-1]["step"] == 2
+    (rows_by_config,) = ranks(1, all_small, str(tmp_path))
+    assert rows_by_config["demo"][-1]["phase"] == "grpo"
+    assert rows_by_config["lora"][-1]["step"] == 2
     assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").is_file()
-    assert found["tiny-sft"][-1]["eval/loss"] < 0.6 * found["tiny-sft"][0]["eval/loss"]
-    assert found["tiny-dpo"][0]["eval/accuracy"] == pytest.approx(0.5, abs=0.15), "no side is preferred yet"
-    assert found["tiny-dpo"][-1]["eval/accuracy"] > 0.8
-    assert found["tiny-distill"][-1]["eval/loss"] < found["tiny-distill"][0]["eval/loss"]
-    assert {"eval/pass@1", "eval/pass@4"} <= found["tiny-eval"][0].keys()
-    for name, rows in found.items():
+    assert rows_by_config["tiny-sft"][-1]["eval/loss"] < 0.6 * rows_by_config["tiny-sft"][0]["eval/loss"]
+    assert rows_by_config["tiny-dpo"][0]["eval/accuracy"] == pytest.approx(0.5, abs=0.15), "no side is preferred yet"
+    assert rows_by_config["tiny-dpo"][-1]["eval/accuracy"] > 0.8
+    assert rows_by_config["tiny-distill"][-1]["eval/loss"] < rows_by_config["tiny-distill"][0]["eval/loss"]
+    assert {"eval/pass@1", "eval/pass@4"} <= rows_by_config["tiny-eval"][0].keys()
+    for name, rows in rows_by_config.items():
         unexplained = {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
         assert not unexplained, f"docs/metrics.md has every metric of {name}"
         summary = read_summary(tmp_path / name)

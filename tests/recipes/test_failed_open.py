@@ -83,12 +83,12 @@ def test_what_is_open_is_closed_where_a_later_part_fails(
 
 
 def rooms(group: Any, directory: str) -> list[int]:
-    found = []
+    results = []
     for budget in (64, 70_000):
         with closing(trainer_of("grpo", directory, budget)) as trainer:
             assert isinstance(trainer.rollout_sampler.rollout_engine, SyncedGenerator)  # type: ignore[union-attr]
-            found.append(trainer.rollout_sampler.rollout_engine.generator.max_batch_tokens)  # type: ignore[union-attr]
-    return found
+            results.append(trainer.rollout_sampler.rollout_engine.generator.max_batch_tokens)  # type: ignore[union-attr]
+    return results
 
 
 def test_the_generator_has_room_for_a_sequence_of_the_budget(ranks: Ranks, tmp_path: Path) -> None:

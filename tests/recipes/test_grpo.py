@@ -52,7 +52,9 @@ save_every: 2
 """
 
 
-SUMS = [{"prompt": f"{one} + {other} = ", "answer": str(one + other)} for one in range(8) for other in range(8)]
+SUMS = [
+    {"prompt": f"{first} + {second} = ", "answer": str(first + second)} for first in range(8) for second in range(8)
+]
 GYM = (  # a run of these starts a process that makes the tasks, which imports reasoning-gym for seconds
     "--environment=reasoning_gym",
     "--environment.task=chain_sum",
@@ -170,8 +172,8 @@ def test_every_layout_gives_the_same_losses(
             assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), layout
             assert actual.get("rewards") == expected.get("rewards"), layout
         if settings[-1:] == MOE:  # before the first update all expert choices are equal
-            first, other = (read_layers(tmp_path / name / "run") for name in ("one", layout))
-            assert first[0] == other[0]
+            first, second_layers = (read_layers(tmp_path / name / "run") for name in ("one", layout))
+            assert first[0] == second_layers[0]
             assert [line["step"] for line in first] == [1, 2, 3]
             slots = 4 * 2 * expected_rows[1]["tokens"]  # layers, experts a token, both minibatches
             assert sum(sum(load) for name, load in first[1].items() if name != "step") == slots

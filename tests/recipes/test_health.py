@@ -35,7 +35,7 @@ def health(*, verbose: bool = True) -> Health:
 
 def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     """Answers in groups of two; text is what a reward failed with."""
-    scores = [Score(0.0, {}, each) if isinstance(each, str) else Score(each) for each in rewards]
+    scores = [Score(0.0, {}, reward) if isinstance(reward, str) else Score(reward) for reward in rewards]
     return [
         Trajectory(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
         for place, score in enumerate(scores)
@@ -115,7 +115,9 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
 
 def rows(directory: Path) -> str:
     path = directory / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{one}+1=", "completion": str(one + 1)}) + "\n" for one in range(8)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{number}+1=", "completion": str(number + 1)}) + "\n" for number in range(8))
+    )
     return f"--data.path={path}"
 
 
@@ -157,7 +159,7 @@ def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
 def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{one}=", "answer": str(one)}) + "\n" for one in (1, 2, 3, 4, 5))
+        "".join(json.dumps({"prompt": f"{number}=", "answer": str(number)}) + "\n" for number in (1, 2, 3, 4, 5))
     )
     words = ["grpo", "--run", str(tmp_path / "run"), "--environment=dataset", "--environment.workers=0"]
     words += [f"--environment.path={tmp_path / 'rows.jsonl'}", f"--environment.reward={tmp_path / 'judge.py'}:judge"]

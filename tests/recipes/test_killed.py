@@ -52,7 +52,9 @@ KILLS = {  # the functions a run is in, the steps it has metrics of, those it ha
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A directory with a config and its data."""
-    rows = [{"prompt": f"{one} + {other} = ", "answer": str(one + other)} for one in range(5) for other in range(4)]
+    rows = [
+        {"prompt": f"{first} + {second} = ", "answer": str(first + second)} for first in range(5) for second in range(4)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SMALL.format(place=tmp_path, functions=functions.__file__, killing=killing.__file__)
     (tmp_path / "small.yaml").write_text(config)
@@ -94,19 +96,19 @@ def logged_files(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 def contents(run: Path) -> dict[str, Any]:
     """Every file of the last checkpoint, the reference and the exported model. Of tensors, the bits."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in (path for name in ("checkpoints", "reference", "model") for path in (run / name).rglob("*")):
         name = str(path.relative_to(run))
         if path.suffix == ".safetensors":
             tensors = load_file(path)
-            found |= {f"{name}/{key}": (each.dtype, each.numpy().tobytes()) for key, each in tensors.items()}
+            files |= {f"{name}/{key}": (tensor.dtype, tensor.numpy().tobytes()) for key, tensor in tensors.items()}
         elif path.name == "README.md":
             continue  # the model's card, which says how long it took
         elif path.name == "state.json":
-            found[name] = json.loads(path.read_text()) | {"files": None}  # whose headers have no order
+            files[name] = json.loads(path.read_text()) | {"files": None}  # whose headers have no order
         else:
-            found[name] = path.read_bytes() if path.is_file() else None
-    return found
+            files[name] = path.read_bytes() if path.is_file() else None
+    return files
 
 
 def assert_killed(place: Path, moment: str) -> None:
@@ -115,20 +117,20 @@ def assert_killed(place: Path, moment: str) -> None:
     assert (place / "killed").is_file(), "the moment never came"
     stacks = (place / "killed").read_text()
     assert all(f", in {name}\n" in stacks for name in functions), stacks
-    found = [list(dict.fromkeys(row["step"] for row in rows)) for rows in logged_files(place / "parts").values()]
-    assert [*found, sorted(path.name for path in (place / "parts" / "checkpoints").iterdir())] == expected
+    actual = [list(dict.fromkeys(row["step"] for row in rows)) for rows in logged_files(place / "parts").values()]
+    assert [*actual, sorted(path.name for path in (place / "parts" / "checkpoints").iterdir())] == expected
     for name, rows in logged_files(place / "parts").items():
         assert rows == logged_files(place / "whole")[name][: len(rows)]
 
 
 def assert_equal(place: Path) -> None:
     """The run in parts is the whole one, in which there was something to learn."""
-    whole, parts = logged_files(place / "whole"), logged_files(place / "parts")
-    assert parts == whole
-    assert [row["step"] for row in whole["metrics"] if row["grad_norm"] > 0.0] == [1, 2, 3, 4, 5]
-    expected, found = contents(place / "whole"), contents(place / "parts")
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
+    whole_run, parts = logged_files(place / "whole"), logged_files(place / "parts")
+    assert parts == whole_run
+    assert [row["step"] for row in whole_run["metrics"] if row["grad_norm"] > 0.0] == [1, 2, 3, 4, 5]
+    expected, actual = contents(place / "whole"), contents(place / "parts")
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if actual[name] != expected[name]] == []
 
 
 @pytest.mark.thorough  # one of the five moments below
@@ -200,10 +202,10 @@ def test_all_ranks_stop_if_one_rank_or_the_launcher_gets_a_signal(ranks: Ranks, 
     ranks(2, trained, str(place), "whole", "--layout=pp=2")
     order(place, "backward", step=2, by="SIGTERM")
     endings = ranks(2, trained, str(place), "parts", "--layout=pp=2")
-    assert [(each.status, each.step, each.exit_code) for each in endings] == [("interrupted", 3, 143)] * 2
+    assert [(ending.status, ending.step, ending.exit_code) for ending in endings] == [("interrupted", 3, 143)] * 2
     order(place, "backward", victim="launcher", step=1, by="SIGINT")
     ended = asked_to_end(place, "--layout=pp=2")
     assert "SIGINT ended the run after step 4, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
     assert ended.returncode == 130
-    assert {each.status for each in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
+    assert {outcome.status for outcome in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
     assert_equal(place)

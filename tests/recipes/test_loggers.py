@@ -79,10 +79,10 @@ def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
         for step in range(1, 7):
             run.log(step, {"loss": 1.0}, phase="sft")
     assert (bad.taken, good.taken) == (taken, [1, 2, 3, 4, 5, 6])
-    found = log_messages(caplog)
-    assert len(found) == len(sentences)
-    assert all(sentence in line for sentence, line in zip(sentences, found, strict=True))
-    assert found[0].endswith("The run continues; metrics.jsonl has everything.")
+    messages = log_messages(caplog)
+    assert len(messages) == len(sentences)
+    assert all(sentence in line for sentence, line in zip(sentences, messages, strict=True))
+    assert messages[0].endswith("The run continues; metrics.jsonl has everything.")
     assert [opening.project for opening in (bad.opened[0], good.opened[0])] == ["sums", "postlude"]
     assert len(read_metrics(tmp_path)) == 6
     assert not (tmp_path / "run.lock").exists()
@@ -171,8 +171,8 @@ def test_mlflow_continues_the_same_run(
     assert (run.info.run_name, run.info.status) == ("sums", "FINISHED")
     assert run.data.params["optimizer.lr"] == "1e-06"
     assert run.info.run_id == (tmp_path / "sums" / "mlflow.id").read_text()
-    found = {each.step: each.value for each in client.get_metric_history(run.info.run_id, "loss")}
-    assert found == {step: pytest.approx(1 / step) for step in range(1, 9)}
+    losses = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "loss")}
+    assert losses == {step: pytest.approx(1 / step) for step in range(1, 9)}
     assert run.data.metrics["eval/pass_4"] == 1.0
 
 
@@ -181,14 +181,14 @@ def test_trackio_continues_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "there"))
-    for name in [each for each in sys.modules if each.partition(".")[0] == "trackio"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads its directory when it is imported
     package("trackio")
     interrupted_run(tmp_path / "sums", "trackio:arithmetic")
     assert log_messages(caplog) == []
     (database,) = (tmp_path / "there").glob("arithmetic*.db")
-    with sqlite3.connect(database) as found:
-        rows = found.execute("select run_name, step, json_extract(metrics, '$.loss') from metrics").fetchall()
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, json_extract(metrics, '$.loss') from metrics").fetchall()
     assert {name for name, _, _ in rows} == {(tmp_path / "sums" / "trackio.id").read_text()}
     assert {step: loss for _, step, loss in rows} == {step: pytest.approx(1 / step) for step in range(1, 9)}
 
@@ -214,7 +214,7 @@ def logged(file: Path) -> list[int]:
     """The steps in a file of Weights & Biases: a short header, then LevelDB's log format of its own messages."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, message, found = file.read_bytes(), 7, b"", []
+    data, place, message, results = file.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
         if (left := 32768 - place % 32768) < 7:  # what is left of a block has no room for a piece
             place += left
@@ -225,5 +225,5 @@ def logged(file: Path) -> list[int]:
         if kind in (1, 4):  # a whole one, or the last piece of one
             record, message = wandb_internal_pb2.Record.FromString(message), b""
             items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-            found += [int(items["step"])] if "step" in items else []
-    return found
+            results += [int(items["step"])] if "step" in items else []
+    return results

@@ -87,12 +87,12 @@ def test_each_dataset_goes_through_its_own_epochs() -> None:
 
 
 def test_a_restored_mixture_continues_to_the_row() -> None:
-    whole = mixed([0.7, 0.3], 7, 5).take(60)
+    expected_rows = mixed([0.7, 0.3], 7, 5).take(60)
     for count in range(40):
         first, second = mixed([0.7, 0.3], 7, 5), mixed([0.7, 0.3], 7, 5)
         first.take(count)
         second.restore(json.loads(json.dumps(first.state())))
-        assert second.take(20) == whole[count : count + 20]
+        assert second.take(20) == expected_rows[count : count + 20]
         assert sum(second.metrics().values()) == count + 20
     with pytest.raises(ValueError, match=r"the saved mixture is of a, b with weights \[7, 3\], but .* \[1, 1\]"):
         mixed([1, 1], 7, 5).restore(mixed([0.7, 0.3], 7, 5).state())
@@ -128,12 +128,12 @@ def test_a_list_of_datasets_is_read_from_a_config_and_written_back(tmp_path: Pat
     file, second = tmp_path / "my.yaml", "{path: org/chat, split: test, weight: 1, streaming: true}"
     file.write_text(f"data:\n- {{path: a.jsonl, weight: 2}}\n- {second}\nsteps: 3\n")
     config = load(SFTConfig, file)
-    assert [str(each.path) for each in config.data.datasets] == ["a.jsonl", "org/chat"]  # type: ignore[union-attr]
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(config))
-    assert load(SFTConfig, again) == config
+    assert [str(dataset.path) for dataset in config.data.datasets] == ["a.jsonl", "org/chat"]  # type: ignore[union-attr]
+    second_file = tmp_path / "again.yaml"
+    second_file.write_text(to_yaml(config))
+    assert load(SFTConfig, second_file) == config
     line = load(DPOConfig, None, ["--data=[{path: a, weight: 1}, {path: b, weight: 2}]"])
-    assert [each.weight for each in line.data.datasets] == [1, 2]  # type: ignore[union-attr]
+    assert [dataset.weight for dataset in line.data.datasets] == [1, 2]  # type: ignore[union-attr]
     assert isinstance(load(SFTConfig, None, ["--data.path=a"]).data, Examples)
 
 
@@ -216,18 +216,18 @@ def trained(group: Any, directory: str, data: str, *overrides: str, command: str
 
 @pytest.mark.slow  # four runs on one and two ranks
 def test_a_mixture_with_a_stream_is_the_same_in_every_layout_and_after_a_stop(ranks: Ranks, tmp_path: Path) -> None:
-    one, two = sums(tmp_path / "one.jsonl", 9), sums(tmp_path / "two.jsonl", 13, first=50)
+    first_file, two = sums(tmp_path / "one.jsonl", 9), sums(tmp_path / "two.jsonl", 13, first=50)
     stream = f"{{path: {two}, weight: 1, streaming: true, shuffle_buffer: 5}}"
-    data = f"[{{path: {one}, weight: 3}}, {stream}]"
-    (whole,) = ranks(1, trained, str(tmp_path / "whole"), data, "--held_out.rows=2")
-    assert (whole[-1]["rows/one"], whole[-1]["rows/two"]) == (18.0, 6.0)
+    data = f"[{{path: {first_file}, weight: 3}}, {stream}]"
+    (uninterrupted,) = ranks(1, trained, str(tmp_path / "whole"), data, "--held_out.rows=2")
+    assert (uninterrupted[-1]["rows/one"], uninterrupted[-1]["rows/two"]) == (18.0, 6.0)
     ranks(1, trained, str(tmp_path / "parts"), data, "--held_out.rows=2", "--steps=4")
     (parts,) = ranks(1, trained, str(tmp_path / "parts"), data, "--held_out.rows=2")
-    assert parts == whole
+    assert parts == uninterrupted
     for layout in ("dp_shard=2", "pp=2"):
         folder = str(tmp_path / layout)
         results = ranks(2, trained, folder, data, "--held_out.rows=2", f"--layout={layout}")
-        for rows, expected in zip(results[0], whole, strict=True):
+        for rows, expected in zip(results[0], uninterrupted, strict=True):
             assert rows == pytest.approx(expected, rel=1e-4)
 
 

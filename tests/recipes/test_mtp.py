@@ -34,7 +34,9 @@ TASKS = (
 
 
 def write_rows(directory: Path) -> None:
-    rows = [{"prompt": f"{one}+{other}=", "completion": str(one + other)} for one in range(5) for other in range(4)]
+    rows = [
+        {"prompt": f"{first}+{second}=", "completion": str(first + second)} for first in range(5) for second in range(4)
+    ]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -57,10 +59,10 @@ def test_training_mtp_depths_does_not_change_the_trunk(ranks: Ranks, tmp_path: P
     alone = ("--mtp.weight=0.5", "--mtp.depths=2", "--mtp.stop_trunk=true", "--mtp.stop_head=true")
     (without,) = ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/without")
     (ahead,) = ranks(1, metrics, "sft", *plain, f"--run={tmp_path}/ahead", *alone)
-    for one, other in zip(without, ahead, strict=True):
+    for plain_row, mtp_row in zip(without, ahead, strict=True):
         for name in ("nll", "eval/nll", "eval/loss"):
-            if name in one:
-                assert other[name] == pytest.approx(one[name], rel=1e-6)
+            if name in plain_row:
+                assert mtp_row[name] == pytest.approx(plain_row[name], rel=1e-6)
     last = ahead[-1]
     assert last["loss"] > last["nll"]
     assert last["eval/loss"] == pytest.approx(last["eval/nll"])  # what is compared has no part of it
@@ -89,15 +91,15 @@ def test_a_processor_of_your_own_is_named_in_a_recipe(ranks: Ranks, tmp_path: Pa
     write_rows(tmp_path)
     (tmp_path / "mine.py").write_text(PROCESSORS)
     plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch_size=4", "--held_out.rows=3", "--export=false")
-    own = (*plain, "--mtp.weight=0.5", f"--mtp.processor={tmp_path}/mine.py:nll")
+    custom_options = (*plain, "--mtp.weight=0.5", f"--mtp.processor={tmp_path}/mine.py:nll")
     (default,) = ranks(1, metrics, "sft", *plain, "--mtp.weight=0.5", f"--run={tmp_path}/default")
-    (mine,) = ranks(1, metrics, "sft", *own, f"--run={tmp_path}/mine")
-    (half,) = ranks(1, metrics, "sft", *own, f"--run={tmp_path}/half", "--mtp.context.scale=0.5")
-    for one, other in zip(default, mine, strict=True):
+    (custom,) = ranks(1, metrics, "sft", *custom_options, f"--run={tmp_path}/mine")
+    (half,) = ranks(1, metrics, "sft", *custom_options, f"--run={tmp_path}/half", "--mtp.context.scale=0.5")
+    for default_row, custom_row in zip(default, custom, strict=True):
         for name, named in (("loss", "loss"), ("mtp_1/nll", "mtp_1/loss"), ("eval/mtp_1/nll", "eval/mtp_1/loss")):
-            if name in one:
-                assert other[named] == pytest.approx(one[name], rel=1e-5)
-    first = next(row for row in mine if "mtp_1/loss" in row)
+            if name in default_row:
+                assert custom_row[named] == pytest.approx(default_row[name], rel=1e-5)
+    first = next(row for row in custom if "mtp_1/loss" in row)
     scaled = next(row for row in half if "mtp_1/loss" in row)
     assert scaled["mtp_1/loss"] == pytest.approx(0.5 * first["mtp_1/loss"], rel=1e-5)
 
@@ -141,26 +143,28 @@ def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -
     )
     (plain,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/plain")
     (drafted,) = ranks(1, metrics, "grpo", *settings, f"--run={tmp_path}/drafted", "--sampling.draft=mtp")
-    for one, other in zip(plain, drafted, strict=True):
-        assert other["rewards"] == one["rewards"]
-        assert other["lengths"] == one["lengths"]
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
-        assert other["draft_acceptance"] > 0.3  # of 264 tokens: fresh models are unsure, and the noise is the same
-        assert "draft_acceptance" not in one
+    for plain_row, drafted_row in zip(plain, drafted, strict=True):
+        assert drafted_row["rewards"] == plain_row["rewards"]
+        assert drafted_row["lengths"] == plain_row["lengths"]
+        assert drafted_row["loss"] == pytest.approx(plain_row["loss"], rel=1e-4)
+        assert (
+            drafted_row["draft_acceptance"] > 0.3
+        )  # of 264 tokens: fresh models are unsure, and the noise is the same
+        assert "draft_acceptance" not in plain_row
     more = (*TASKS, "--sampling.draft=mtp", "--sampling.temperature=1", "--tasks=4", f"--run={tmp_path}/eval")
-    (found,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *more)
-    assert found[-1]["draft_acceptance"] > 0.3
+    (actual,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *more)
+    assert actual[-1]["draft_acceptance"] > 0.3
 
 
 @pytest.mark.slow
 def test_grpo_trains_mtp_depths_besides_the_policy(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
     settings = (*TASKS, "--prompts_per_step=4", "--samples_per_prompt=2", "--evaluation.every=0", "--export=false")
-    for found in ranks(
+    for actual in ranks(
         2, metrics, "grpo", *SETTINGS, *settings, f"--run={tmp_path}/run", "--layout=pp=2", "--mtp.weight=0.1"
     ):
-        assert [row["step"] for row in found] == [1, 2]
-        assert all(row["mtp_1/nll"] > 0 for row in found)
+        assert [row["step"] for row in actual] == [1, 2]
+        assert all(row["mtp_1/nll"] > 0 for row in actual)
 
 
 def test_depths_of_a_published_model_go_on_learning_and_are_written_as_they_came(ranks: Ranks, tmp_path: Path) -> None:
@@ -177,14 +181,14 @@ def test_depths_of_a_published_model_go_on_learning_and_are_written_as_they_came
 
 
 def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path: Path) -> None:
-    held, none = str(publish("qwen3_next", tmp_path / "held").directory), str(tmp_path / "none")
-    assert model_source(held, None) == held
-    assert model_source(held, MTPSettings()) == Recast(held, read_model_with_mtp(held)[1].pattern)
-    assert describe_mtp(held, MTPSettings()) == "1 depth(s) of [*E], the model's own"
+    with_mtp, none = str(publish("qwen3_next", tmp_path / "held").directory), str(tmp_path / "none")
+    assert model_source(with_mtp, None) == with_mtp
+    assert model_source(with_mtp, MTPSettings()) == Recast(with_mtp, read_model_with_mtp(with_mtp)[1].pattern)
+    assert describe_mtp(with_mtp, MTPSettings()) == "1 depth(s) of [*E], the model's own"
     with pytest.raises(
         ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but the config has 2"
     ):
-        model_source(held, MTPSettings(depths=2))
+        model_source(with_mtp, MTPSettings(depths=2))
     saved(CONFIGS["nemotron_h"](), Path(none))
     assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, new: the model has none"
     assert describe_mtp(none, MTPSettings(layers="[M-]")) == "1 depth(s) of [M-], new: the model has none"

@@ -54,8 +54,8 @@ def test_what_is_no_margin_names_its_row(tmp_path: Path, margin: Any) -> None:
 
 @pytest.mark.parametrize("words", [["--objective=orpo"], ["--objective.loss_type=ipo"]])
 def test_a_loss_without_a_margin_refuses_the_column(words: list[str]) -> None:
-    given = ["--data.path=x", "--data.margin=gap"]
+    overrides = ["--data.path=x", "--data.margin=gap"]
     with pytest.raises(ConfigError, match=r"data\.margin is gap, but only the sigmoid loss of pairs has a margin"):
-        load(DPOConfig, None, [*given, *words])
-    load(DPOConfig, None, given)
-    load(RMConfig, None, given)
+        load(DPOConfig, None, [*overrides, *words])
+    load(DPOConfig, None, overrides)
+    load(RMConfig, None, overrides)

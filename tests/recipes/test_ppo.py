@@ -50,9 +50,9 @@ SHARED = ("--critic.warmup=1", "--reward_kl.coefficient=0.1")
 
 
 def config_of(directory: Path, *overrides: str) -> PPOConfig:
-    file, own = directory / "small.yaml", directory / f"small.{os.getpid()}"
-    own.write_text(SMALL)
-    own.replace(file)  # whole at once: ranks write it at the same time
+    file, temporary_file = directory / "small.yaml", directory / f"small.{os.getpid()}"
+    temporary_file.write_text(SMALL)
+    temporary_file.replace(file)  # whole at once: ranks write it at the same time
     return load(PPOConfig, file, ["--run", str(directory / "run"), *overrides])
 
 
@@ -68,10 +68,10 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
 
     class Stopped(PPOTrainer):
         def train_minibatch(self, minibatch: Batch) -> dict[str, Any]:
-            found = super().train_minibatch(minibatch)
+            metrics = super().train_minibatch(minibatch)
             if self.step == at:
                 raise KeyboardInterrupt
-            return found
+            return metrics
 
     with suppress(KeyboardInterrupt):
         run_training(Stopped(config_of(Path(directory), *overrides), "cpu"))
@@ -92,8 +92,8 @@ def test_every_layout_and_a_continued_run_give_the_same_steps(
     assert all(row["value_error"] > 1e-3 for row in alone)
     assert alone[0]["value"] != 0.0, "the second pass over a rollout finds a critic that has learned"
     layout = "pp=2" if settings is OWN_CRITIC else "dp_shard=2"
-    (found, _) = ranks(2, trained, str(tmp_path / "two"), *settings, "--layout", layout)
-    for row, expected in zip(found, alone, strict=True):
+    (actual, _) = ranks(2, trained, str(tmp_path / "two"), *settings, "--layout", layout)
+    for row, expected in zip(actual, alone, strict=True):
         assert row.keys() == expected.keys()
         for key, value in expected.items():
             assert row[key] == (value if isinstance(value, str) else pytest.approx(value, rel=2e-3, abs=1e-5)), key
@@ -107,15 +107,16 @@ def test_every_layout_and_a_continued_run_give_the_same_steps(
 
 def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
     """One rollout with its columns, and the values and log-probs they were computed from."""
-    seen: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
     class Watched(PPOTrainer):
         def add_advantages(self, rows: RolloutRows) -> Any:
-            found, metrics = super().add_advantages(rows)
-            seen.update(
-                before=[dict(each.columns) for each in rows.minibatches], after=[each.columns for each in found]
+            minibatches, metrics = super().add_advantages(rows)
+            recorded.update(
+                before=[dict(minibatch.columns) for minibatch in rows.minibatches],
+                after=[minibatch.columns for minibatch in minibatches],
             )
-            return found, metrics
+            return minibatches, metrics
 
     with closing(Watched(config_of(Path(directory), "--steps=1", *overrides), "cpu")) as trainer:
         for parameter in trainer.engine.parameters.values():
@@ -127,14 +128,14 @@ def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
             for weight in trainer.reference.weights.values():
                 weight.mul_(0.9)
         trainer.train_minibatches(trainer.collect_rollouts())
-    return seen
+    return recorded
 
 
 def test_advantages_are_those_of_gae_with_the_penalty_in_the_reward(ranks: Ranks, tmp_path: Path) -> None:
     overrides = ("--reward_kl.coefficient=0.2", "--gamma=0.9", "--gae_lambda=0.8", "--whiten_advantages=false")
-    (seen,) = ranks(1, by_hand, str(tmp_path), *overrides)
+    (recorded,) = ranks(1, by_hand, str(tmp_path), *overrides)
     checked = 0
-    for before, after in zip(seen["before"], seen["after"], strict=True):
+    for before, after in zip(recorded["before"], recorded["after"], strict=True):
         assert not {"reward", "group"} & after.keys()
         for row, mask in enumerate(before["response_mask"]):
             steps = mask.nonzero()[:, 0].tolist()
@@ -154,10 +155,10 @@ def test_advantages_are_those_of_gae_with_the_penalty_in_the_reward(ranks: Ranks
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1(ranks: Ranks, tmp_path: Path) -> None:
-    (seen,) = ranks(1, by_hand, str(tmp_path))
+    (recorded,) = ranks(1, by_hand, str(tmp_path))
     rows = [
         advantages[mask != 0]
-        for columns in seen["after"]
+        for columns in recorded["after"]
         for advantages, mask in zip(columns["advantages"], columns["response_mask"], strict=True)
     ]
     kept = torch.cat(rows)
@@ -167,24 +168,24 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(ranks: Ranks, tmp_path:
 
 def rows_of_two(group: Any) -> tuple[list[int], list[int], list[float]]:
     mesh = Mesh(Layout.parse("dp_shard=2"), "cpu")
-    whole = Batch([[1, 2]] * 5, {"row": [10, 11, 12, 13, 14]})
+    full_batch = Batch([[1, 2]] * 5, {"row": [10, 11, 12, 13, 14]})
     sharding = BatchSharding([2] * 5, [1, 0, 1, 1, 0])
-    rows = RolloutRows([_select_rows(whole, sharding, mesh.dp.rank)], mesh, None)
+    rows = RolloutRows([_select_rows(full_batch, sharding, mesh.dp.rank)], mesh, None)
     everyone = rows.gather(rows.column("row"))
     return everyone, rows.local(everyone), rows.sum(torch.tensor([1.0, float(mesh.dp.rank)])).tolist()
 
 
 def test_rows_are_gathered_in_the_same_order_in_every_layout(ranks: Ranks) -> None:
-    whole = [10, 11, 12, 13, 14]
-    assert ranks(2, rows_of_two) == [(whole, [11, 14], [2.0, 1.0]), (whole, [10, 12, 13], [2.0, 1.0])]
+    all_rows = [10, 11, 12, 13, 14]
+    assert ranks(2, rows_of_two) == [(all_rows, [11, 14], [2.0, 1.0]), (all_rows, [10, 12, 13], [2.0, 1.0])]
 
 
 def test_the_penalty_in_the_reward_is_its_estimator() -> None:
     policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
     ahead = reference - policy
-    for estimator, wanted in (("k1", -ahead), ("k2", ahead**2 / 2), ("k3", ahead.exp() - 1 - ahead)):
-        found = RewardKL(coefficient=0.3, estimator=estimator)(policy, reference)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, 0.3 * wanted)
+    for estimator, expected in (("k1", -ahead), ("k2", ahead**2 / 2), ("k3", ahead.exp() - 1 - ahead)):
+        actual = RewardKL(coefficient=0.3, estimator=estimator)(policy, reference)  # type: ignore[arg-type]
+        torch.testing.assert_close(actual, 0.3 * expected)
     with pytest.raises(ValueError, match="coefficient is 0"):
         RewardKL(coefficient=0)
 

@@ -100,9 +100,9 @@ def test_more_than_a_rank_can_hold_is_refused(
     data = dataset(tmp_path)
     monkeypatch.setattr("postlude.recipes.checks.preflight.os.sysconf", lambda name: 2000)  # bytes of a page, and pages
     assert main(["sft", f"--data.path={data}", f"--run={tmp_path}/run"]) == 2
-    said = capsys.readouterr().err
-    assert "a rank needs 12.5 MiB for weights, gradients and the optimizer's numbers, but has 3.8 MiB" in said
-    assert "Raise layout.dp_shard, tp or pp" in said
+    error_output = capsys.readouterr().err
+    assert "a rank needs 12.5 MiB for weights, gradients and the optimizer's numbers, but has 3.8 MiB" in error_output
+    assert "Raise layout.dp_shard, tp or pp" in error_output
     assert list(tmp_path.iterdir()) == [data]
 
 
@@ -172,12 +172,12 @@ GRPO = (
 def test_an_objective_that_cannot_be_called_is_a_sentence(
     name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(OBJECTIVES)
+    objective_file = tmp_path / "mine.py"
+    objective_file.write_text(OBJECTIVES)
     tasks = f"--environment.path={dataset(tmp_path)}"
-    assert main([*GRPO, tasks, f"--objective={mine}:{name}", f"--run={tmp_path}/run"]) == 2
+    assert main([*GRPO, tasks, f"--objective={objective_file}:{name}", f"--run={tmp_path}/run"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"postlude grpo: the objective {mine}:{name} failed in its trial call: ")
+    assert message.startswith(f"postlude grpo: the objective {objective_file}:{name} failed in its trial call: ")
     assert says in message
     assert "old_logprobs" in message, "the columns that exist are listed"
     assert len(message.strip().splitlines()) == 1
@@ -189,10 +189,14 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
     ["sft", "dpo", "grpo", "grpo --reference=true", pytest.param("ppo", marks=pytest.mark.thorough), "distill"],
 )
 def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_path: Path) -> None:
-    data, seen = dataset(tmp_path), tmp_path / "columns"
+    data, columns_file = dataset(tmp_path), tmp_path / "columns"
     (tmp_path / "mine.py").write_text(OBJECTIVES)
     pairs = dataset(tmp_path / "pairs", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 3)
-    mine = [f"--objective={tmp_path}/mine.py:recording", f"--objective.settings.to={seen}", f"--run={tmp_path}/run"]
+    objective_options = [
+        f"--objective={tmp_path}/mine.py:recording",
+        f"--objective.settings.to={columns_file}",
+        f"--run={tmp_path}/run",
+    ]
     over = "loss_mask" if recipe == "sft" else "response_mask"
     beside = {
         "sft": ["sft", f"--data.path={data}", "--batch_size=2", *SHORT],
@@ -206,10 +210,10 @@ def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_pa
             *SHORT,
         ],
     }.get(recipe, [recipe.split(maxsplit=1)[0], *GRPO[1:], f"--environment.path={data}", *recipe.split()[1:]])
-    assert main([*beside, *mine, f"--objective.settings.over={over}"]) == 0
-    first, *others = seen.read_text().splitlines()
-    assert others, "a step was made"
-    assert {first} == set(others)
+    assert main([*beside, *objective_options, f"--objective.settings.over={over}"]) == 0
+    first, *later_lines = columns_file.read_text().splitlines()
+    assert later_lines, "a step was made"
+    assert {first} == set(later_lines)
 
 
 @pytest.mark.thorough  # tests/test_launcher.py starts ranks by torchrun, too
@@ -229,8 +233,8 @@ def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("postlude sft: ")]
-    assert len(said) == 1  # torchrun's own table, which ends with it, is not ours
+    error_lines = [line for line in done.stderr.splitlines() if line.startswith("postlude sft: ")]
+    assert len(error_lines) == 1  # torchrun's own table, which ends with it, is not ours
     assert "too many for the budget" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -238,12 +242,14 @@ def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
 def test_a_teacher_of_other_tokens_is_refused_with_the_first(tmp_path: Path) -> None:
     student = byte_tokenizer()
     for name, vocab in (("same", {}), ("other", {"a": "b", "b": "a"})):
-        other = json.loads(student.backend_tokenizer.to_str())
-        known = other["model"]["vocab"]
-        other["model"]["vocab"] = {vocab.get(token, token): number for token, number in known.items()}
+        tokenizer_json = json.loads(student.backend_tokenizer.to_str())
+        known = tokenizer_json["model"]["vocab"]
+        tokenizer_json["model"]["vocab"] = {vocab.get(token, token): number for token, number in known.items()}
         (tmp_path / name).mkdir()
-        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(other)), eos_token="<|im_end|>")
-        made.save_pretrained(tmp_path / name)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)), eos_token="<|im_end|>"
+        )
+        tokenizer.save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
     note = check_teacher_tokens("mine", student, str(tmp_path / "same"))
     assert note == "the student's tokens, with eos_token <|im_end|> where it has <|end|>"

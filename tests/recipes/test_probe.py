@@ -47,9 +47,11 @@ def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     sync_weights = SyncedGenerator.sync_weights
 
     def keep(self: SyncedGenerator) -> None:
-        kept = [parameter.detach().clone() for parameter in self.model.parameters()] if self.copied_step >= 0 else []
+        old_weights = (
+            [parameter.detach().clone() for parameter in self.model.parameters()] if self.copied_step >= 0 else []
+        )
         sync_weights(self)
-        for parameter, old in zip(self.model.parameters(), kept, strict=False):
+        for parameter, old in zip(self.model.parameters(), old_weights, strict=False):
             parameter.data.copy_(old)
 
     SyncedGenerator.sync_weights = keep  # type: ignore[method-assign]

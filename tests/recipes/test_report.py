@@ -124,14 +124,14 @@ class Page(HTMLParser):
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        assert not any(name.startswith("on") for name in found), f"<{tag}> has code of its own: {found}"
+        attributes = dict(attrs)
+        assert not any(name.startswith("on") for name in attributes), f"<{tag}> has code of its own: {attributes}"
         self.tags.append(tag)
-        self.links += [str(found[name]) for name in ("src", "href", "action", "data") if name in found]
-        if "data-curve" in found:
-            self.curves.append(str(found["data-curve"]))
+        self.links += [str(attributes[name]) for name in ("src", "href", "action", "data") if name in attributes]
+        if "data-curve" in attributes:
+            self.curves.append(str(attributes["data-curve"]))
         if tag == "script":
-            self.scripts.append(found)
+            self.scripts.append(attributes)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -273,10 +273,10 @@ def test_two_runs_share_their_curves(tmp_path: Path) -> None:
 def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run", steps=30)
     text = write_report([run], tmp_path / "report.html").read_text()
-    ((shown,),) = (plot["runs"] for plot in plots(text, "entropy"))
+    ((run_data,),) = (plot["runs"] for plot in plots(text, "entropy"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert shown["steps"] == [line["step"] for line in lines]
-    assert shown["values"] == [format_number(line["entropy"]) for line in lines]
+    assert run_data["steps"] == [line["step"] for line in lines]
+    assert run_data["values"] == [format_number(line["entropy"]) for line in lines]
     assert (
         f'<span class="now">{format_number(lines[0]["entropy"])} → {format_number(lines[-1]["entropy"])}</span>' in text
     )
@@ -300,17 +300,17 @@ def two_phases(directory: Path, warm: int = 4, steps: int = 6) -> Path:
 def plots(page: str, key: str) -> list[Any]:
     data = re.search(rf'data-curve="{key}".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    found: list[Any] = json.loads(data[1])
-    return found
+    plot_data: list[Any] = json.loads(data[1])
+    return plot_data
 
 
 def test_no_line_joins_the_losses_of_two_phases(tmp_path: Path) -> None:
     page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
-    warm, own = plots(page, "loss")
+    warm, main = plots(page, "loss")
     assert warm["runs"][0]["steps"] == [1, 2, 3, 4]
-    assert own["runs"][0]["steps"] == [5, 6, 7, 8, 9, 10]
-    assert own["x"][0] > warm["x"][1], "side by side"
-    places = own["runs"][0]["places"]
+    assert main["runs"][0]["steps"] == [5, 6, 7, 8, 9, 10]
+    assert main["x"][0] > warm["x"][1], "side by side"
+    places = main["runs"][0]["places"]
     assert max(places) - min(places) > 100, "small losses have an axis of their own"
     assert [len(plots(page, key)) for key in ("eval/reward_mean", "reward_mean", "lr")] == [1, 1, 2]
 
@@ -320,9 +320,9 @@ def test_phases_are_bands_behind_what_is_one_thing_throughout(tmp_path: Path) ->
     figure = page[page.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
     assert figure.count('class="band') == 2
     assert figure.count("<path") == 1, "one line through both"
-    other = two_phases(tmp_path / "other", warm=2)
-    both = write_report([tmp_path / "run", other], tmp_path).read_text()
-    figure = both[both.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
+    other_run = two_phases(tmp_path / "other", warm=2)
+    comparison = write_report([tmp_path / "run", other_run], tmp_path).read_text()
+    figure = comparison[comparison.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
     assert 'class="band' not in figure, "these two have other phases at the same step"
 
 
@@ -336,8 +336,8 @@ def test_ticks_tell_values_apart(tmp_path: Path) -> None:
     assert len(axes) == 6
     for axis in axes:
         for anchor in ("end", "middle"):
-            shown = re.findall(rf'text-anchor="{anchor}">(.*?)<', axis)
-            assert len(shown) == len(set(shown)), shown
+            labels = re.findall(rf'text-anchor="{anchor}">(.*?)<', axis)
+            assert len(labels) == len(set(labels)), labels
 
 
 def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
@@ -380,13 +380,13 @@ def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
     assert "reward_mean" in Page(target).curves
 
 
-@pytest.mark.parametrize("made", ["nothing", "opened", "torn"])
-def test_an_empty_run_says_so(tmp_path: Path, made: str) -> None:
+@pytest.mark.parametrize("state", ["nothing", "opened", "torn"])
+def test_an_empty_run_says_so(tmp_path: Path, state: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    if made != "nothing":
+    if state != "nothing":
         open_run(run, {"lr": 1.0}).close()
-    if made == "torn":
+    if state == "torn":
         (run / "metrics.jsonl").write_text('{"step": 1, "lo')
     page = Page(write_report([run], tmp_path / "report.html"))
     assert "run has no metrics yet" in page.text
@@ -459,11 +459,11 @@ def test_thinning_keeps_every_extreme() -> None:
 def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> None:
     steps = np.arange(1000, dtype=float)
     noisy = steps / 1000 + np.where(steps % 2, 0.5, -0.5)
-    found = smooth(Series(steps, noisy), 150)
-    assert found is not None
-    assert len(found.steps) <= 150
+    actual = smooth(Series(steps, noisy), 150)
+    assert actual is not None
+    assert len(actual.steps) <= 150
     inner = slice(10, -10)
-    np.testing.assert_allclose(found.values[inner], found.steps[inner] / 1000, atol=0.02)
+    np.testing.assert_allclose(actual.values[inner], actual.steps[inner] / 1000, atol=0.02)
     assert smooth(Series(steps, steps), 150) is None
     assert smooth(Series(steps[:39], noisy[:39]), 150) is None
 

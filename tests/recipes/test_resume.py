@@ -32,7 +32,7 @@ SMALL = (
 def rows(tmp_path: Path) -> str:
     """Rows to learn from, as an option."""
     path = tmp_path / "rows.jsonl"
-    said = [{"prompt": f"{one}+1=", "completion": str(one + 1)} for one in range(16)]
+    said = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(16)]
     path.write_text("".join(json.dumps(row) + "\n" for row in said))
     return f"--data.path={path}"
 
@@ -53,16 +53,16 @@ def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str
 
 @pytest.mark.slow
 def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, tmp_path: Path, rows: str) -> None:
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    (expected,) = ranks(1, trained, whole, rows, "--steps=4")
+    whole_run, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    (expected,) = ranks(1, trained, whole_run, rows, "--steps=4")
     ranks(1, trained, parts, rows, "--steps=2")
-    (found,) = ranks(
+    (actual,) = ranks(
         1, trained, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep_checkpoints=1"
     )
-    assert found[:2] == expected[:2]
-    assert [row["lr"] for row in found] == [1e-3, 1e-3, 1e-2, 1e-2]
-    assert found[2]["loss"] == expected[2]["loss"], "its weights are those of the run so far"
-    assert found[3]["loss"] != expected[3]["loss"], "the third step went further"
+    assert actual[:2] == expected[:2]
+    assert [row["lr"] for row in actual] == [1e-3, 1e-3, 1e-2, 1e-2]
+    assert actual[2]["loss"] == expected[2]["loss"], "its weights are those of the run so far"
+    assert actual[3]["loss"] != expected[3]["loss"], "the third step went further"
     start = read_record(Path(parts))["starts"][-1]
     assert start["step"] == 2
     assert start["changed"] == {
@@ -83,24 +83,31 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
     (expected,) = ranks(1, trained, run, rows, "--steps=4")
     with pytest.raises(pytest.fail.Exception, match="no checkpoint of step 7; it has step-000001, "):
         ranks(1, from_step, 7, run, rows, "--steps=4")
-    (found,) = ranks(1, from_step, 2, run, rows, "--steps=4")
-    assert found == expected
+    (actual,) = ranks(1, from_step, 2, run, rows, "--steps=4")
+    assert actual == expected
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    kept = [f"step-00000{step}" for step in ("1", "2", "3", "3.later", "4", "4.later")]
-    assert names == kept, "what was saved after it is not lost"
+    expected_names = [f"step-00000{step}" for step in ("1", "2", "3", "3.later", "4", "4.later")]
+    assert names == expected_names, "what was saved after it is not lost"
 
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, rows: str) -> None:
     words = ["sft", rows, *SMALL, "--held_out.rows=3", "--held_out.every=1"]
     assert main([*words, "--run", str(tmp_path / "one"), "--steps=2"]) == 0
-    other = [*words, "--run", str(tmp_path / "two"), "--from", str(tmp_path / "one" / "step-1"), "--batch_size=2"]
-    assert main([*other, "--steps=1"]) == 0
+    second_command = [
+        *words,
+        "--run",
+        str(tmp_path / "two"),
+        "--from",
+        str(tmp_path / "one" / "step-1"),
+        "--batch_size=2",
+    ]
+    assert main([*second_command, "--steps=1"]) == 0
     measured = {row["step"]: row["eval/loss"] for row in read_metrics(tmp_path / "one")}
     first = read_metrics(tmp_path / "two")[0]
     assert (first["phase"], first["eval/loss"]) == ("start", measured[1])
     assert measured[0] != measured[1] != measured[2]
-    assert main([*other, "--steps=2"]) == 0, "the same command goes on"
+    assert main([*second_command, "--steps=2"]) == 0, "the same command goes on"
     assert [start["step"] for start in read_record(tmp_path / "two")["starts"]] == [0, 1]
 
 
@@ -165,22 +172,24 @@ def mine(inputs):
 def test_changed_code_is_refused_unless_it_is_allowed(
     tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, run = tmp_path / "mine.py", tmp_path / "run"
-    mine.write_text(MINE.format(factor=1.0))
-    words = ["sft", "--run", str(run), rows, *SMALL, f"--objective={mine}:mine"]
+    objective_file, run = tmp_path / "mine.py", tmp_path / "run"
+    objective_file.write_text(MINE.format(factor=1.0))
+    words = ["sft", "--run", str(run), rows, *SMALL, f"--objective={objective_file}:mine"]
     assert main([*words, "--steps=1"]) == 0
     assert main([*words, "--steps=2"]) == 0, "the same code goes on"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    mine.write_text(MINE.format(factor=2.0))
+    objective_file.write_text(MINE.format(factor=2.0))
     capsys.readouterr()
     assert main([*words, "--steps=3"]) == 2
     message = capsys.readouterr().err.strip()
-    assert message.startswith(f"postlude sft: {mine}:mine (objective.file) changed since {run} was last started. ")
+    assert message.startswith(
+        f"postlude sft: {objective_file}:mine (objective.file) changed since {run} was last started. "
+    )
     assert "--code_changes allow" in message
     assert len(message.splitlines()) == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert main([*words, "--steps=3", "--code_changes=allow"]) == 0
-    assert f"{mine}:mine (objective.file) changed since the run was last started" in caplog.text
+    assert f"{objective_file}:mine (objective.file) changed since the run was last started" in caplog.text
     assert main([*words, "--steps=4"]) == 0, "what was allowed is the run's own code from then on"
 
 
@@ -188,13 +197,13 @@ def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path
     file = tmp_path / "tools.py"
     file.write_text("def one(): ...")
     config = {"environment": {"tools": [f"{file}:one", "math"], "settings": {"judge": f"{file}:two"}}, "run": "a.py:b"}
-    found = user_code_hashes(config)
-    assert {key: name for key, (name, _) in found.items()} == {
+    hashes = user_code_hashes(config)
+    assert {key: name for key, (name, _) in hashes.items()} == {
         "environment.tools.0": f"{file}:one",
         "environment.settings.judge": f"{file}:two",
     }
     file.write_text("def one(): return 1")
-    assert user_code_hashes(config)["environment.tools.0"][1] != found["environment.tools.0"][1]
+    assert user_code_hashes(config)["environment.tools.0"][1] != hashes["environment.tools.0"][1]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +235,11 @@ def test_how_steps_and_checkpoints_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_lora_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     lora = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=attention,mlp", "--export=true")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    (expected,) = ranks(1, trained, str(whole), rows, "--steps=3", *lora)
+    whole_run, parts = tmp_path / "whole", tmp_path / "parts"
+    (expected,) = ranks(1, trained, str(whole_run), rows, "--steps=3", *lora)
     ranks(1, trained, str(parts), rows, "--steps=2", *lora)
-    (found,) = ranks(1, trained, str(parts), rows, "--steps=3", *lora)
-    assert found == expected
+    (actual,) = ranks(1, trained, str(parts), rows, "--steps=3", *lora)
+    assert actual == expected
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "model/model.safetensors"):
-        assert (parts / file).read_bytes() == (whole / file).read_bytes()
-    assert not (whole / "checkpoints" / "step-3" / "config.json").exists(), "adapters alone are no model"
+        assert (parts / file).read_bytes() == (whole_run / file).read_bytes()
+    assert not (whole_run / "checkpoints" / "step-3" / "config.json").exists(), "adapters alone are no model"

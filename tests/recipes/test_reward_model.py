@@ -31,16 +31,16 @@ SEQUENCES = [list(b"2+2=4"), list(b"2+2=five"), list(b"1+1="), list(b"1+1=11!")]
 
 def scores(engine: Engine, batch: Batch) -> list[float]:
     """As `sequence_scores` says of one sequence after the other."""
-    found = []
+    results = []
     for sequence in batch.sequences:
 
         def processor(inputs: OutputInputs) -> dict[str, torch.Tensor]:
-            whole = sequence_scores(inputs)
-            return {"score": whole[inputs.microbatch.packing.sequence_index()]}
+            by_sequence = sequence_scores(inputs)
+            return {"score": by_sequence[inputs.microbatch.packing.sequence_index()]}
 
         (values,) = engine.evaluate_tokens(Batch([sequence]), processor, shifted=False)["score"]
-        found.append(float(values[0]))
-    return found
+        results.append(float(values[0]))
+    return results
 
 
 def train_and_export(group: Any, layout: str, hf: dict[str, Any], directory: str) -> list[float]:
@@ -56,23 +56,25 @@ def train_and_export(group: Any, layout: str, hf: dict[str, Any], directory: str
     assert losses[-1] < 0.8 * losses[0] == pytest.approx(0.8 * 0.6931472)
     tokenizer = load_tokenizer("tiny-dense")
     export(engine, directory, tokenizer, torch.float32, card=None, overwrite=False, classifier=True)
-    again = Engine(directory, layout=Layout.parse(layout), critic=True, budget=64)
-    whole = scores(engine, batch)
-    assert scores(again, batch) == pytest.approx(whole, rel=1e-5, abs=1e-6), "it is loaded with its value head"
-    return whole
+    second_engine = Engine(directory, layout=Layout.parse(layout), critic=True, budget=64)
+    expected_scores = scores(engine, batch)
+    assert scores(second_engine, batch) == pytest.approx(expected_scores, rel=1e-5, abs=1e-6), (
+        "it is loaded with its value head"
+    )
+    return expected_scores
 
 
 @pytest.mark.parametrize(("layout", "tied"), [("pp=2", True), ("dp_shard=2", False)])
 def test_transformers_reads_the_scores_of_an_export(ranks: Ranks, tmp_path: Path, layout: str, tied: bool) -> None:
-    (found, _) = ranks(2, train_and_export, layout, {"tie_word_embeddings": tied}, str(tmp_path / "model"))
-    theirs, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
+    (actual, _) = ranks(2, train_and_export, layout, {"tie_word_embeddings": tied}, str(tmp_path / "model"))
+    hf_model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    assert theirs.config.num_labels == 1
+    assert hf_model.config.num_labels == 1
     with torch.no_grad():
-        expected = [float(theirs(torch.tensor([sequence])).logits) for sequence in SEQUENCES]
+        expected = [float(hf_model(torch.tensor([sequence])).logits) for sequence in SEQUENCES]
     assert max(expected) - min(expected) > 0.1
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token is not None
 
 
@@ -92,7 +94,7 @@ def tasks_of(*prompts: str) -> list[Task]:
 
 
 def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward_model: Path) -> None:
-    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    hf_model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     tasks = tasks_of("1+1=", "a longer question: 2+2=")
     environment = SingleTurn(tasks, ModelReward(str(reward_model), device="cpu", budget=64))
     episodes = [environment.reset(task) for task in tasks for _ in range(2)]
@@ -104,18 +106,18 @@ def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward
     for episode, text in zip(episodes, texts, strict=True):
         tokens = [*str(episode.task.prompt).encode(), *text.encode(), end]
         with torch.no_grad():
-            expected = float(theirs(torch.tensor([tokens])).logits)
+            expected = float(hf_model(torch.tensor([tokens])).logits)
         assert results[id(episode)][1].score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
     environment.close()
 
 
 def test_a_published_reward_model_without_an_output_head_is_read(reward_model: Path, tmp_path: Path) -> None:
-    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model)
-    theirs.config.tie_word_embeddings = False
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_model(tmp_path / "theirs", value_head=True)
-    assert ours.value_head is not None
-    torch.testing.assert_close(ours.value_head.weight.data, theirs.score.weight.data[0].float())
+    hf_model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    hf_model.config.tie_word_embeddings = False
+    hf_model.save_pretrained(tmp_path / "theirs")
+    postlude_model = load_model(tmp_path / "theirs", value_head=True)
+    assert postlude_model.value_head is not None
+    torch.testing.assert_close(postlude_model.value_head.weight.data, hf_model.score.weight.data[0].float())
     with pytest.raises(ValueError, match=r"lacks 1 tensor\(s\) .*lm_head\.weight"):
         load_model(tmp_path / "theirs")
 

@@ -93,7 +93,7 @@ def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], lis
         assert lines["evaluation.sets"] == "4 of 10 tasks are evaluated, and not trained on"
         assert {"tasks", "evaluation.sets.half", "evaluation.sets.exact"} <= lines.keys()
         trainer = GRPOTrainer(config, "cpu")
-        sets = [[str(task.prompt) for task in each.tasks] for each in trainer.evaluation_sets]
+        sets = [[str(task.prompt) for task in evaluation_set.tasks] for evaluation_set in trainer.evaluation_sets]
         indices = trainer.task_sampler.take(200)
         trainer.task_sampler.restore({"size": 10, "seed": 0, "epoch": 0, "position": 0})
         run_training(trainer)

@@ -70,14 +70,14 @@ class TinyVLLM(FakeVLLM):
             ignore_eos=drawn.get("ignore_eos", False),
         )
         with self.lock:
-            ((one,),) = self.generator.generate([body["token_ids"]], sampling)
-        return one.tokens, one.logprobs
+            ((completion,),) = self.generator.generate([body["token_ids"]], sampling)
+        return completion.tokens, completion.logprobs
 
 
 @pytest.fixture
 def server() -> Iterator[TinyVLLM]:
-    with closing(TinyVLLM()) as found:
-        yield found
+    with closing(TinyVLLM()) as tiny_vllm:
+        yield tiny_vllm
 
 
 SHORT = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts_per_step=2")
@@ -150,8 +150,8 @@ def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Rank
         assert 0.0 < row["servers/send_seconds"] <= row["servers/sync_seconds"] <= row["time/weight_sync"]
         assert row["servers/sync_bytes"] > 0
     plain = {
-        sync: [{key: value for key, value in row.items() if not key.startswith("servers/")} for row in found]
-        for sync, found in rows.items()
+        sync: [{key: value for key, value in row.items() if not key.startswith("servers/")} for row in sync_rows]
+        for sync, sync_rows in rows.items()
     }
     assert without_times(plain["network"]) == without_times(plain["disk"])
     assert not (tmp_path / "network" / "run" / "weights").exists()
@@ -162,13 +162,13 @@ def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Rank
 def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
     ranks: Ranks, tmp_path: Path, staleness: int
 ) -> None:
-    with ExitStack() as held:
-        first = held.enter_context(closing(TinyReceiver(tmp_path / "first")))
+    with ExitStack() as stack:
+        first = stack.enter_context(closing(TinyReceiver(tmp_path / "first")))
 
         def restart() -> None:
             if not first.dead:
                 first.kill()
-                held.enter_context(closing(TinyReceiver(tmp_path / "second", first.port)))
+                stack.enter_context(closing(TinyReceiver(tmp_path / "second", first.port)))
 
         left = iter(range(8))  # of 6 answers a step
         first.before = lambda: restart() if next(left, None) is None else None
@@ -217,67 +217,67 @@ def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks:
 
 @pytest.mark.thorough
 def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
+    whole_run, broken = tmp_path / "whole", tmp_path / "broken"
+    whole_run.mkdir()
     broken.mkdir()
     with closing(TinyVLLM()) as server:
-        (rows,) = ranks(1, run_and_read_metrics, str(whole), *SHORT, f"--rollout={server.url}")
+        (rows,) = ranks(1, run_and_read_metrics, str(whole_run), *SHORT, f"--rollout={server.url}")
         left = iter(range(15))
         server.before = lambda: server.kill() if next(left, None) is None else None
         ranks(
             1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.outage_timeout=0"
         )
     with closing(TinyVLLM()) as another:
-        (again,) = ranks(1, run_and_read_metrics, str(broken), *SHORT, f"--rollout={another.url}")
-    kept = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
-    found = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in again]
-    assert without_times(found) == without_times(kept)
+        (resumed_rows,) = ranks(1, run_and_read_metrics, str(broken), *SHORT, f"--rollout={another.url}")
+    expected = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
+    actual = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in resumed_rows]
+    assert without_times(actual) == without_times(expected)
 
 
 def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     """As `run_and_read_metrics`, but a server of the run is killed as soon as its first step is logged."""
     from postlude.serving.launch.launcher import LocalLauncher
 
-    begun: list[Any] = []
+    processes: list[Any] = []
 
     class Deadly(LocalLauncher):
         def start(self, program: Any) -> Any:
-            begun.append(super().start(program))
-            return begun[-1]
+            processes.append(super().start(program))
+            return processes[-1]
 
     def kill() -> None:
         metrics = Path(directory) / "run" / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text()):
             time.sleep(0.01)
-        keeper = begun[0].process.pid
+        keeper = processes[0].process.pid
         os.kill(int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     config = config_of(Path(directory), *overrides)
     run(config, runtime=Runtime(launcher=Deadly(Path(directory) / "logs")))
-    assert len(begun) > config.rollout.count, "another was started"
+    assert len(processes) > config.rollout.count, "another was started"
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.thorough
 def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
     """The same answers as of the generator here, and the same again where a server was killed on the way."""
-    here, there, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
-    for each in (here, there, broken):
-        each.mkdir()
+    native_run, server_run, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
+    for directory in (native_run, server_run, broken):
+        directory.mkdir()
     settings = (*SHORT, "--steps=4")
-    (native,) = ranks(1, run_and_read_metrics, str(here), *settings)
-    (rows,) = ranks(1, run_and_read_metrics, str(there), *settings, "--rollout=generators")
-    (again,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
-    for found in (rows, again):
-        for row, expected in zip(found, native, strict=True):
+    (native,) = ranks(1, run_and_read_metrics, str(native_run), *settings)
+    (rows,) = ranks(1, run_and_read_metrics, str(server_run), *settings, "--rollout=generators")
+    (interrupted_rows,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
+    for run_rows in (rows, interrupted_rows):
+        for row, expected in zip(run_rows, native, strict=True):
             assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
             assert (row["rewards"], row["lengths"]) == (expected["rewards"], expected["lengths"])
             for name in ("loss", "entropy", "grad_norm"):
                 assert row[name] == pytest.approx(expected[name], abs=1e-4)
     assert max(row["grad_norm"] for row in native) > 1.0, "something was learned"
-    assert sum(row["servers/failed"] for row in again) >= 1
-    assert "serving" in (there / "run" / "servers" / "0.log").read_text()
+    assert sum(row["servers/failed"] for row in interrupted_rows) >= 1
+    assert "serving" in (server_run / "run" / "servers" / "0.log").read_text()
 
 
 def test_servers_that_cannot_be_started_are_reported_in_the_preflight(tmp_path: Path, monkeypatch) -> None:
@@ -303,11 +303,11 @@ def test_servers_that_cannot_be_started_are_reported_in_the_preflight(tmp_path: 
     assert server_finding(tmp_path, *by_cpu, start=on_ray) == "1 of postlude serve, to be launched"
 
 
-def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **found: Any) -> str:
+def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **fields: Any) -> str:
     """Returns the finding of the preflight about the servers of a GRPO run; `found` are fields of its inputs."""
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
-    inputs = PreflightInputs(config, start or LaunchInfo(), **found)
+    inputs = PreflightInputs(config, start or LaunchInfo(), **fields)
     (check,) = server_checks(inputs, config.rollout, config.sampling, gets_weights=True, compares_logprobs=compared)
     try:
         return check.run()
@@ -317,24 +317,24 @@ def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = N
 
 @pytest.mark.slow
 def test_missing_features_of_a_server_are_reported_in_the_preflight(server: TinyVLLM, tmp_path: Path) -> None:
-    asked = (tmp_path, f"--rollout={server.url}")
-    assert server_finding(*asked) == "1 of 1 reply (vllm)"
-    both = server_finding(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
-    assert both == "1 of 2 reply (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
+    arguments = (tmp_path, f"--rollout={server.url}")
+    assert server_finding(*arguments) == "1 of 1 reply (vllm)"
+    finding = server_finding(tmp_path, f"--rollout={server.url},http://127.0.0.1:9")
+    assert finding == "1 of 2 reply (vllm); http://127.0.0.1:9 cannot be reached: Connection refused"
     known, choice = server.reply, server.choice
 
     def reply(path: str, body: Any) -> Any:
         return {"data": [{"id": "tiny", "owned_by": "llamacpp"}]} if path == "/v1/models" else known(path, body)
 
     server.reply = reply
-    assert f"{server.url} is llama.cpp, which takes no new weights" in server_finding(*asked)
+    assert f"{server.url} is llama.cpp, which takes no new weights" in server_finding(*arguments)
     server.reply = lambda path, body: {} if path == "/weight_info" else known(path, body)
-    assert "does not report its weights at /weight_info" in server_finding(*asked)
+    assert "does not report its weights at /weight_info" in server_finding(*arguments)
     server.reply = lambda path, body: (
         {"vllm_config": "device_config=cpu"} if path == "/server_info" else known(path, body)
     )
     assert "does not update a head that is tied to the embedding" in server_finding(
-        *asked
+        *arguments
     )  # tiny-dense has such a head
     server.reply = known
 
@@ -347,16 +347,16 @@ def test_missing_features_of_a_server_are_reported_in_the_preflight(server: Tiny
         return changed
 
     server.choice = without(logprobs=None)
-    assert f"{server.url} gave no log-probs" in server_finding(*asked)
+    assert f"{server.url} gave no log-probs" in server_finding(*arguments)
     server.choice = without(token_ids=None)
-    assert f"{server.url} gave text but no token ids" in server_finding(*asked)
+    assert f"{server.url} gave text but no token ids" in server_finding(*arguments)
     server.choice = without(token_ids=[9999] * 8)
-    assert f"{server.url} gave token 9999, which is not in the vocabulary (0 to" in server_finding(*asked)
+    assert f"{server.url} gave token 9999, which is not in the vocabulary (0 to" in server_finding(*arguments)
     server.choice = without(text="Rome")
-    assert f"{server.url} decodes its tokens as 'Rome'" in server_finding(*asked)
+    assert f"{server.url} decodes its tokens as 'Rome'" in server_finding(*arguments)
     server.choice = choice
     server.kill()
-    assert "the only server does not reply any more" in server_finding(*asked)
+    assert "the only server does not reply any more" in server_finding(*arguments)
 
 
 def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
@@ -382,23 +382,23 @@ def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> N
 
 
 def test_a_server_with_a_too_short_max_length_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
-    known, asked = server.reply, (tmp_path, f"--rollout={server.url}")
+    known, arguments = server.reply, (tmp_path, f"--rollout={server.url}")
     stated = {"data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 70}]}
     server.reply = lambda path, body: stated if path == "/v1/models" else known(path, body)
-    assert server_finding(*asked, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
-    assert server_finding(*asked, longest_prompt=68) == (
+    assert server_finding(*arguments, longest_prompt=67) == "1 of 1 reply (vllm)"  # and 3 more
+    assert server_finding(*arguments, longest_prompt=68) == (
         f"{server.url} takes 70 tokens (its max_model_len), but a prompt of 68 tokens and a completion of up to 3 make "
         "71. Start it with a larger one, or lower sampling.max_new_tokens."
     )
     assert "but a conversation of several turns may have budget=256 tokens. Start it with a larger one, or lower" in (
-        server_finding(*asked, longest_prompt=5, grows=True)
+        server_finding(*arguments, longest_prompt=5, grows=True)
     )
 
 
 def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> None:
     _, tiny = read_model("tiny-dense")
-    own = vllm_max_length(tiny, load_tokenizer("tiny-dense"))
-    assert own == 2048
+    model_limit = vllm_max_length(tiny, load_tokenizer("tiny-dense"))
+    assert model_limit == 2048
     stretched = replace(tiny, hf_config={**tiny.hf_config, "rope_parameters": {"rope_type": "linear", "factor": 4.0}})
     assert vllm_max_length(stretched, None) == 4 * 2048
     assert vllm_max_length(stretched, SimpleNamespace(model_max_length=512)) == 512
@@ -406,7 +406,7 @@ def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> Non
     def words(budget: int, *overrides: str) -> str:
         rollout = config_of(tmp_path, *overrides).rollout
         program = build_server_command(
-            rollout, "m", torch.float32, "cpu", weights=False, budget=budget, model_limit=own
+            rollout, "m", torch.float32, "cpu", weights=False, budget=budget, model_limit=model_limit
         )
         return " ".join(program.command)
 
@@ -421,8 +421,8 @@ def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> Non
     short = (
         "rollout.arguments give servers --max-model-len 8, but a prompt of 6 tokens and a completion of up to 3 make 9"
     )
-    for given in ("--max-model-len,8", "--max_model_len=8"):
-        assert f"{short}. Raise it, or" in server_finding(*vllm, f"--rollout.arguments=[{given}]", longest_prompt=6)
+    for argument in ("--max-model-len,8", "--max_model_len=8"):
+        assert f"{short}. Raise it, or" in server_finding(*vllm, f"--rollout.arguments=[{argument}]", longest_prompt=6)
     few = ("--rollout=generators", "--rollout.arguments=[--max-batch-tokens,8]")
     assert "rollout.arguments give servers --max-batch-tokens 8, but" in server_finding(
         tmp_path, *few, longest_prompt=6
@@ -457,17 +457,17 @@ def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
     tmp_path: Path, kind: str, variable: str
 ) -> None:
     rollout = config_of(tmp_path, f"--rollout={kind}").rollout
-    made = [
+    commands = [
         build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
         for _ in range(2)
     ]
-    assert made[0].key != made[1].key
-    for program in made:
+    assert commands[0].key != commands[1].key
+    for program in commands:
         assert program.environment[variable] == program.key
         assert len(program.key) >= 32
         assert program.key not in " ".join(program.command) + repr(program)
-    given = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
-    assert "the run makes its own key" in server_finding(*given)
+    arguments = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
+    assert "the run makes its own key" in server_finding(*arguments)
 
 
 def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
@@ -478,8 +478,8 @@ def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
     with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
         running = SimpleNamespace(url=url, exit_reason=lambda: None, stop=lambda: None)
         with closing(launch_servers(rollout, program, None, 258, SimpleNamespace(start=lambda _: running))) as engine:
-            ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=2))
-            assert len(one.tokens) == 2
+            ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=2))
+            assert len(completion.tokens) == 2
         assert request_json(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
 
 
@@ -541,8 +541,8 @@ def test_an_evaluation_by_generators_that_it_starts_is_the_native_one(ranks: Ran
     native, *_ = ranks(2, evaluated, str(tmp_path / "native"), *common, *drawn)
     served, *_ = ranks(2, evaluated, str(tmp_path / "served"), *common, *drawn, "--rollout=generators")
     assert served == native
-    shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("native", "served")]
-    completions = [[json.loads(line)["completion"] for line in each.splitlines()] for each in shown]
+    sample_files = [(tmp_path / name / "samples.jsonl").read_text() for name in ("native", "served")]
+    completions = [[json.loads(line)["completion"] for line in text.splitlines()] for text in sample_files]
     assert completions[0] == completions[1]
 
 
@@ -573,6 +573,6 @@ def test_distillation_with_a_server_equals_the_native_generator(ranks: Ranks, se
 def test_grpo_by_a_server_in_other_layouts(
     ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
 ) -> None:
-    who = rollout or server.url
-    rows, *_ = ranks(2, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={who}", f"--layout={layout}")
+    rollout_value = rollout or server.url
+    rows, *_ = ranks(2, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={rollout_value}", f"--layout={layout}")
     assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)

@@ -222,10 +222,13 @@ def test_a_run_of_another_config_is_refused(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", CONFIG) as run:
         train(run, 1, 4)
     before = contents(tmp_path / "run")
-    other = CONFIG | {"optimizer": {"lr": 2e-6, "betas": (0.9, 0.95)}, "steps": 20}
+    other_config = CONFIG | {"optimizer": {"lr": 2e-6, "betas": (0.9, 0.95)}, "steps": 20}
     for config, sentence in (
-        (other, r"another run: optimizer\.lr is 1e-06 there and 2e-06 here; steps is 10 there and 20 here\. Give the "),
-        (other, r"another directory \(--run\), or .* --run OTHER --from .*/run/step-000004\.$"),
+        (
+            other_config,
+            r"another run: optimizer\.lr is 1e-06 there and 2e-06 here; steps is 10 there and 20 here\. Give the ",
+        ),
+        (other_config, r"another directory \(--run\), or .* --run OTHER --from .*/run/step-000004\.$"),
         (CONFIG | {"extra": 1}, r"extra is nothing there and 1 here"),
         ({key: CONFIG[key] for key in CONFIG if key != "steps"}, r"steps is 10 there and nothing here"),
         (dict.fromkeys("abcdefgh", 1), r"a is nothing there and 1 here; .*; and 9 more"),
@@ -271,11 +274,11 @@ def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, left: st
     elif left == "broken config":
         (tmp_path / "run" / "config.yaml").write_text("a: [")
     kill(run)
-    other = CONFIG | {"model": "tiny-moe"}
-    with open_run(tmp_path / "run", other) as run:
+    other_config = CONFIG | {"model": "tiny-moe"}
+    with open_run(tmp_path / "run", other_config) as run:
         assert run.resume() is None
         train(run, 1, 2)
-    with open_run(tmp_path / "whole", other) as run:
+    with open_run(tmp_path / "whole", other_config) as run:
         run.resume()
         train(run, 1, 2)
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
@@ -342,16 +345,16 @@ def test_one_process_a_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not there")
 def test_where_a_run_was_made_and_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *author, *words], check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    found = machine_info(torch.device("cpu"))
-    assert found["commit"] is None
-    assert found["versions"]["torch"] == torch.__version__
-    assert {"python", "postlude"} <= found["versions"].keys()
-    assert found["pid"] == os.getpid()
+    info = machine_info(torch.device("cpu"))
+    assert info["commit"] is None
+    assert info["versions"]["torch"] == torch.__version__
+    assert {"python", "postlude"} <= info["versions"].keys()
+    assert info["pid"] == os.getpid()
     git("init", "-q")
     (tmp_path / "file").write_text("1")
     git("add", "file")
@@ -435,23 +438,23 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 8)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with ReadOnlyRun(tmp_path) as other:
-        assert other.resume() == run.checkpoint(8)
-        train(other, 9, 11)
-        assert other.prune(1) == []
+    with ReadOnlyRun(tmp_path) as reader:
+        assert reader.resume() == run.checkpoint(8)
+        train(reader, 9, 11)
+        assert reader.prune(1) == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
-    ("start", "said"),
+    ("start", "expected"),
     [(0, ""), (2, "resuming after step 2/3\n"), (3, "step 3/3 is done, and nothing is left to do: ")],
 )
-def test_a_resumed_run_prints_its_step(start: int, said: str) -> None:
+def test_a_resumed_run_prints_its_step(start: int, expected: str) -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out), start=start):
         pass
-    assert out.getvalue().startswith(said)
-    assert bool(out.getvalue()) == bool(said)
+    assert out.getvalue().startswith(expected)
+    assert bool(out.getvalue()) == bool(expected)
 
 
 def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
@@ -502,9 +505,9 @@ def test_a_view_fits_any_terminal(width: int) -> None:
         if step:
             view._live = None
             view.update(1, {"reward_mean": math.nan, "loss": 1e9, "time": {"a": 0.0, "b": math.inf}})
-        with console.capture() as shown:
+        with console.capture() as capture:
             console.print(view._render())
-        assert all(len(line) <= width for line in shown.get().splitlines())
+        assert all(len(line) <= width for line in capture.get().splitlines())
 
 
 def test_sparklines_span_their_range() -> None:

@@ -45,24 +45,24 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "report.html"} <= {path.name for path in files}
     assert not [path for path in files if shown(path.read_bytes().decode(errors="replace"))]
-    kept = read_config(tmp_path / "run")
-    assert kept["rollout"]["env"] == {"HF_TOKEN": MASK}
-    assert kept["environment"]["settings"] == {
+    saved_config = read_config(tmp_path / "run")
+    assert saved_config["rollout"]["env"] == {"HF_TOKEN": MASK}
+    assert saved_config["environment"]["settings"] == {
         "min_terms": 2, "api_key": MASK, "inner": [{"dbPassword": MASK}], "key": 7
     }  # fmt: skip
-    assert not shown(ModelCard(settings=kept).text("tiny", {}))
+    assert not shown(ModelCard(settings=saved_config).text("tiny", {}))
     assert not shown(to_yaml(config, masked=True))
 
 
 def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", plain(config_of(*WORDS))) as run:
         run.log(1, {"loss": 1.0}, phase="train")
-    other = [word.replace("secret", "another") for word in WORDS]
-    with open_run(tmp_path / "run", plain(config_of(*other)), resume=True) as run:
+    other_words = [word.replace("secret", "another") for word in WORDS]
+    with open_run(tmp_path / "run", plain(config_of(*other_words)), resume=True) as run:
         assert run.changed == {}
-    other[2] = other[2].replace("min_terms: 2", "min_terms: 3")
+    other_words[2] = other_words[2].replace("min_terms: 2", "min_terms: 3")
     with pytest.raises(ValueError, match=r"environment.settings.min_terms is 2 there and 3 here"):
-        open_run(tmp_path / "run", plain(config_of(*other)), resume=True)
+        open_run(tmp_path / "run", plain(config_of(*other_words)), resume=True)
     written = tmp_path / "run" / "config.yaml"
     written.write_text(yaml.safe_dump(plain(config_of(*WORDS))))  # as it was written before secrets were masked
     with open_run(tmp_path / "run", plain(config_of(*WORDS)), resume=True) as run:
@@ -76,8 +76,8 @@ def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path
     file.write_text(to_yaml(config_of(*WORDS[:2]), masked=True))
     with pytest.raises(ValueError, match=r"rollout.env.HF_TOKEN is \*\*\*.* --rollout.env.HF_TOKEN"):
         load(GRPOConfig, file, [])
-    again = load(GRPOConfig, file, [WORDS[1]])
-    assert again == config_of(*WORDS[:2])
+    reloaded = load(GRPOConfig, file, [WORDS[1]])
+    assert reloaded == config_of(*WORDS[:2])
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path
     ],
 )
 def test_the_resume_command_shows_no_secret(words: list[str]) -> None:
-    found = resume_command(["grpo", "my.yaml", *words, "--steps", "3"])
-    assert "secret" not in found
-    assert MASK in found
-    assert shlex.split(found)[-2:] == ["--steps", "3"]
+    command = resume_command(["grpo", "my.yaml", *words, "--steps", "3"])
+    assert "secret" not in command
+    assert MASK in command
+    assert shlex.split(command)[-2:] == ["--steps", "3"]
 
 
 def test_what_is_no_secret_stays() -> None:

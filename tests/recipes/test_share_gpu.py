@@ -51,7 +51,7 @@ def trained(group: Any, run: str, *settings: str) -> tuple[list[dict[str, Any]],
             engines.append(engine)
 
         def polled(conversations: Conversations, *arguments: Any) -> Any:
-            offloaded.append(all(not each.untyped_storage().nbytes() for each in _weights(engines[0])))
+            offloaded.append(all(not weight.untyped_storage().nbytes() for weight in _weights(engines[0])))
             return poll(conversations, *arguments)
 
         patch.setattr(Engine, "__init__", built)
@@ -62,8 +62,11 @@ def trained(group: Any, run: str, *settings: str) -> tuple[list[dict[str, Any]],
 
 
 def _weights(engine: Engine) -> list[Any]:
-    shards = [getattr(each, "to_local", lambda each=each: each)() for each in engine.parameters.values()]
-    return [each for each in shards if each.numel()]
+    shards = [
+        getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
+        for parameter in engine.parameters.values()
+    ]
+    return [shard for shard in shards if shard.numel()]
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,13 +79,15 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "size"), [("", 1), ("dp_shard=2", 2)])
 def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: str, size: int, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{one}+{other}=", "answer": str(one + other)} for one in range(4) for other in range(4)]
+    rows = [
+        {"prompt": f"{first}+{second}=", "answer": str(first + second)} for first in range(4) for second in range(4)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "judge.py").write_text(JUDGE)
     data = (f"--environment.path={tmp_path}/rows.jsonl", f"--environment.reward={tmp_path}/judge.py:judge")
-    where = (f"--layout={layout}",) if layout else ()
+    layout_option = (f"--layout={layout}",) if layout else ()
     plain, shared = (
-        ranks(size, trained, f"{tmp_path}/{name}", *data, *where, *more)[0]
+        ranks(size, trained, f"{tmp_path}/{name}", *data, *layout_option, *more)[0]
         for name, more in (("plain", ()), ("shared", ("--rollout.share_gpu=true",)))
     )
     assert plain[1] == -1

@@ -35,13 +35,13 @@ def interruptible() -> Iterator[None]:
 def test_two_signals_in_quick_succession_count_as_one(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    before = [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS]
     with StopSignals(verbose=True) as heard:
         assert heard.received == 0
         signal.raise_signal(number)
         signal.raise_signal(number)
         assert heard.received == number
-    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+    assert [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS] == before
     expected = f"{number.name}: the run ends after this step; another ends it at once."
     assert capfd.readouterr().err.strip() == expected
 
@@ -104,14 +104,14 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_in_another_thread_signals_stay_as_they_are() -> None:
-    before = [signal.getsignal(each) for each in STOP_SIGNALS]
-    found = []
+    before = [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS]
+    handlers = []
 
     def enter() -> None:
         with StopSignals(verbose=False):
-            found.extend(signal.getsignal(each) for each in STOP_SIGNALS)
+            handlers.extend(signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS)
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == before
+    assert handlers == before

@@ -34,17 +34,22 @@ def grpo_run(directory: Path) -> Path:
         run.log(2, {"loss": 2.0, "eval": before, "time": {"train": 1.0, "evaluation": 2.0}}, phase="sft")
         for step, reward in ((3, 0.3), (4, 0.6), (5, 0.5)):
             rewards = [reward] * 10
-            found: dict[str, Any] = {
+            expected_summary: dict[str, Any] = {
                 "reward_mean": reward,
                 "rewards": rewards,
                 "loss": -0.1,
                 "skipped_steps": 2.0 * (step == 4),
             }
             if step == 4:
-                found |= {"reward/failed": 0.2, "grad_norm": math.inf}
+                expected_summary |= {"reward/failed": 0.2, "grad_norm": math.inf}
             if step > 3:
-                found["eval"] = {"reward_mean": 1.5 * reward, "pass@1": 0.5, "pass@4": 0.75, "length_mean": 2.0}
-            run.log(step, found | {"time": {"rollout": 10.0, "train": 2.0}}, phase="grpo")
+                expected_summary["eval"] = {
+                    "reward_mean": 1.5 * reward,
+                    "pass@1": 0.5,
+                    "pass@4": 0.75,
+                    "length_mean": 2.0,
+                }
+            run.log(step, expected_summary | {"time": {"rollout": 10.0, "train": 2.0}}, phase="grpo")
     return directory
 
 
@@ -77,10 +82,10 @@ def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
 def test_terminal_and_report_say_the_same(tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "run")
     page, terminal = write_report([run], run).read_text(), said(run)
-    found = summary_lines(read_summary(run))
-    assert [fact.label for fact in found[:3]] == ["Held-out reward", "Reward", "Reward failures"]
-    assert found[0].text == "0.25 → 0.75"
-    for fact in found:
+    lines = summary_lines(read_summary(run))
+    assert [fact.label for fact in lines[:3]] == ["Held-out reward", "Reward", "Reward failures"]
+    assert lines[0].text == "0.25 → 0.75"
+    for fact in lines:
         assert fact.text in terminal
         assert fact.text in page
     assert "pass@4" in terminal
@@ -143,17 +148,17 @@ def test_an_ending_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_score_is_what_the_recipe_measures(tmp_path: Path, logged: dict[str, float], metric: str | None) -> None:
     with RunDirectory(tmp_path) as run:
         run.log(1, logged, phase="sft")
-    found = read_summary(tmp_path).score
-    assert (found and found.metric) == metric
+    score = read_summary(tmp_path).score
+    assert (score and score.metric) == metric
 
 
 def test_the_best_loss_is_the_smallest(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step, loss in enumerate((3.0, 1.0, 2.0)):
             run.log(step, {"eval/loss": loss}, phase="sft")
-    found = read_summary(tmp_path).score
-    assert found is not None
-    assert (found.best, found.best_step) == (1.0, 1)
+    score = read_summary(tmp_path).score
+    assert score is not None
+    assert (score.best, score.best_step) == (1.0, 1)
 
 
 def test_a_number_has_one_name_while_the_run_goes_on() -> None:
@@ -182,8 +187,8 @@ def test_labels_are_as_short_as_they_can_be() -> None:
 
 
 def test_a_share_is_never_rounded_to_nothing_or_to_all() -> None:
-    found = [format_share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
-    assert [number for number, _ in found] == ["0", "<1", "1", "50", ">99", "100"]
+    texts = [format_share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
+    assert [number for number, _ in texts] == ["0", "<1", "1", "50", ">99", "100"]
     assert format_number(0.82031) == "0.8203"
 
 
@@ -194,9 +199,9 @@ def test_the_glossary_is_the_documentation() -> None:
 
 def test_every_name_is_explained() -> None:
     for name in ("eval/pass@4", "reward/format", "time/train", "eval/kl_forward", "eval/accuracy", *known_metrics()):
-        found = explain(name)
-        assert found is not None, name
-        assert all((found.title, found.meaning, found.range, found.watch)), name
+        text = explain(name)
+        assert text is not None, name
+        assert all((text.title, text.meaning, text.range, text.watch)), name
     assert title("eval/pass@4") == "pass@4"
     assert explain("mine") is None
     assert title("mine/own_way") == "mine, own way"

@@ -58,27 +58,27 @@ def dataset(directory: Path, command: str) -> Path:
     numbers = random.Random(0)
     rows: list[dict[str, Any]] = []
     for _ in range(19):
-        one, other = numbers.randrange(50), numbers.randrange(50)
-        question, answer = f"{one}+{other}=", str(one + other)
+        first, second = numbers.randrange(50), numbers.randrange(50)
+        question, answer = f"{first}+{second}=", str(first + second)
         if command in ("dpo", "rm"):
-            rows.append({"prompt": question, "chosen": answer, "rejected": str(one)})
+            rows.append({"prompt": question, "chosen": answer, "rejected": str(first)})
         elif command == "kto":
             right = bool(len(rows) % 2)
-            rows.append({"prompt": question, "completion": answer if right else str(one), "label": right})
+            rows.append({"prompt": question, "completion": answer if right else str(first), "label": right})
         else:
-            said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            rows.append({"messages": said})
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": messages})
     return write(directory / f"{command}.jsonl", rows)
 
 
 def config_of(command: str, directory: Path, *overrides: str) -> Any:
-    own = {"distill": ["--teacher=tiny-moe", "--data=examples", "--top_k=8"]}.get(command, [])
+    recipe_options = {"distill": ["--teacher=tiny-moe", "--data=examples", "--top_k=8"]}.get(command, [])
     path = ["--data.path", str(dataset(directory, command))]
-    kept = [] if any(each.startswith("--data") for each in overrides) else path
+    data_options = [] if any(override.startswith("--data") for override in overrides) else path
     return load(
         RECIPES[command].config,
         None,
-        ["--run", str(directory / "run"), *COMMON, *own, *kept, "--optimizer.lr=1e-3", *overrides],
+        ["--run", str(directory / "run"), *COMMON, *recipe_options, *data_options, "--optimizer.lr=1e-3", *overrides],
     )
 
 
@@ -130,10 +130,12 @@ def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
     mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
     tokens = [token for sequence in sequences for token in sequence]
     starts = np.cumsum([0, *map(len, sequences)])
-    found: EncodedRows[Any] = object.__new__(EncodedRows)
+    encoded_rows: EncodedRows[Any] = object.__new__(EncodedRows)
     sources = np.repeat(np.arange(len(rows)), len(rows[0]))
-    found.rows = EncodedDataset(np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0]))
-    return found
+    encoded_rows.rows = EncodedDataset(
+        np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0])
+    )
+    return encoded_rows
 
 
 def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
@@ -147,15 +149,16 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
         taken = batches.sampler.take(2 * batches.size)
-        others = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
-        assert sorted(taken) == sorted(2 * others), "twice each of the rows with the other two prompts"
+        other_places = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
+        assert sorted(taken) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
         ShuffledRows(answers, held_out=5, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["sft", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "kto", "rm", "distill"))]
+    "command",
+    ["sft", *(pytest.param(command, marks=pytest.mark.thorough) for command in ("dpo", "kto", "rm", "distill"))],
 )
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "one").mkdir()
@@ -164,19 +167,19 @@ def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, comman
     for layout in ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
         (tmp_path / layout).mkdir()
         spread, _ = ranks(2, trained, command, str(tmp_path / layout), *unkept, "--layout", layout)
-        for expected, found in zip(alone, spread, strict=True):
-            assert found.keys() == expected.keys()
+        for expected, actual in zip(alone, spread, strict=True):
+            assert actual.keys() == expected.keys()
             for name in {"loss", "eval/loss"} & expected.keys():
-                assert found[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-4), layout
+                assert actual[name] == pytest.approx(expected[name], abs=1e-4, rel=1e-4), layout
 
 
 def interrupted(group: Any, command: str, directory: str, *overrides: str) -> None:
     class Stopped(TRAINERS[command]):  # type: ignore[misc]
         def train_batch(self, batch: Any, objective: Any) -> Any:
-            found = super().train_batch(batch, objective)
+            metrics = super().train_batch(batch, objective)
             if self.step == 3:
                 raise KeyboardInterrupt
-            return found
+            return metrics
 
     with suppress(KeyboardInterrupt):
         run_training(Stopped(config_of(command, Path(directory), *overrides), "cpu"))
@@ -189,14 +192,14 @@ def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path,
     (tmp_path / "parts").mkdir()
     (expected,) = ranks(1, trained, command, str(tmp_path / "whole"))
     ranks(1, interrupted, command, str(tmp_path / "parts"))
-    (found,) = ranks(1, trained, command, str(tmp_path / "parts"))
-    assert found == expected
+    (actual,) = ranks(1, trained, command, str(tmp_path / "parts"))
+    assert actual == expected
 
 
 def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
-    own = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")
-    (rows,) = ranks(1, trained, "sft", str(tmp_path), *own)
+    objective_options = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")
+    (rows,) = ranks(1, trained, "sft", str(tmp_path), *objective_options)
     assert rows[-1]["loss"] == pytest.approx(2 * rows[-1]["mine"])
     assert rows[-1]["eval/mine"] < rows[0]["eval/mine"], "these answers become less likely"
 
@@ -218,11 +221,11 @@ def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Path) -> None:
-    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{each}+1="} for each in range(12)])
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{index}+1="} for index in range(12)])
     (tmp_path / "judge.py").write_text(
         "def short(prompt, completion, example):\n    return float(len(completion) < 3)\n"
     )
-    own = (
+    objective_options = (
         "--teacher=tiny-dense",
         "--data=on_policy",
         "--data.environment=dataset",
@@ -234,10 +237,10 @@ def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Pat
         "--objective.forward=0",
         "--top_k=264",
     )
-    (rows,) = ranks(1, trained, "distill", str(tmp_path), *own)
+    (rows,) = ranks(1, trained, "distill", str(tmp_path), *objective_options)
     assert len(rows[1]["rewards"]) == 8
-    kept = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert kept == [step for step in (1, 2, 3, 4) for _ in range(8)], "what is held out is not shown as learned"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert steps == [step for step in (1, 2, 3, 4) for _ in range(8)], "what is held out is not shown as learned"
     assert rows[1]["loss"] == pytest.approx(0.0, abs=1e-5), "the teacher is what the student began as"
 
 
@@ -261,8 +264,8 @@ def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_p
         directory = tmp_path / Path(teacher).name
         directory.mkdir(exist_ok=True)
         runs += ranks(1, trained, "distill", str(directory), *settings, f"--teacher={teacher}")
-    for below, apart in zip(*runs, strict=True):
-        assert below == apart
+    for below, above in zip(*runs, strict=True):
+        assert below == above
     assert runs[0][-1]["loss"] < runs[0][1]["loss"] - 1e-4, "the student changed"
     assert config_of("distill", tmp_path, *settings, "--teacher=tiny-dense").other_models == ()
 
@@ -299,7 +302,7 @@ def test_a_dataset_that_cannot_be_learned_is_refused_before_the_run(
 def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
     rows = [{"text": "12345 " * length} for length in (2, 4, 60, 5, 6, 7)]
     path = write(tmp_path / "rows.jsonl", rows)
-    found = {}
+    tokens_by_setting = {}
     for overlong in ("drop", "cut"):
         (tmp_path / overlong).mkdir()
         settings = (
@@ -310,10 +313,10 @@ def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
             "--held_out.rows=0",
         )
         (lines,) = ranks(1, trained, "sft", str(tmp_path / overlong), *settings)
-        found[overlong] = lines[-1]["tokens"]
-    kept = sum(len(row["text"]) + 1 for row in rows if len(row["text"]) < 100)
-    assert found["cut"] == kept + 128
-    assert found["drop"] > kept, "of five rows that are left, one comes twice"
+        tokens_by_setting[overlong] = lines[-1]["tokens"]
+    short_tokens = sum(len(row["text"]) + 1 for row in rows if len(row["text"]) < 100)
+    assert tokens_by_setting["cut"] == short_tokens + 128
+    assert tokens_by_setting["drop"] > short_tokens, "of five rows that are left, one comes twice"
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))

@@ -57,13 +57,15 @@ class Recorded:
         return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        found: list[FinishedCompletion] = self.engine.poll(timeout)
-        told = [
-            (list(self.asked[each.request_id].prompt), each.completion) for each in found if each.completion is not None
+        finished: list[FinishedCompletion] = self.engine.poll(timeout)
+        completions = [
+            (list(self.asked[entry.request_id].prompt), entry.completion)
+            for entry in finished
+            if entry.completion is not None
         ]
-        if told:
-            self.calls.append(told)
-        return found
+        if completions:
+            self.calls.append(completions)
+        return finished
 
 
 class Parrot:
@@ -90,10 +92,10 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
     environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings})
     answers = SamplingSettings(max_new_tokens=5)
     try:
-        found = RolloutSampler(
+        sampler = RolloutSampler(
             engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timer=PhaseTimer()
         )
-        return found.sync_and_run_on_rank0(lambda: found.sample(tasks, SAMPLES, step=0))
+        return sampler.sync_and_run_on_rank0(lambda: sampler.sample(tasks, SAMPLES, step=0))
     finally:
         environment.close()
 
@@ -108,24 +110,33 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
     chats = [
         Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
     ]
-    found = rolled(recorded, [*talks, *chats], budget=160)
-    scored = engine.logprobs(Batch([each.transcript.tokens for each in found])).logprob
+    trajectories = rolled(recorded, [*talks, *chats], budget=160)
+    scored = engine.logprobs(Batch([trajectory.transcript.tokens for trajectory in trajectories])).logprob
     results = []
-    for each, trained in zip(found, scored, strict=True):
-        transcript = each.transcript
-        own = [
-            (prompt, said)
+    for trajectory, trained in zip(trajectories, scored, strict=True):
+        transcript = trajectory.transcript
+        own_turns = [
+            (prompt, completion)
             for call in recorded.calls
-            for prompt, said in call
-            if any(said is one for one in each.completions)
+            for prompt, completion in call
+            if any(completion is sampled for sampled in trajectory.completions)
         ]
         off = max(
-            abs(float(ours) - theirs)
-            for ours, theirs, mask in zip(trained, transcript.logprobs, transcript.mask, strict=True)
+            abs(float(trained_logprob) - sampled_logprob)
+            for trained_logprob, sampled_logprob, mask in zip(
+                trained, transcript.logprobs, transcript.mask, strict=True
+            )
             if mask
         )
         results.append(
-            (transcript.tokens, transcript.mask, own, [one.tokens for one in each.completions], off, each.score)
+            (
+                transcript.tokens,
+                transcript.mask,
+                own_turns,
+                [completion.tokens for completion in trajectory.completions],
+                off,
+                trajectory.score,
+            )
         )
     return results
 
@@ -136,32 +147,37 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
 def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout: Layout) -> None:
     results = ranks(layout.world_size, sampled_and_learned, layout)[0]
     turns = []
-    for tokens, mask, own, said, off, score in results:
-        turns.append(len(said))
-        assert [completion.tokens for _, completion in own] == said
-        place = len(own[0][0])
+    for tokens, mask, own_turns, completions, off, score in results:
+        turns.append(len(completions))
+        assert [completion.tokens for _, completion in own_turns] == completions
+        place = len(own_turns[0][0])
         expected = [0] * place
-        for prompt, completion in own:  # what a turn was sampled from is how the trained sequence begins, to the token
+        for (
+            prompt,
+            completion,
+        ) in own_turns:  # what a turn was sampled from is how the trained sequence begins, to the token
             assert tokens[: len(prompt)] == prompt
             expected += [0] * (len(prompt) - len(expected)) + [1] * len(completion.tokens)
             assert tokens[len(prompt) : len(expected)] == completion.tokens
         assert mask == expected
         assert len(tokens) == len(expected)
         assert off < 1e-4
-        assert score.parts["turns"] == len(said)
+        assert score.parts["turns"] == len(completions)
     assert turns == [turns for turns in (1, 2, 4, 3, 3, 3) for _ in range(SAMPLES)]
 
 
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
-    found = rolled(Alone(Parrot()), tasks, timeout=4.0)
-    return [(each.task.example["fault"], each.score) for each in found[::SAMPLES]], trajectory_metrics(found)
+    trajectories = rolled(Alone(Parrot()), tasks, timeout=4.0)
+    return [
+        (trajectory.task.example["fault"], trajectory.score) for trajectory in trajectories[::SAMPLES]
+    ], trajectory_metrics(trajectories)
 
 
 @pytest.mark.slow
 def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
-    ((found, metrics),) = ranks(1, faulty)
+    ((scores, metrics),) = ranks(1, faulty)
     sentences = {
         "raise": "talk failed: RuntimeError: no such tool",
         "none": "talk returned None, but a reward is a number",
@@ -172,7 +188,7 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
         "die": "talk ended its process with exit code 7",
         "hang": "talk took more than 4 s and was ended",
     }
-    for kind, score in found:
+    for kind, score in scores:
         if kind == "fine":
             assert (score.reward, score.error) == (1.0, None)
         else:
@@ -187,8 +203,8 @@ def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
     tasks = [asked(turns=2, length=1, sleep=1.2), *(asked(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
-        found = rolled(engine, tasks, workers=3)
-    return [len(call) for call in engine.calls], [each.reward for each in found]
+        trajectories = rolled(engine, tasks, workers=3)
+    return [len(call) for call in engine.calls], [trajectory.reward for trajectory in trajectories]
 
 
 def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
@@ -199,11 +215,11 @@ def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
 
 
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
-    found = []
+    results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
         answers = rolled(Alone(Parrot()), [asked(turns=5, length=4)], **settings)
-        found.append((answers[0].reward, answers[0].parts, len(answers[0].completions)))
-    return found
+        results.append((answers[0].reward, answers[0].parts, len(answers[0].completions)))
+    return results
 
 
 def test_limits_end_a_conversation_with_its_reward_so_far(ranks: Ranks) -> None:
@@ -256,14 +272,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_example_of_a_tool_answers_and_judges() -> None:
     reply = load_callable(str(ROOT / "examples" / "environment.py:reply"))
-    for said, heard in {
+    for reply_text, heard in {
         "?12+3": "=15;",
         "?12*(3-1)": "=24;",
         "?12+": "=error;",
         "?a.b": "=error;",
         "?-": "=error;",
     }.items():
-        assert reply("12+3:", [said], {"sum": 15}) == heard
+        assert reply("12+3:", [reply_text], {"sum": 15}) == heard
     assert reply("12+3:", ["15"], {"sum": 15}) == {"reward": 1.0, "asked": 0.0}
     assert reply("12+3:", ["?12+3", "16"], {"sum": 15}) == {"reward": 0.0, "asked": 1.0}
 
