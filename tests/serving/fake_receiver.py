@@ -98,7 +98,7 @@ class Receiver(FakeVLLM):
                 size += some[-1][-1]
             data = torch.empty(size, dtype=torch.uint8)
             self.groups[worker].broadcast(data, 0).wait()
-            for (name, dtype, shape, _), part in zip(some, data.split([each[-1] for each in some]), strict=True):
+            for (name, dtype, shape, _), part in zip(some, data.split([spec[-1] for spec in some]), strict=True):
                 self.got(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
                 self.taken[worker].append((name, dtype, shape, digest(part)))
 
@@ -141,12 +141,12 @@ class Remote:
         self.options = {"workers": workers, "reported_workers": reported_workers, "spoil": spoil}
 
     def __enter__(self) -> Remote:
-        ours, theirs = SERVER.Pipe()
-        self.process = SERVER.Process(target=_run, args=(theirs, self.options), daemon=True)
+        parent_pipe, child_pipe = SERVER.Pipe()
+        self.process = SERVER.Process(target=_run, args=(child_pipe, self.options), daemon=True)
         self.process.start()
-        theirs.close()
-        assert ours.poll(30)
-        self.url: str = ours.recv()
+        child_pipe.close()
+        assert parent_pipe.poll(30)
+        self.url: str = parent_pipe.recv()
         return self
 
     def received(self) -> Any:

@@ -74,8 +74,8 @@ class LoRAServer(TinyVLLM):
             max_new_tokens=drawn["max_tokens"], temperature=drawn["temperature"], seed=drawn["seed"], ignore_eos=True
         )
         with self.lock:
-            ((one,),) = self.generator.generate([body["token_ids"]], sampling, adapter=adapter)
-        return one.tokens, one.logprobs
+            ((completion,),) = self.generator.generate([body["token_ids"]], sampling, adapter=adapter)
+        return completion.tokens, completion.logprobs
 
 
 def build(lora: LoRA | None) -> Engine:
@@ -116,35 +116,35 @@ def synced(group: Any, url: str, run: str, steps: int, rank: int = 4) -> dict[st
             gaps.append(scored(engine, rollouts))
             sizes.append(rollouts.take_metrics()["servers/sync_bytes"])
         folder = getattr(rollouts.sync, "_adapter_root", None)
-        kept = sorted(path.name for path in folder.iterdir()) if folder is not None else []
+        file_names = sorted(path.name for path in folder.iterdir()) if folder is not None else []
     left = folder is not None and folder.exists()
-    return {"gaps": gaps, "sizes": sizes, "error": "", "kind": kind, "kept": kept, "left": left}
+    return {"gaps": gaps, "sizes": sizes, "error": "", "kind": kind, "kept": file_names, "left": left}
 
 
 def test_vllm_gets_the_model_once_and_then_adapters(ranks: Ranks, tmp_path: Path) -> None:
     with closing(LoRAServer()) as server:
-        (found,) = ranks(1, synced, server.url, str(tmp_path), 3)
+        (actual,) = ranks(1, synced, server.url, str(tmp_path), 3)
         assert server.bases == 1
         assert server.calls.count("/v1/load_lora_adapter") == 4  # one asked whether it loads any
         assert server.generator.adapters.names == (POLICY,)
-    assert found["error"] == ""
-    assert max(found["gaps"]) < 1e-4
-    assert len(found["gaps"]) == 3
-    assert len(found["kept"]) == 1, "only the newest adapter"
-    assert not found["left"], "and none after the run"
-    assert found["kind"] == "AdapterSync"
+    assert actual["error"] == ""
+    assert max(actual["gaps"]) < 1e-4
+    assert len(actual["gaps"]) == 3
+    assert len(actual["kept"]) == 1, "only the newest adapter"
+    assert not actual["left"], "and none after the run"
+    assert actual["kind"] == "AdapterSync"
 
 
 def test_our_own_server_gets_adapters(ranks: Ranks, tmp_path: Path) -> None:
     model = load_model(config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False))
     with serving(Generator(model, byte_tokenizer(), eos_tokens=())) as (served, url):
-        (found,) = ranks(1, synced, url, str(tmp_path), 3)
+        (actual,) = ranks(1, synced, url, str(tmp_path), 3)
         assert served.generator.adapters.names == (POLICY,)
         assert served.weights.version is not None
         assert served.weights.version.endswith(".2")
-    assert found["error"] == ""
-    assert max(found["gaps"]) < 1e-4
-    assert found["kind"] == "AdapterSync"
+    assert actual["error"] == ""
+    assert max(actual["gaps"]) < 1e-4
+    assert actual["kind"] == "AdapterSync"
 
 
 @pytest.mark.parametrize("fault", ["keeps the old adapter", "loads it and does not apply it", "has another scale"])
@@ -163,20 +163,20 @@ def test_a_wrong_adapter_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path,
             return configs, {name: (scale * a, b) for name, (a, b) in pairs.items()}
 
         server.spoil = spoil
-        (found,) = ranks(1, synced, server.url, str(tmp_path), 3)
-    assert len(found["gaps"]) == 1
-    other = "has other weights than the trainer after it was given those of optimizer step 1"
+        (actual,) = ranks(1, synced, server.url, str(tmp_path), 3)
+    assert len(actual["gaps"]) == 1
+    message = "has other weights than the trainer after it was given those of optimizer step 1"
     old = "has the weights of optimizer step 0 after it was given those of step 1"
-    problem = other if fault == "has another scale" else old
-    assert f"{server.url} {problem}: its log-probs differ by " in found["error"]
+    problem = message if fault == "has another scale" else old
+    assert f"{server.url} {problem}: its log-probs differ by " in actual["error"]
 
 
 def test_a_server_without_adapters_gets_merged_weights(ranks: Ranks, tmp_path: Path) -> None:
     with closing(LoRAServer(loads_adapters=False)) as server:
-        (found,) = ranks(1, synced, server.url, str(tmp_path), 2)
+        (actual,) = ranks(1, synced, server.url, str(tmp_path), 2)
         assert server.bases == 2
-    assert found["kind"] == "DiskSync"
-    assert max(found["gaps"]) < 1e-4
+    assert actual["kind"] == "DiskSync"
+    assert max(actual["gaps"]) < 1e-4
 
 
 def test_the_rank_of_a_launched_vllm_is_that_of_the_files() -> None:

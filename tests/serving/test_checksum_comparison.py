@@ -33,11 +33,11 @@ class Hashing(FakeVLLM):
 
 @pytest.fixture
 def several() -> Iterator[Callable[..., tuple[GenerationClient, list[Hashing]]]]:
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def start(count: int) -> tuple[GenerationClient, list[Hashing]]:
-            servers = [held.enter_context(closing(Hashing())) for _ in range(count)]
-            engine = held.enter_context(closing(GenerationClient([each.url for each in servers], backoff=0.01)))
+            servers = [stack.enter_context(closing(Hashing())) for _ in range(count)]
+            engine = stack.enter_context(closing(GenerationClient([server.url for server in servers], backoff=0.01)))
             engine.connect()
             engine.run(engine.pool.connect())
             return engine, servers

@@ -100,12 +100,15 @@ class Server:
         choices = [
             {
                 "index": index,
-                "text": one.text,
-                "finish_reason": one.finish_reason,
-                "logprobs": {"token_logprobs": one.logprobs, "tokens": [f"token_id:{token}" for token in one.tokens]},
-                **({"token_ids": one.tokens} if ids else {}),
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "logprobs": {
+                    "token_logprobs": completion.logprobs,
+                    "tokens": [f"token_id:{token}" for token in completion.tokens],
+                },
+                **({"token_ids": completion.tokens} if ids else {}),
             }
-            for index, one in enumerate(self.generator.generate([body["prompt"]], sampling)[0])
+            for index, completion in enumerate(self.generator.generate([body["prompt"]], sampling)[0])
         ]
         return 200, {}, {"object": "text_completion", "choices": choices[::-1]}
 
@@ -138,9 +141,9 @@ def test_answers_are_those_of_the_engine_behind_it(server: Server, ids: bool) ->
     sampling = SamplingParams(max_new_tokens=6, temperature=0.9, seed=10, stop_tokens=(65,), ignore_eos=True)
     answered = engine.generate(PROMPTS, sampling, n=2)
     for place, (prompt, group) in enumerate(zip(PROMPTS, answered, strict=True)):
-        for number, one in enumerate(group):
-            own = replace(sampling, seed=mixed(10, place, number))
-            assert [[one]] == server.generator.generate([prompt], own)
+        for number, completion in enumerate(group):
+            own_sampling = replace(sampling, seed=mixed(10, place, number))
+            assert [[completion]] == server.generator.generate([prompt], own_sampling)
     assert {body["path"] for body in server.seen} == {"/v1/completions"}
     assert {body["priority"] for body in server.seen} == {3}
     assert server.headers[0]["Authorization"] == "Bearer secret"
@@ -255,7 +258,9 @@ def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     text_server.seen.clear()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=generator.tokenizer)
     answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)
-    assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
+    assert answered == [
+        [replace(completion, logprobs=[], sampled_logprobs=[]) for completion in group] for group in expected
+    ]
     expected_seeds = {mixed(10, place, number) for place in range(2) for number in range(2)}  # one an answer
     assert {body["seed"] for body in text_server.seen} == expected_seeds
     with pytest.raises(ValueError, match="4 tokens come with 0 log-probs"):  # they cannot be trained on by mistake
@@ -266,8 +271,12 @@ def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> No
     tokenizer = text_server.generator.tokenizer
     text_server.reply = lambda body: (200, {}, {"choices": [{"text": "so", "finish_reason": "stop"}]})
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
-    ((one,),) = engine.generate(PROMPTS[:1], SamplingParams())
-    assert (one.tokens, one.text, one.finish_reason) == ([*b"so", tokenizer.eos_token_id], "so", "stop")
+    ((completion,),) = engine.generate(PROMPTS[:1], SamplingParams())
+    assert (completion.tokens, completion.text, completion.finish_reason) == (
+        [*b"so", tokenizer.eos_token_id],
+        "so",
+        "stop",
+    )
 
 
 class BosTokenizer:
@@ -287,9 +296,9 @@ def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServe
     reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
     text_server.reply = lambda body: (200, {}, reply)
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=BosTokenizer())
-    ((one,),) = engine.generate([[256, *b"hi", 256]], SamplingParams())
+    ((completion,),) = engine.generate([[256, *b"hi", 256]], SamplingParams())
     assert text_server.seen[0]["prompt"] == "hi<s>"
-    assert one.tokens == [256]
+    assert completion.tokens == [256]
     with pytest.raises(ValueError, match="a prompt has 2 tokens that its text does not encode to"):
         engine.generate([[256], [*b"hi"]], SamplingParams())
     reply["usage"] = {"prompt_tokens": 4}
@@ -366,12 +375,12 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
     for engine, generate in ((remote, remote.generate), (native, server.generator.generate)):
         expected = generate(PROMPTS[:2], sampling, n=2)
         request_ids = [
-            engine.submit(Request(tuple(prompt), own, 2)) for prompt, own in zip(PROMPTS, sampling, strict=False)
+            engine.submit(Request(tuple(prompt), params, 2)) for prompt, params in zip(PROMPTS, sampling, strict=False)
         ]
-        found: dict[tuple[int, int], Any] = {}
-        while len(found) < 4:
-            found |= {(done.request_id, done.number): done.completion for done in engine.poll(timeout=None)}
-        assert [[found[request_id, number] for number in range(2)] for request_id in request_ids] == expected
+        results: dict[tuple[int, int], Any] = {}
+        while len(results) < 4:
+            results |= {(done.request_id, done.number): done.completion for done in engine.poll(timeout=None)}
+        assert [[results[request_id, number] for number in range(2)] for request_id in request_ids] == expected
         assert engine.poll() == []
         second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
         alone: dict[int, Any] = {}
@@ -379,7 +388,7 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
             alone |= {done.request_id: done.completion for done in engine.poll(timeout=None)}
         assert alone[second].tokens == expected[0][1].tokens
         assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
-        assert alone[third].tokens not in [one.tokens for one in expected[0]]
+        assert alone[third].tokens not in [completion.tokens for completion in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     request_id = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
@@ -404,12 +413,16 @@ def test_against_transformers_serve(tmp_path: Path) -> None:
             greedy = SamplingParams(max_new_tokens=limit, temperature=0.0)
             answered = engine.generate(prompts, greedy, n=2)
             expected = Generator(model, tokenizer).generate(prompts, greedy, n=2)
-            assert answered == [[replace(one, logprobs=[], sampled_logprobs=[]) for one in group] for group in expected]
-            assert {one.finish_reason for group in answered for one in group} == {"stop" if limit == 40 else "length"}
+            assert answered == [
+                [replace(completion, logprobs=[], sampled_logprobs=[]) for completion in group] for group in expected
+            ]
+            assert {completion.finish_reason for group in answered for completion in group} == {
+                "stop" if limit == 40 else "length"
+            }
 
         drawn = SamplingParams(max_new_tokens=6, temperature=3.0, seed=5)
         (group,) = engine.generate(prompts[:1], drawn, n=4)
-        assert len({one.text for one in group}) == 4
+        assert len({completion.text for completion in group}) == 4
         assert engine.generate(prompts[:1], drawn, n=4) == [group]
         with pytest.raises(ServerError, match=r"status 422: Unexpected fields in the request: \{'top_k'\}"):
             engine.generate(prompts[:1], SamplingParams(top_k=3))

@@ -83,14 +83,14 @@ def request_json(url: str, body: Any = None) -> tuple[int, Any]:
 
 def test_answers_over_http_are_those_of_generate() -> None:
     model, requests, tokenizer = sharp(), asked(6), load_tokenizer("tiny-dense")
-    here = Generator(model, tokenizer)
+    local_generator = Generator(model, tokenizer)
     prompts = [request.prompt for request in requests]
     samplings = [replace(request.sampling, stop=("e",) if request.seed % 2 else ()) for request in requests]
     with serving(Generator(sharp(), tokenizer, max_sequences=4)) as (_, url), closing(GenerationClient(url)) as engine:
-        assert_alike(engine.generate(prompts, samplings, n=3), here.generate(prompts, samplings, n=3))
-        ((one,),) = engine.generate(prompts[:1], samplings[:1])
-        ((alone,),) = here.generate(prompts[:1], samplings[:1])
-        assert one == replace(alone, versions=(VersionSpan("default", 0, len(one.tokens)),)), "to the bit"
+        assert_alike(engine.generate(prompts, samplings, n=3), local_generator.generate(prompts, samplings, n=3))
+        ((completion,),) = engine.generate(prompts[:1], samplings[:1])
+        ((alone,),) = local_generator.generate(prompts[:1], samplings[:1])
+        assert completion == replace(alone, versions=(VersionSpan("default", 0, len(completion.tokens)),)), "to the bit"
         assert engine.pool.servers[0].api.name == "postlude"
 
 
@@ -99,13 +99,13 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
     old, new, model = sharp(), sharp(seed=1), sharp()
     for name, each in (("old", old), ("new", new), ("cut", old)):
         export_hf(each, tmp_path / name)
-    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
-    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    weight_bytes = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(weight_bytes[: len(weight_bytes) // 2])
     with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:
         engine.reload(Weights(str(tmp_path / "old"), "start.1"))
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
-        while not any(each.tokens[2:] for each in list(served._session._active.values())):
+        while not any(request.tokens[2:] for request in list(served._session._active.values())):
             time.sleep(0.001)
         for bad in ("cut", "nowhere"):
             status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
@@ -113,12 +113,12 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
             assert words["error"].startswith("the weights stay 'start.1', as they were: ")
         engine.reload(Weights(str(tmp_path / "new"), "start.2"))
         (done,) = engine.poll(timeout=60)
-        one = done.completion
-        assert one is not None
-        before, after = one.versions
+        completion = done.completion
+        assert completion is not None
+        before, after = completion.versions
         assert (before.version, after.version, after.end) == ("start.1", "start.2", 250)
-        logprobs, cut = torch.tensor(one.logprobs), after.start
-        (by_old,), (by_new,) = (teacher_forced(each, [prompt], [[one]]) for each in (old, new))
+        logprobs, cut = torch.tensor(completion.logprobs), after.start
+        (by_old,), (by_new,) = (teacher_forced(model, [prompt], [[completion]]) for model in (old, new))
         torch.testing.assert_close(logprobs[:cut], by_old[:cut], rtol=0, atol=1e-4)
         torch.testing.assert_close(logprobs[cut:], by_new[cut:], rtol=0, atol=1e-4)
         for name, parameter in model.named_parameters():
@@ -146,8 +146,8 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
             {"error": "there are no weights yet."},
         )
         engine.reload(Weights(str(tmp_path / "new"), "start.1"))
-        ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
-        assert one.versions == (VersionSpan("start.1", 0, 3),)
+        ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
+        assert completion.versions == (VersionSpan("start.1", 0, 3),)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_without_the_key_only_health_replies() -> None:
         with closing(wrong), pytest.raises(ServerError, match="status 401: this server needs its key"):
             wrong.generate([[1]], SamplingParams(max_new_tokens=1))
         with closing(GenerationClient(url, api_key="open sesame")) as engine:
-            ((one,),) = engine.generate([[1]], SamplingParams(max_new_tokens=1))
-            assert len(one.tokens) == 1
+            ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=1))
+            assert len(completion.tokens) == 1
 
 
 def test_who_goes_away_is_not_answered_any_more() -> None:
@@ -222,8 +222,8 @@ def test_who_goes_away_is_not_answered_any_more() -> None:
 def poisoned(model: LanguageModel, token: int) -> LanguageModel:
     """A model whose logits are not numbers once it has read this token."""
 
-    def poison(_: Any, read: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
-        return found.masked_fill((read[0] == token)[..., None], float("nan"))
+    def poison(_: Any, read: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((read[0] == token)[..., None], float("nan"))
 
     model.embedding.register_forward_hook(poison)
     return model
@@ -232,26 +232,28 @@ def poisoned(model: LanguageModel, token: int) -> LanguageModel:
 @pytest.mark.parametrize("kind", [Stepped, Recorded])
 def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
     requests = asked(4)
-    here = generated(Generator(sharp()), requests)
-    seen = {token for group in here for each in group for token in each.tokens}
-    bad = next(token for token in range(256, 264) if token not in seen)
-    found = {}
+    expected = generated(Generator(sharp()), requests)
+    tokens = {token for group in expected for completion in group for token in completion.tokens}
+    bad = next(token for token in range(256, 264) if token not in tokens)
+    results = {}
     with (
         serving(kind(poisoned(sharp(), bad), max_batch_tokens=512, max_sequences=8)) as (served, url),
         closing(GenerationClient(url)) as engine,
     ):
-        request_ids = [engine.submit(each) for each in requests]
+        request_ids = [engine.submit(request) for request in requests]
         replies = [
             request_json(f"{url}/generate", {"prompt": [5, bad], "sampling": {"max_new_tokens": 3}}) for _ in range(2)
         ]
-        while len(found) < 2 * len(request_ids):
-            found |= {(each.request_id, each.number): each.completion for each in engine.poll(timeout=60)}
+        while len(results) < 2 * len(request_ids):
+            results |= {
+                (finished.request_id, finished.number): finished.completion for finished in engine.poll(timeout=60)
+            }
         assert served._failure is None
     for status, words in replies:
         assert (status, "logits after 2 tokens are NaN" in words["error"]) == (500, True)
-    for request_id, group in zip(request_ids, here, strict=True):
+    for request_id, group in zip(request_ids, expected, strict=True):
         for number, answer in enumerate(group):
-            assert found[request_id, number].tokens == answer.tokens
+            assert results[request_id, number].tokens == answer.tokens
 
 
 def test_a_failed_step_fails_running_requests_and_later_ones_are_served(monkeypatch) -> None:
@@ -328,14 +330,14 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("how", ["reset", "close", "close behind another request"])
-def test_a_request_of_a_disconnected_client_is_dropped(how: str) -> None:
+@pytest.mark.parametrize("ending", ["reset", "close", "close behind another request"])
+def test_a_request_of_a_disconnected_client_is_dropped(ending: str) -> None:
     with serving(Generator(sharp())) as (served, url):
         connection = open_request(url, {"prompt": [1], "sampling": {"max_new_tokens": 60_000, "ignore_eos": True}})
         until(lambda: served._session.busy)
-        if how == "reset":
+        if ending == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        elif how == "close behind another request":
+        elif ending == "close behind another request":
             connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         connection.close()
         until(lambda: not served._session.busy)
@@ -370,11 +372,11 @@ def test_the_command_tells_its_address_and_ends_by_a_signal(tmp_path: Path) -> N
         line = process.stdout.readline()
         assert line.startswith("serving tiny-dense at http://127.0.0.1:")
         with closing(GenerationClient(line.split()[-1])) as engine:
-            ((one,),) = engine.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=8, seed=5)])
-        ((here,),) = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense")).generate(
+            ((completion,),) = engine.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=8, seed=5)])
+        ((expected,),) = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense")).generate(
             [[1, 2, 3]], [SamplingParams(max_new_tokens=8, seed=5)]
         )
-        assert replace(one, versions=()) == here
+        assert replace(completion, versions=()) == expected
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:

@@ -69,13 +69,13 @@ def says(status: int, body: bytes = b'{"error": "no"}', **headers: str) -> Fault
     return fault
 
 
-def raw(text: bytes, *, then: Callable[[BaseHTTPRequestHandler], None] = lambda handler: None) -> Fault:
+def raw(text: bytes, *, after: Callable[[BaseHTTPRequestHandler], None] = lambda handler: None) -> Fault:
     """Bytes that are no whole reply, and the end of the connection."""
 
     def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
         handler.wfile.write(text)
         handler.wfile.flush()
-        then(handler)
+        after(handler)
         handler.close_connection = True
 
     return fault
@@ -148,7 +148,7 @@ FAULTS: dict[str, Fault] = {
     "body cut short": raw(b'HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{"choi'),
     "no http": raw(b"SSH-2.0-OpenSSH_9.7\r\n"),
     "closed": raw(b""),
-    "reset": raw(b"HTTP/1.1 200 OK\r\n", then=resets),
+    "reset": raw(b"HTTP/1.1 200 OK\r\n", after=resets),
     "huge": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n{"),
     "huge chunk": raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{"),
     "negative length": raw(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}"),
@@ -193,33 +193,35 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def answered(engine: GenerationClient) -> list[Completion | Exception]:
     """What becomes of each request: the answer that it alone decides, or an error. None is lost, doubled or wrong."""
     request_ids = [engine.submit(request) for request in REQUESTS]
-    found: dict[int, Completion | Exception] = {}
-    while len(found) < len(request_ids):
+    results: dict[int, Completion | Exception] = {}
+    while len(results) < len(request_ids):
         for done in engine.poll(30.0):
-            assert done.request_id not in found
+            assert done.request_id not in results
             outcome = done.completion or done.error
             assert outcome is not None
-            found[done.request_id] = outcome
+            results[done.request_id] = outcome
     for request_id, request in zip(request_ids, REQUESTS, strict=True):
-        if isinstance(outcome := found[request_id], Completion):
+        if isinstance(outcome := results[request_id], Completion):
             body = {"token_ids": request.prompt, "sampling_params": {"seed": request.seed, "max_tokens": 3}}
             assert (outcome.tokens, outcome.logprobs) == deterministic_completion(body)
-    return [found[request_id] for request_id in request_ids]
+    return [results[request_id] for request_id in request_ids]
 
 
-def connect(held: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings: Any) -> GenerationClient:
+def connect(stack: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings: Any) -> GenerationClient:
     usual = {"backoff": 0.01, "retries": 2, "concurrency": 4, "outage_timeout": 30.0, "vocab_size": VOCABULARY}
     limit = {"timeout": 2.0 if slow else 30.0}
-    return held.enter_context(closing(GenerationClient([each.url for each in servers], **usual | limit | settings)))
+    return stack.enter_context(
+        closing(GenerationClient([server.url for server in servers], **usual | limit | settings))
+    )
 
 
-@pytest.mark.parametrize("when", ["always", "sometimes"])
+@pytest.mark.parametrize("moment", ["always", "sometimes"])
 @pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
-def test_with_a_healthy_server_every_completion_is_correct(fault: str, when: str) -> None:
-    wrong = () if when == "always" else (1, 4)
-    with ExitStack() as held:
-        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
-        engine = connect(held, bad, held.enter_context(closing(FakeVLLM())), slow=fault in SLOW)
+def test_with_a_healthy_server_every_completion_is_correct(fault: str, moment: str) -> None:
+    wrong = () if moment == "always" else (1, 4)
+    with ExitStack() as stack:
+        bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
+        engine = connect(stack, bad, stack.enter_context(closing(FakeVLLM())), slow=fault in SLOW)
         engine.connect()  # both, so that both are asked
         assert all(isinstance(outcome, Completion) for outcome in answered(engine))
         assert bad.number
@@ -227,18 +229,18 @@ def test_with_a_healthy_server_every_completion_is_correct(fault: str, when: str
 
 @pytest.mark.parametrize("fault", [*FAULTS, *SLOW])
 def test_the_only_server_is_retried_until_its_completion_is_valid(fault: str) -> None:
-    with ExitStack() as held:
-        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong=(1, 4))))
-        engine = connect(held, bad, slow=fault in SLOW)
+    with ExitStack() as stack:
+        bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong=(1, 4))))
+        engine = connect(stack, bad, slow=fault in SLOW)
         assert all(isinstance(outcome, Completion) for outcome in answered(engine))
         assert bad.number > len(REQUESTS)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "hang"])
 def test_alone_and_for_ever_it_is_named_with_its_reason(fault: str) -> None:
-    with ExitStack() as held:
-        bad = held.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault])))
-        engine = connect(held, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else 30.0)
+    with ExitStack() as stack:
+        bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault])))
+        engine = connect(stack, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else 30.0)
         for outcome in answered(engine):
             assert isinstance(outcome, ServerError)
             assert bad.url in str(outcome)
@@ -253,10 +255,10 @@ def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: 
         nonlocal under_way, refused
         with lock:
             under_way += 1
-            now = under_way
-            refused += now > 2
+            running_now = under_way
+            refused += running_now > 2
         try:
-            if now > 2:
+            if running_now > 2:
                 says(429)(server, handler, body)
                 return
             time.sleep(0.01)
@@ -265,9 +267,9 @@ def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: 
             with lock:
                 under_way -= 1
 
-    with ExitStack() as held:
-        bad = held.enter_context(closing(Misbehaving(limits)))
-        engine = connect(held, bad, retries=0, concurrency=12)
+    with ExitStack() as stack:
+        bad = stack.enter_context(closing(Misbehaving(limits)))
+        engine = connect(stack, bad, retries=0, concurrency=12)
         assert all(isinstance(outcome, Completion) for outcome in answered(engine))
         assert engine.take_counts().failed == 0
         assert engine.pool.servers[0].capacity < 12
@@ -279,10 +281,10 @@ def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
     with closing(FakeVLLM()) as server:
         port = server.port
     attempts: list[str] = []
-    with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
+    with ExitStack() as stack, caplog.at_level(logging.WARNING, "postlude"):
         with pytest.raises(ServerError, match="the only server does not reply any more"):
-            connect(held, server, outage_timeout=0.0).generate([[1]], SamplingParams(max_new_tokens=3))
-        engine = connect(held, server, outage_timeout=60.0)
+            connect(stack, server, outage_timeout=0.0).generate([[1]], SamplingParams(max_new_tokens=3))
+        engine = connect(stack, server, outage_timeout=60.0)
         caplog.clear()
         meet = engine.pool.servers[0].connect
 
@@ -303,9 +305,9 @@ def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
 
 
 def test_a_retry_after_of_an_hour_is_logged_and_shortened(caplog) -> None:
-    with ExitStack() as held, caplog.at_level(logging.WARNING, "postlude"):
-        bad = held.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
-        assert all(isinstance(outcome, Completion) for outcome in answered(connect(held, bad, outage_timeout=0.0)))
+    with ExitStack() as stack, caplog.at_level(logging.WARNING, "postlude"):
+        bad = stack.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
+        assert all(isinstance(outcome, Completion) for outcome in answered(connect(stack, bad, outage_timeout=0.0)))
     assert "asks to wait 3600 s. It is tried again after 0.05 s." in caplog.text
 
 
@@ -327,13 +329,13 @@ def test_the_work_of_handing_out_requests_grows_with_their_number(servers: int, 
             return Completion([1], [0.0], [0.0], "stop")
 
         async def all_of_them() -> None:
-            own = [
+            own_calls = [
                 RemoteServer(f"http://h:{1 + place}", lambda _: None, "m", headers={}, timeout=5)
                 for place in range(servers)
             ]
-            for server in own:
+            for server in own_calls:
                 server.state, server.generate = "up", answer
-            pool = ServerPool(own, retries=5, backoff=0.5, concurrency=4)
+            pool = ServerPool(own_calls, retries=5, backoff=0.5, concurrency=4)
             await asyncio.gather(*(pool.generate(REQUESTS[0]) for _ in range(count)))
 
         with monkeypatch.context() as patched:

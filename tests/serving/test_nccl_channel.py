@@ -21,9 +21,9 @@ def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
     channel = offer.open(30.0)
     for size in (1, 1 << 20, 3_000_001):
         data = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-        kept = data.clone()
+        original = data.clone()
         assert send_all({"http://a": channel}, data, 30.0) == {}
-        assert torch.equal(data, kept)
+        assert torch.equal(data, original)
     channel.close()
     channel.close()
 

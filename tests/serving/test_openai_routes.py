@@ -34,8 +34,8 @@ def url() -> Iterator[str]:
 
 def alone(prompt: list[int], sampling: SamplingParams, n: int = 1, first: int = 0) -> list[Completion]:
     """The same by the generator itself."""
-    found = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first + n)[0]
-    return found[first:]
+    completions = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first + n)[0]
+    return completions[first:]
 
 
 def encoded(prompt: Any) -> list[int]:
@@ -44,8 +44,8 @@ def encoded(prompt: Any) -> list[int]:
 
 def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The chunks of a stream, which ends as it should."""
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Accept": "text/event-stream"})
-    with urllib.request.urlopen(asked, timeout=60) as reply:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Accept": "text/event-stream"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
         *chunks, last = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n")[:-1]]
     assert last == "[DONE]"
@@ -54,32 +54,36 @@ def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_completion(url: str) -> None:
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 3, "n": 2}
-    status, found = request_json(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
+    status, reply = request_json(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
     assert status == 200
-    here = alone(encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2)
-    assert [choice["text"] for choice in found["choices"]] == [each.text for each in here]
-    assert [choice["logprobs"]["token_logprobs"] for choice in found["choices"]] == [
-        pytest.approx(each.logprobs, abs=1e-4) for each in here
+    expected = alone(encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2)
+    assert [choice["text"] for choice in reply["choices"]] == [completion.text for completion in expected]
+    assert [choice["logprobs"]["token_logprobs"] for choice in reply["choices"]] == [
+        pytest.approx(completion.logprobs, abs=1e-4) for completion in expected
     ]
-    assert [choice["finish_reason"] for choice in found["choices"]] == [each.finish_reason for each in here]
-    count = sum(len(each.tokens) for each in here)
-    assert found["usage"] == {"prompt_tokens": 4, "completion_tokens": count, "total_tokens": 4 + count}
-    assert (found["object"], found["model"], found["id"][:5]) == ("text_completion", "tiny", "cmpl-")
+    assert [choice["finish_reason"] for choice in reply["choices"]] == [
+        completion.finish_reason for completion in expected
+    ]
+    count = sum(len(completion.tokens) for completion in expected)
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": count, "total_tokens": 4 + count}
+    assert (reply["object"], reply["model"], reply["id"][:5]) == ("text_completion", "tiny", "cmpl-")
 
 
 @pytest.mark.parametrize(
     "prompt", [["Once", "Twice"], [[79, 110], [84]], [79, 110]], ids=["texts", "lists of ids", "ids"]
 )
 def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
-    _, found = request_json(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
-    each = [prompt] if isinstance(prompt[0], int) else prompt
-    here = [
-        alone(encoded(one) if isinstance(one, str) else one, SamplingParams(max_new_tokens=4, seed=1), first=place)[
-            0
-        ].text
-        for place, one in enumerate(each)
+    _, reply = request_json(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
+    prompts = [prompt] if isinstance(prompt[0], int) else prompt
+    expected = [
+        alone(
+            encoded(one_prompt) if isinstance(one_prompt, str) else one_prompt,
+            SamplingParams(max_new_tokens=4, seed=1),
+            first=place,
+        )[0].text
+        for place, one_prompt in enumerate(prompts)
     ]
-    assert [choice["text"] for choice in found["choices"]] == here
+    assert [choice["text"] for choice in reply["choices"]] == expected
 
 
 def test_a_judge_reads_its_score_from_the_answer_of_the_generator(url: str) -> None:
@@ -100,29 +104,31 @@ def test_a_judge_reads_its_score_from_the_answer_of_the_generator(url: str) -> N
 
 def test_a_chat_completion(url: str) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 7, "seed": 5, "logprobs": True}
-    status, found = request_json(f"{url}/v1/chat/completions", body)
+    status, reply = request_json(f"{url}/v1/chat/completions", body)
     assert status == 200
-    (here,) = alone(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
-    (choice,) = found["choices"]
-    assert choice["message"] == {"role": "assistant", "content": here.text, "refusal": None}
-    assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(here.logprobs, abs=1e-4)
-    assert found["object"] == "chat.completion"
-    parts = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in MESSAGES]
-    assert request_json(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == found["choices"]
+    (expected,) = alone(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
+    (choice,) = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert reply["object"] == "chat.completion"
+    parts = [
+        {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]} for message in MESSAGES
+    ]
+    assert request_json(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == reply["choices"]
 
 
 def test_without_a_limit_a_chat_may_fill_the_room_there_is(url: str) -> None:
-    _, found = request_json(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
-    assert found["usage"]["total_tokens"] == 192
+    _, reply = request_json(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
+    assert reply["usage"]["total_tokens"] == 192
 
 
 def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "seed": 2, "ignore_eos": True}
-    whole = request_json(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
+    full_text = request_json(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
     for stop in ("zzhzz", ["zzhzz"]):
-        assert request_json(f"{url}/v1/completions", body | {"stop": stop})[1]["choices"][0]["text"] == whole
-    cut = request_json(f"{url}/v1/completions", body | {"stop": whole[5:7]})[1]["choices"][0]
-    assert (cut["text"], cut["finish_reason"]) == (whole.partition(whole[5:7])[0], "stop")
+        assert request_json(f"{url}/v1/completions", body | {"stop": stop})[1]["choices"][0]["text"] == full_text
+    cut = request_json(f"{url}/v1/completions", body | {"stop": full_text[5:7]})[1]["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (full_text.partition(full_text[5:7])[0], "stop")
 
 
 @pytest.mark.parametrize("stop", [None, "late"])
@@ -131,25 +137,25 @@ def test_a_stream_is_the_same_answer_in_pieces(url: str, stop: str | None) -> No
     if stop:
         text = request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
         body["stop"] = text[9:12]
-    _, whole = request_json(f"{url}/v1/chat/completions", body)
+    _, full_reply = request_json(f"{url}/v1/chat/completions", body)
     chunks = events(f"{url}/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
     *chunks, usage = chunks
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
-    for index, choice in enumerate(whole["choices"]):
-        own = [part["choices"][0] for part in chunks if part["choices"][0]["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        assert "".join(part["delta"]["content"] for part in own) == choice["message"]["content"]
-        assert [part["finish_reason"] for part in own][-1] == choice["finish_reason"]
-        logprobs = [each for part in own for each in part["logprobs"]["content"]]
-        assert [each["token"] for each in logprobs] == [each["token"] for each in choice["logprobs"]["content"]]
+    assert (usage["choices"], usage["usage"]) == ([], full_reply["usage"])
+    for index, choice in enumerate(full_reply["choices"]):
+        own_chunks = [part["choices"][0] for part in chunks if part["choices"][0]["index"] == index]
+        assert own_chunks[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"]["content"] for part in own_chunks) == choice["message"]["content"]
+        assert [part["finish_reason"] for part in own_chunks][-1] == choice["finish_reason"]
+        logprobs = [token for part in own_chunks for token in part["logprobs"]["content"]]
+        assert [token["token"] for token in logprobs] == [token["token"] for token in choice["logprobs"]["content"]]
     assert len(chunks) > 6
 
 
 def test_a_stream_of_a_completion(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 12, "seed": 4}
-    _, whole = request_json(f"{url}/v1/completions", body)
+    _, full_reply = request_json(f"{url}/v1/completions", body)
     chunks = events(f"{url}/v1/completions", body | {"stream": True})
-    assert "".join(part["choices"][0]["text"] for part in chunks) == whole["choices"][0]["text"]
+    assert "".join(part["choices"][0]["text"] for part in chunks) == full_reply["choices"][0]["text"]
     assert {part["object"] for part in chunks} == {"text_completion"}
 
 
@@ -185,25 +191,27 @@ def test_a_stream_of_a_completion(url: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
-    status, found = request_json(f"{url}/v1/{path}", body)
-    assert (status, sentence in found["error"]["message"]) == (400, True), found
-    assert found["error"]["type"] == "invalid_request_error"
+    status, reply = request_json(f"{url}/v1/{path}", body)
+    assert (status, sentence in reply["error"]["message"]) == (400, True), reply
+    assert reply["error"]["type"] == "invalid_request_error"
 
 
 def test_unsupported_fields_without_effect_are_accepted(url: str) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": None}
     assert request_json(f"{url}/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False} | neutral)[0] == 200
-    own = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
+    own_message = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
     assert (
-        request_json(f"{url}/v1/chat/completions", {"messages": [*MESSAGES, own, MESSAGES[1]], "max_tokens": 1})[0]
+        request_json(
+            f"{url}/v1/chat/completions", {"messages": [*MESSAGES, own_message, MESSAGES[1]], "max_tokens": 1}
+        )[0]
         == 200
     )
 
 
 def test_the_models_are_one(url: str) -> None:
-    status, found = request_json(f"{url}/v1/models")
-    assert (status, [each["id"] for each in found["data"]]) == (200, ["tiny"])
-    assert {"id", "object", "created", "owned_by"} <= set(found["data"][0])
+    status, reply = request_json(f"{url}/v1/models")
+    assert (status, [model["id"] for model in reply["data"]]) == (200, ["tiny"])
+    assert {"id", "object", "created", "owned_by"} <= set(reply["data"][0])
 
 
 def test_a_stream_of_a_disconnected_client_ends() -> None:

@@ -131,26 +131,26 @@ def after(count: int, action: Callable[[], bytes | None]) -> Callable[[], bytes 
 
 
 def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
-    doomed, other = two
+    doomed, healthy = two
     engine = engines(*two)
     engine.connect()  # both, so that both get requests
     doomed.before = after(5, doomed.kill)
     check(engine)
     assert doomed.answered == 5
-    assert other.answered >= len(PROMPTS) - 5
+    assert healthy.answered >= len(PROMPTS) - 5
     counts = engine.take_counts()
     assert counts.failed >= 1
     assert counts.retried >= 1
 
 
 def test_a_server_that_hangs_is_timed_out(two, engines) -> None:
-    hanging, other = two
+    hanging, healthy = two
     release = threading.Event()
     hanging.before = after(2, lambda: b"late" if release.wait(300) else None)
     engine = engines(*two, timeout=3.0, retries=0)
     check(engine)
     release.set()
-    assert other.answered >= len(PROMPTS) - 3
+    assert healthy.answered >= len(PROMPTS) - 3
     assert "gave no reply within 3 s" in engine.pool.servers[0].problem
 
 
@@ -184,11 +184,11 @@ def test_a_server_with_an_invalid_response_is_named_and_excluded(
 
 
 def test_a_completion_of_a_server_that_was_excluded_meanwhile_is_requested_again(two, engines) -> None:
-    spoiled, other = two
+    spoiled, healthy = two
     engine = engines(*two)
     engine.connect()
     started, release = threading.Event(), threading.Event()
-    spoiled.before = other.before = lambda: started.set() or (release.wait(10) and None)
+    spoiled.before = healthy.before = lambda: started.set() or (release.wait(10) and None)
     request_id = engine.submit(Request((1, 2), THREE))
     assert started.wait(10)
     (server_in_use,) = [server for server in engine.pool.servers if server.outstanding]
@@ -196,7 +196,7 @@ def test_a_completion_of_a_server_that_was_excluded_meanwhile_is_requested_again
     release.set()
     (finished,) = engine.poll(10.0)
     assert (finished.request_id, finished.completion is not None) == (request_id, True)
-    assert [spoiled.answered, other.answered] == [1, 1], "by the other server: an excluded one may have other weights"
+    assert [spoiled.answered, healthy.answered] == [1, 1], "by the other server: an excluded one may have other weights"
     assert engine.take_counts().retried == 1
 
 
@@ -352,13 +352,13 @@ def test_a_server_that_cannot_read_weights_stays_paused_and_its_requests_go_to_o
     two[0].before = two[1].before = lambda: started.set() or (release.wait(10) and None)
     request_id = engine.submit(Request((1, 2), THREE))
     assert started.wait(10)
-    busy, other = sorted(two, key=lambda candidate: candidate.calls.count("/inference/v1/generate"), reverse=True)
-    other.before = lambda: None
+    busy, free = sorted(two, key=lambda candidate: candidate.calls.count("/inference/v1/generate"), reverse=True)
+    free.before = lambda: None
     failing(busy, "/collective_rpc", 400, 1)
     engine.reload(Weights("/weights/1", "start.1"))
     (finished,) = engine.poll(5.0)
     release.set()
-    assert (finished.request_id, finished.completion is not None, other.answered) == (request_id, True, 1)
+    assert (finished.request_id, finished.completion is not None, free.answered) == (request_id, True, 1)
     assert [server.state for server in engine.pool.servers if server.url == busy.url] == ["excluded"]
     assert "/resume" not in busy.calls
 

@@ -159,37 +159,37 @@ def test_one_that_is_not_ready_in_time_is_a_sentence_with_the_end_of_its_log(tmp
 
 def test_gpus_are_assigned_and_released_and_rank_variables_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    here = LocalLauncher(tmp_path, ["4", "5", "6"])
-    shown = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
-    show = saying(f"import os, time; print({shown}, flush=True); time.sleep(60)", gpus=2.0)
-    one = here.start(show)
+    launcher = LocalLauncher(tmp_path, ["4", "5", "6"])
+    expression = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
+    show = saying(f"import os, time; print({expression}, flush=True); time.sleep(60)", gpus=2.0)
+    process = launcher.start(show)
     with pytest.raises(ValueError, match=r"needs 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
-        here.start(show)
+        launcher.start(show)
     until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
-    one.stop()
-    assert one.exit_reason() is not None
-    here.start(show).stop()
+    process.stop()
+    assert process.exit_reason() is not None
+    launcher.start(show).stop()
 
 
 def test_the_port_of_a_server_is_reserved_until_it_listens(tmp_path: Path) -> None:
     running = LocalLauncher(tmp_path).start(saying("import time; time.sleep(60)"))
     port = int(running.url.rpartition(":")[2])
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port))
+    with socket.socket() as listener, pytest.raises(OSError, match="in use"):
+        listener.bind(("127.0.0.1", port))
     with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
         pass  # as the server itself does
     running.stop()
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
 
 
 class Machines:
     """Servers that are no processes: `how` says what befell each, or raises."""
 
-    def __init__(self, *how: Callable[[], str | None]) -> None:
-        self.how, self.urls = iter(how), iter(range(8000, 8100))
+    def __init__(self, *results: Callable[[], str | None]) -> None:
+        self.how, self.urls = iter(results), iter(range(8000, 8100))
 
     def start(self, program: ServerCommand) -> Any:
         return SimpleNamespace(url=f"http://{next(self.urls)}", exit_reason=next(self.how), stop=lambda: None)
@@ -212,8 +212,8 @@ def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, m
     monkeypatch.setattr(supervisor, "EXIT_DELAY", 0.01)
     monkeypatch.setattr(supervisor, "_replies", lambda url, body=None: True)
     ends = iter([False, False])
-    gone = Machines(lambda: None if next(ends, True) is False else log_tail(tmp_path / "gone.log"), lambda: None)
-    with closing(ServerSupervisor(FAKE, 1, gone)) as started:
+    machines = Machines(lambda: None if next(ends, True) is False else log_tail(tmp_path / "gone.log"), lambda: None)
+    with closing(ServerSupervisor(FAKE, 1, machines)) as started:
         started.start()
         started.watch(engine)
         until(lambda: "http://8001" in heard)

@@ -67,7 +67,7 @@ def arrived(remote: Remote, expected: list[Any], version: str) -> None:
     received = remote.received()
     assert received["version"] == version
     for worker in received["taken"]:
-        assert [tuple(each) for each in worker] == expected
+        assert [tuple(tensor) for tensor in worker] == expected
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def arrived(remote: Remote, expected: list[Any], version: str) -> None:
     ],
 )
 def test_every_byte_arrives_at_every_worker_from_a_layout(ranks, layout: str, hf: PretrainedConfig) -> None:
-    with Remote(workers=2) as one, Remote() as other:
-        found = ranks(2, transfers, layout, hf, [one.url, other.url], 2)
-        expected, sent = found[0]
-        for remote in (one, other):
+    with Remote(workers=2) as first_server, Remote() as second_server:
+        actual = ranks(2, transfers, layout, hf, [first_server.url, second_server.url], 2)
+        expected, sent = actual[0]
+        for remote in (first_server, second_server):
             arrived(remote, expected, "start.2")
             calls = [call for call in remote.received()["calls"] if call in ORDER]
             assert list(dict.fromkeys(calls)) == ORDER
@@ -92,7 +92,9 @@ def test_every_byte_arrives_at_every_worker_from_a_layout(ranks, layout: str, hf
         size = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape, _ in expected)
         for servers, count, states, channels in sent:
             assert (servers, count, states) == (2, size, ["up", "up"])
-            assert sorted(channels) == sorted([[one.url], [other.url]]), "each rank sends to one of them"
+            assert sorted(channels) == sorted([[first_server.url], [second_server.url]]), (
+                "each rank sends to one of them"
+            )
         assert remote.received()["calls"].count("/init_weight_transfer_engine") == 1, "channels are kept"
 
 
@@ -104,9 +106,9 @@ def test_every_byte_arrives_from_one_rank(one_rank) -> None:
 
 @pytest.mark.slow
 def test_a_receiver_that_dies_does_not_affect_the_others(one_rank) -> None:
-    with Remote(spoil=Dies("/update_weights", 3)) as doomed, Remote() as other:
-        expected, sent = one_rank(ODD, [doomed.url, other.url], steps=2)
-        arrived(other, expected, "start.2")
+    with Remote(spoil=Dies("/update_weights", 3)) as doomed, Remote() as healthy:
+        expected, sent = one_rank(ODD, [doomed.url, healthy.url], steps=2)
+        arrived(healthy, expected, "start.2")
         assert [servers for servers, *_ in sent] == [1, 1]
         assert sent[-1][2][1] == "up"
         assert sent[-1][2][0] in ("connecting", "unavailable")
@@ -127,17 +129,17 @@ def test_a_receiver_that_dies_does_not_affect_the_others(one_rank) -> None:
 def test_a_receiver_that_fails_delays_the_others_only_until_the_timeout(
     one_rank, spoil: Any, reported_workers: int | None
 ) -> None:
-    with Remote(spoil=spoil, reported_workers=reported_workers) as failing, Remote() as other:
-        expected, sent = one_rank(ODD, [failing.url, other.url], seconds=5.0, timeout=8.0)
-        arrived(other, expected, "start.1")
+    with Remote(spoil=spoil, reported_workers=reported_workers) as failing, Remote() as healthy:
+        expected, sent = one_rank(ODD, [failing.url, healthy.url], seconds=5.0, timeout=8.0)
+        arrived(healthy, expected, "start.1")
         assert sent[0][0] == 1
         assert sent[0][2][1] == "up"
         assert failing.received()["version"] != "start.1"
 
 
 def test_a_late_server_gets_weights_before_its_first_request(ranks) -> None:
-    with Remote() as one, Remote() as other:
-        ranks(1, _comes_late, [one.url, other.url])
+    with Remote() as first_server, Remote() as second_server:
+        ranks(1, _comes_late, [first_server.url, second_server.url])
 
 
 def _comes_late(group: Any, urls: list[str]) -> None:
@@ -161,8 +163,8 @@ def _comes_late(group: Any, urls: list[str]) -> None:
 
 def test_without_a_receiver_left_the_error_is_one_sentence(ranks) -> None:
     with Remote(spoil=Refuses("/get_world_size", 404)) as failing:
-        (said,) = ranks(1, _fails, failing.url)
-        assert "could not take new weights: status 404: no" in said
+        (message,) = ranks(1, _fails, failing.url)
+        assert "could not take new weights: status 404: no" in message
 
 
 def _fails(group: Any, url: str) -> str:

@@ -109,11 +109,11 @@ def asked(served: Served) -> list[list[int]]:
 
 def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: float = 1.0) -> float:
     """The largest distance of a server's log-prob from the trainer's."""
-    completions = [one for group in answered for one in group]
+    completions = [completion for group in answered for completion in group]
     with torch.no_grad():
         expected = teacher_forced(served.model, prompts, answered, temperature)
     pairs = zip(completions, expected, strict=True)
-    return max(float((torch.tensor(one.logprobs) - row).abs().max()) for one, row in pairs)
+    return max(float((torch.tensor(completion.logprobs) - row).abs().max()) for completion, row in pairs)
 
 
 def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
@@ -121,8 +121,8 @@ def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
     native = Generator(served.model, served.tokenizer).generate(prompts, greedy)
     for stop in ((), ("\N{SNOWMAN}",)):  # by token ids alone, and by /v1/completions
         answered = served.engine.generate(prompts, SamplingParams(**{**vars(greedy), "stop": stop}))
-        assert [one.tokens for (one,) in answered] == [one.tokens for (one,) in native]
-        assert [one.finish_reason for (one,) in answered] == ["length"] * len(prompts)
+        assert [completion.tokens for (completion,) in answered] == [completion.tokens for (completion,) in native]
+        assert [completion.finish_reason for (completion,) in answered] == ["length"] * len(prompts)
     assert served.engine.pool.servers[0].api.name == "vllm"
 
 
@@ -134,16 +134,20 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
         worst = gaps(served, prompts, answered, temperature)
         print(f"log-probs at temperature {temperature}: {worst:.1e}")
         assert worst < CLOSE
-        assert any(len({tuple(one.tokens) for one in group}) > 1 for group in answered), "something was drawn"
+        assert any(len({tuple(completion.tokens) for completion in group}) > 1 for group in answered), (
+            "something was drawn"
+        )
 
 
 def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
     prompts = asked(served)[:1]
-    ((one,),) = served.engine.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True))
-    again = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_tokens=(one.tokens[3],))
-    ((stopped,),) = served.engine.generate(prompts, again)
+    ((completion,),) = served.engine.generate(
+        prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    )
+    stopping = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop_tokens=(completion.tokens[3],))
+    ((stopped,),) = served.engine.generate(prompts, stopping)
     assert stopped.finish_reason == "stop"
-    assert stopped.tokens == one.tokens[: one.tokens.index(one.tokens[3]) + 1]
+    assert stopped.tokens == completion.tokens[: completion.tokens.index(completion.tokens[3]) + 1]
 
 
 def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path) -> None:
@@ -162,17 +166,17 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
         reloaded = time.perf_counter() - began
         (done,) = served.engine.poll(timeout=300)
         assert done.error is None
-        one = done.completion
-        assert one is not None
-        print(f"reload: {reloaded:.2f} s, {one.versions}")
-        if len(one.versions) > 1:
+        completion = done.completion
+        assert completion is not None
+        print(f"reload: {reloaded:.2f} s, {completion.versions}")
+        if len(completion.versions) > 1:
             break
-    assert [span.version for span in one.versions] == ["start.0", "start.1"]
-    old_part, new_part = one.versions
+    assert [span.version for span in completion.versions] == ["start.0", "start.1"]
+    old_part, new_part = completion.versions
     assert (old_part.start, old_part.end, new_part.end) == (0, new_part.start, 1000)
-    logprobs = torch.tensor(one.logprobs)
+    logprobs = torch.tensor(completion.logprobs)
     with torch.no_grad():
-        (before,), (after,) = (teacher_forced(model, [prompt], [[one]]) for model in (served.model, new))
+        (before,), (after,) = (teacher_forced(model, [prompt], [[completion]]) for model in (served.model, new))
     cut = new_part.start
     assert (logprobs - before)[:cut].abs().max() < CLOSE
     assert (logprobs - after)[cut:].abs().max() < CLOSE
@@ -266,14 +270,14 @@ def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
         "--prompts_per_step=2",
     )
     surroundings = ENVIRONMENT | {"HF_HOME": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
-    how = (
+    options = (
         "--rollout=vllm",
         f"--rollout.python={PYTHON}",
         "--rollout.gpus=0",
         f"--rollout.env={json.dumps(surroundings)}",
         "--rollout.arguments=[--enforce-eager]",
     )
-    more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *how)
+    more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *options)
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
     print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)

@@ -63,16 +63,21 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
             finished: list[Any] = []
             while len(finished) < len(PROMPTS):
                 finished += rollouts.poll(60)
-            completions = [one.completion for one in sorted(finished, key=lambda one: one.request_id)]
-            batch = Batch([prompt + one.tokens for prompt, one in zip(PROMPTS, completions, strict=True)])
+            completions = [
+                finished_completion.completion
+                for finished_completion in sorted(
+                    finished, key=lambda finished_completion: finished_completion.request_id
+                )
+            ]
+            batch = Batch([prompt + completion.tokens for prompt, completion in zip(PROMPTS, completions, strict=True)])
             for values, adapter in ((gaps, "default"), (moved, None)):
                 engine.use(adapter)
                 rows = engine.logprobs(batch).logprob
                 engine.use("default")
                 values.append(
                     max(
-                        float((row[-len(one.tokens) :] - torch.tensor(one.logprobs)).abs().max())
-                        for row, one in zip(rows, completions, strict=True)
+                        float((row[-len(completion.tokens) :] - torch.tensor(completion.logprobs)).abs().max())
+                        for row, completion in zip(rows, completions, strict=True)
                     )
                 )
     return gaps, moved, kind

@@ -37,36 +37,39 @@ def sends(group: Any, url: str, source: str, directory: str) -> tuple[Any, Any, 
     engine = Engine(source, device="cpu")
     engine.export_hf(directory)
     with closing(GenerationClient(url)) as servers, closing(WeightTransfer(engine, send_bytes=100_000)) as transfer:
-        before = [one.tokens for (one,) in servers.generate(PROMPTS, GREEDY)]
+        before = [completion.tokens for (completion,) in servers.generate(PROMPTS, GREEDY)]
         sent = transfer.send(servers, Weights(None, "start.1"))
         print(f"{sent.bytes} bytes sent in {sent.seconds:.2f} s")
         assert sent.servers == 1
         answered = servers.generate(PROMPTS, GREEDY)
-        assert {span.version for (one,) in answered for span in one.versions} == {"start.1"}
-        held = digests(url)
+        assert {span.version for (completion,) in answered for span in completion.versions} == {"start.1"}
+        received_digests = digests(url)
         servers.reload(Weights(directory, "start.2"))
-        return before, [one.tokens for (one,) in answered], held, digests(url)
+        return before, [completion.tokens for (completion,) in answered], received_digests, digests(url)
 
 
 def digests(url: str) -> dict[str, str]:
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"{url}/weight_checker", b'{"action": "checksum"}', {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        found: dict[str, str] = json.load(answer)["checksums"]
-        return found
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        checksums: dict[str, str] = json.load(answer)["checksums"]
+        return checksums
 
 
 def test_vllm_has_the_weights_that_were_sent(ranks: Ranks, tmp_path: Path) -> None:
     old, new = (written("llama", tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
     native = [
-        [one.tokens for (one,) in Generator(load_model(each, dtype=torch.float32).eval()).generate(PROMPTS, GREEDY)]
-        for each in (old, new)
+        [
+            completion.tokens
+            for (completion,) in Generator(load_model(model, dtype=torch.float32).eval()).generate(PROMPTS, GREEDY)
+        ]
+        for model in (old, new)
     ]
     with vllm(old, tmp_path, *TAKES, "--logprobs-mode", "processed_logprobs", path=Path(__file__).parent) as url:
-        ((before, after, held, read),) = ranks(1, sends, url, str(new), str(tmp_path / "disk"))
+        ((before, after, received_digests, read),) = ranks(1, sends, url, str(new), str(tmp_path / "disk"))
         assert (before, after) == (native[0], native[1])
-        assert held == read, "tensor by tensor what it reads from a disk"
+        assert received_digests == read, "tensor by tensor what it reads from a disk"
         settings = (
             "--warm_start.steps=0",
             "--evaluation.every=0",
@@ -85,10 +88,10 @@ def test_vllm_has_the_weights_that_were_sent(ranks: Ranks, tmp_path: Path) -> No
 
 def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
     """Read by vLLM's own class, which refuses what it does not know and ids of another length."""
-    said: list[Any] = []
+    messages: list[Any] = []
 
     async def send(method: str, path: str, body: Any = None) -> None:
-        said.append(body)
+        messages.append(body)
 
     info = {"nccl_unique_id_b64": base64.b64encode(bytes(UniqueId())).decode()}  # as NCCLRendezvous gives it
     asyncio.run(VLLMAPI().join_channel(send, info, 4))
@@ -97,6 +100,6 @@ def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
         "from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo as Info\n"
         "info = Info(**json.load(sys.stdin)); print(info.world_size, info.rank_offset, info.packed)"
     )
-    init_info = json.dumps(said[-1]["init_info"])
+    init_info = json.dumps(messages[-1]["init_info"])
     done = subprocess.run([PYTHON, "-c", read], input=init_info, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-3:] == ["5", "1", "True"]

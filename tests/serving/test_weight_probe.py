@@ -89,14 +89,14 @@ def probed(
                 problem = str(error)
                 break
             metrics.append(rollouts.controller.on_rank0(lambda: settled(rollouts)))
-        states = rollouts.controller.on_rank0(lambda: [one.state for one in rollouts.client.pool.servers])
+        states = rollouts.controller.on_rank0(lambda: [server.state for server in rollouts.client.pool.servers])
     return metrics, states, problem
 
 
 def settled(rollouts: ServerEngine) -> dict[str, float]:
     """The metrics, when each server has its weights or is given up."""
     rollouts.client.wait_for_reload()
-    while any(one.state == "connecting" or one.pending_reloads for one in rollouts.client.pool.servers):
+    while any(server.state == "connecting" or server.pending_reloads for server in rollouts.client.pool.servers):
         time.sleep(0.01)
     return rollouts.take_metrics()
 
@@ -106,8 +106,8 @@ def settled(rollouts: ServerEngine) -> dict[str, float]:
     [("pp=1", "float32"), ("tp=2", "bfloat16"), pytest.param("pp=2", "float32", marks=pytest.mark.thorough)],
 )
 def test_servers_with_the_trainers_weights_are_used(ranks: Any, tmp_path: Path, layout: str, dtype: str) -> None:
-    with server(dtype=getattr(torch, dtype)) as one, server(dtype=getattr(torch, dtype)) as other:
-        results = ranks(int(layout[-1]), probed, str(tmp_path), [one, other], layout, dtype)
+    with server(dtype=getattr(torch, dtype)) as first_server, server(dtype=getattr(torch, dtype)) as second_server:
+        results = ranks(int(layout[-1]), probed, str(tmp_path), [first_server, second_server], layout, dtype)
     for metrics, states, problem in results:
         assert (states, problem) == (["up", "up"], "")
         assert max(row["sync/gap"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
@@ -153,7 +153,8 @@ def test_a_server_with_correct_weights_after_the_second_transfer_is_used(ranks: 
 def test_the_probe_of_a_busy_server_is_retried() -> None:
     requests = [Request((5, length), GREEDY) for length in range(16)]
     bodies = [
-        {"token_ids": list(one.prompt), "sampling_params": {"seed": one.seed, "max_tokens": 1}} for one in requests
+        {"token_ids": list(request.prompt), "sampling_params": {"seed": request.seed, "max_tokens": 1}}
+        for request in requests
     ]
     scores = TrainerScores(1, [{tokens[0]: logprobs[0]} for tokens, logprobs in map(deterministic_completion, bodies)])
     refusals = iter(range(3))
@@ -166,8 +167,8 @@ def test_the_probe_of_a_busy_server_is_retried() -> None:
     with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
         client.connect()
         client.reload(Weights("anywhere", "start.1", Probe(requests, scores, [], 1e-3)))
-        (one,) = client.pool.servers
-        assert (one.state, one.failures) == ("up", 0)
-        assert one.probe_result is not None
-        assert one.probe_result.gap == 0.0
+        (remote_server,) = client.pool.servers
+        assert (remote_server.state, remote_server.failures) == ("up", 0)
+        assert remote_server.probe_result is not None
+        assert remote_server.probe_result.gap == 0.0
         assert fake.calls.count("/collective_rpc") == 1, "it is not made to read them again"
