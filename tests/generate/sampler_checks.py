@@ -40,10 +40,10 @@ def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, filtered:
         states.append(state)
     expected, actual = states
     assert torch.equal(actual.numbers, expected.numbers)
-    told = rows[expected.numbers[TOKEN, rows] > 0]
-    assert len(told) > 10
+    token_rows = rows[expected.numbers[TOKEN, rows] > 0]
+    assert len(token_rows) > 10
     assert torch.equal(actual.results[:, 0], expected.results[:, 0])
-    torch.testing.assert_close(actual.results[told], expected.results[told], rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.results[token_rows], expected.results[token_rows], rtol=0, atol=1e-5)
 
 
 def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary() -> None:

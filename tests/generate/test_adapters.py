@@ -54,29 +54,30 @@ def base_of(model: LanguageModel) -> LanguageModel:
     return base
 
 
-def scored_apart(model: LanguageModel, asked: list[list[int]], answered: list[list[Completion]]) -> float:
+def scored_apart(model: LanguageModel, prompt_list: list[list[int]], answered: list[list[Completion]]) -> float:
     """The largest difference between the log-probs of completions and those of a forward of `model`."""
-    expected = teacher_forced(model, asked, answered)
-    completions = [one for group in answered for one in group]
+    expected = teacher_forced(model, prompt_list, answered)
+    completions = [completion for group in answered for completion in group]
     return max(
-        float((torch.tensor(one.logprobs) - logprobs).abs().max())
-        for one, logprobs in zip(completions, expected, strict=True)
+        float((torch.tensor(completion.logprobs) - logprobs).abs().max())
+        for completion, logprobs in zip(completions, expected, strict=True)
     )
 
 
 @pytest.mark.parametrize(
     ("pattern", "experts"),
-    [(pattern, "shared_outer") for pattern in PATTERNS] + [(each, "per_expert") for each in PATTERNS if "E" in each],
+    [(pattern, "shared_outer") for pattern in PATTERNS]
+    + [(pattern, "per_expert") for pattern in PATTERNS if "E" in pattern],
 )
 def test_log_probs_are_those_of_a_model_built_with_the_adapter(pattern: str, experts: Any) -> None:
     lora = LoRA(rank=3, alpha=5.0, experts=experts, ranks={} if "*" not in pattern else {"q_proj": 5})
     model = adapted(small_config(pattern), lora)
-    asked = prompts(VOCABULARY, (5, 1, 9))
+    prompt_list = prompts(VOCABULARY, (5, 1, 9))
     generator = Generator(base_of(model))
     generator.load_adapter("one", *named(model, lora))
-    answered = generator.generate(asked, GREEDY, adapter="one")
-    assert scored_apart(model, asked, answered) < 1e-5
-    assert scored_apart(generator.model, asked, answered) > 1e-2
+    answered = generator.generate(prompt_list, GREEDY, adapter="one")
+    assert scored_apart(model, prompt_list, answered) < 1e-5
+    assert scored_apart(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
@@ -84,23 +85,23 @@ def test_routers_embedding_and_head_have_adapters_too(way: type[Generator]) -> N
     for target in ("router", "embedding", "head", "all,router,embedding,head"):
         lora = LoRA(rank=3, alpha=5.0, targets=target)
         model = adapted(small_config("[*E][*-]"), lora)
-        generator, asked = way(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
+        generator, prompt_list = way(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
         generator.load_adapter("one", *named(model, lora))
-        answered = generator.generate(asked, GREEDY, adapter="one")
-        assert scored_apart(model, asked, answered) < 1e-5
-        assert scored_apart(generator.model, asked, answered) > 1e-4, target
+        answered = generator.generate(prompt_list, GREEDY, adapter="one")
+        assert scored_apart(model, prompt_list, answered) < 1e-5
+        assert scored_apart(generator.model, prompt_list, answered) > 1e-4, target
 
 
 @pytest.mark.parametrize("targets", ["router,q_proj", "head", "embedding"])
 def test_router_head_and_embedding_have_adapters_too(targets: str) -> None:
     lora = LoRA(rank=3, alpha=5.0, targets=targets)
     model = adapted(small_config("[*E]"), lora)
-    asked = prompts(VOCABULARY, (5, 1, 9))
+    prompt_list = prompts(VOCABULARY, (5, 1, 9))
     generator = Generator(base_of(model))
     generator.load_adapter("one", *named(model, lora))
-    answered = generator.generate(asked, GREEDY, adapter="one")
-    assert scored_apart(model, asked, answered) < 1e-5
-    assert scored_apart(generator.model, asked, answered) > 1e-2
+    answered = generator.generate(prompt_list, GREEDY, adapter="one")
+    assert scored_apart(model, prompt_list, answered) < 1e-5
+    assert scored_apart(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
@@ -115,14 +116,14 @@ def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> No
     models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
     base = base_of(models["all"])
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in base.state_dict().items()}
-    generator, asked = way(base), prompts(VOCABULARY, (5, 1, 9))
+    generator, prompt_list = way(base), prompts(VOCABULARY, (5, 1, 9))
     for name, lora in loras.items():
         generator.load_adapter(name, *named(models[name], lora))
-    plain = generator.generate(asked, GREEDY)
+    plain = generator.generate(prompt_list, GREEDY)
     moved = {name: tensor.data_ptr() for name, tensor in base.state_dict().items()}  # a first call may fuse weights
     for name in ("all", "attention", "other", "all"):
-        assert scored_apart(models[name], asked, generator.generate(asked, GREEDY, adapter=name)) < 1e-5
-    assert generator.generate(asked, GREEDY) == plain
+        assert scored_apart(models[name], prompt_list, generator.generate(prompt_list, GREEDY, adapter=name)) < 1e-5
+    assert generator.generate(prompt_list, GREEDY) == plain
 
     replacement = adapted(config, loras["all"], seed=7)
     slot = generator.adapters._loaded["all"].slot
@@ -130,11 +131,11 @@ def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> No
     generator.load_adapter("all", *named(replacement, loras["all"]))
     assert generator.adapters._loaded["all"].slot is slot
     assert slot.values.data_ptr() == address
-    assert scored_apart(replacement, asked, generator.generate(asked, GREEDY, adapter="all")) < 1e-5
+    assert scored_apart(replacement, prompt_list, generator.generate(prompt_list, GREEDY, adapter="all")) < 1e-5
     generator.remove_adapter("other")
     with pytest.raises(ValueError, match="adapter 'other' is not loaded; there are 'all', 'attention'"):
-        generator.generate(asked, GREEDY, adapter="other")
-    assert generator.generate(asked, GREEDY) == plain
+        generator.generate(prompt_list, GREEDY, adapter="other")
+    assert generator.generate(prompt_list, GREEDY) == plain
     for name, tensor in base.state_dict().items():
         assert torch.equal(tensor, before[name][1])
         assert tensor.data_ptr() == moved[name]
@@ -156,9 +157,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     config, lora = small_config("[*-]"), LoRA(rank=4)
     model = adapted(config, lora)
     configs, pairs = named(model, lora)
-    generator, asked = Generator(base_of(model)), prompts(VOCABULARY, (5,))
+    generator, prompt_list = Generator(base_of(model)), prompts(VOCABULARY, (5,))
     generator.load_adapter("one", configs, pairs)
-    expected = generator.generate(asked, GREEDY, adapter="one")
+    expected = generator.generate(prompt_list, GREEDY, adapter="one")
     layer = "layers.0.attention.q_proj"
     wrong = pairs | {layer: (pairs[layer][0][:, 1:], pairs[layer][1])}
     refusals = {
@@ -176,10 +177,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         ),
         "adapts no layer": ({}, {}),
     }
-    for sentence, given in refusals.items():
+    for sentence, arguments in refusals.items():
         with pytest.raises(ValueError, match=re.escape(sentence)):
-            generator.load_adapter("one", *given)
-    assert generator.generate(asked, GREEDY, adapter="one") == expected
+            generator.load_adapter("one", *arguments)
+    assert generator.generate(prompt_list, GREEDY, adapter="one") == expected
     with pytest.raises(ValueError, match="has adapters of its own"):
         Generator(model).load_adapter("one", configs, pairs)
 
@@ -208,9 +209,9 @@ def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
     hidden = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
     for block, expected in zip(generator.model.blocks, model.blocks, strict=True):
         norm = Norm(block.norm.weight, block.norm.eps, block.norm.offset)
-        found = block.fused_decode(hidden.clone(), norm, context)
-        assert found is not None
-        assert_equal(found, hidden + expected.sublayer(expected.norm(hidden), context), block.name)
+        actual = block.fused_decode(hidden.clone(), norm, context)
+        assert actual is not None
+        assert_equal(actual, hidden + expected.sublayer(expected.norm(hidden), context), block.name)
 
 
 @BOTH
@@ -271,12 +272,14 @@ def test_completions_continue_with_a_replaced_adapter_and_fail_with_a_removed_on
 
 def generated(group: Any, layout: Layout, pattern: str, lora: LoRA) -> list[list[float]]:
     config = small_config(pattern, vocab_size=64)
-    whole = adapted(config, lora)
+    full_model = adapted(config, lora)
     model = LanguageModel(config, mesh=mesh(layout))
     generator = Generator(model)
-    generator.load_adapter("one", *named(whole, lora))
-    asked = prompts(64, (5, 1, 9))
-    return [one.logprobs for group in generator.generate(asked, GREEDY, adapter="one") for one in group]
+    generator.load_adapter("one", *named(full_model, lora))
+    prompt_list = prompts(64, (5, 1, 9))
+    return [
+        completion.logprobs for group in generator.generate(prompt_list, GREEDY, adapter="one") for completion in group
+    ]
 
 
 @pytest.mark.parametrize("pattern", ["[*-][*E]", pytest.param("[+-][G-][M-]", marks=pytest.mark.slow)])
@@ -284,4 +287,4 @@ def test_tensor_parallel_ranks_load_their_parts(ranks: Any, pattern: str) -> Non
     lora = LoRA(rank=3, alpha=5.0)
     expected = ranks(1, generated, Layout(), pattern, lora)[0]
     for actual in ranks(2, generated, Layout(tp=2), pattern, lora):
-        assert [pytest.approx(one, abs=1e-4) for one in expected] == actual
+        assert [pytest.approx(logprobs, abs=1e-4) for logprobs in expected] == actual

@@ -76,9 +76,15 @@ def bits(groups: list[list[Completion]]) -> list[tuple[list[int], list[float]]]:
 def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) -> dict[str, float]:
     """The share of tokens from the first other token of a completion on, and of other log-probs before it."""
     tokens = other_tokens = shared = other_logprobs = 0
-    for (one, logprobs), (other, expected_logprobs) in zip(bits(actual), bits(expected), strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
-        tokens, other_tokens, shared = tokens + len(other), other_tokens + len(other) - same, shared + same
+    for (one, logprobs), (expected_tokens, expected_logprobs) in zip(bits(actual), bits(expected), strict=True):
+        same = next(
+            (i for i, (a, b) in enumerate(zip(one, expected_tokens, strict=False)) if a != b), len(expected_tokens)
+        )
+        tokens, other_tokens, shared = (
+            tokens + len(expected_tokens),
+            other_tokens + len(expected_tokens) - same,
+            shared + same,
+        )
         other_logprobs += sum(a != b for a, b in zip(logprobs[:same], expected_logprobs[:same], strict=True))
     return {"tokens": tokens, "diverged": other_tokens / tokens, "other_logprobs": other_logprobs / max(shared, 1)}
 
@@ -96,11 +102,13 @@ def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
 ) -> None:
     model = model_of(config(name), "cpu", dtype)
     prompts, samplings = requests(6, 14, 256)
-    together = bits(kind(model).generate(prompts, samplings))
+    in_one_batch = bits(kind(model).generate(prompts, samplings))
     for index in (0, 5):
-        assert bits(kind(model).generate(prompts[index : index + 1], samplings[index : index + 1])) == [together[index]]
+        assert bits(kind(model).generate(prompts[index : index + 1], samplings[index : index + 1])) == [
+            in_one_batch[index]
+        ]
     few_pages = kind(model, max_sequences=3, max_batch_tokens=100, max_prefill_tokens=8)
-    assert bits(few_pages.generate(prompts[::-1], samplings[::-1])) == together[::-1]
+    assert bits(few_pages.generate(prompts[::-1], samplings[::-1])) == in_one_batch[::-1]
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
@@ -109,10 +117,10 @@ def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(name: str) -> None:
 
 
 def compare_with_trainer(
-    source: Any, device: str, dtype: torch.dtype, asked: tuple[list[list[int]], list[SamplingParams]], budget: int
+    source: Any, device: str, dtype: torch.dtype, requests: tuple[list[list[int]], list[SamplingParams]], budget: int
 ) -> None:
     """Samples with a copy of the trainer's weights, at three temperatures, and scores the tokens with the trainer."""
-    prompts, samplings = asked
+    prompts, samplings = requests
     with started(device=device):
         engine = Engine(source, budget=budget, compute_dtype=dtype, batch_invariant=True)
         completions = SyncedGenerator(engine, None).generate(prompts, samplings)
@@ -126,7 +134,9 @@ def compare_with_trainer(
             # The training forward, with gradients and the objective's own sweep.
             result = engine.forward_backward(batch, SFT())
             mean = sum(float(logprobs.double().sum()) for logprobs in engine.logprobs(batch).logprob)
-            assert result.loss == pytest.approx(-mean / sum(len(each) - 1 for each in batch.sequences), rel=1e-6)
+            assert result.loss == pytest.approx(
+                -mean / sum(len(sequence) - 1 for sequence in batch.sequences), rel=1e-6
+            )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -145,7 +155,7 @@ def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompu
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "why"),
+    ("source", "options", "reason"),
     [
         ("tiny-hybrid", {}, "has 'M' (Mamba)"),
         ("tiny-dense", {"layout": Layout(tp=2)}, "needs tp=1, but tp is 2"),
@@ -153,10 +163,10 @@ def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompu
         ("tiny-dense", {"options": {"overlap": "zero_bubble"}}, "overlap=zero_bubble"),
     ],
 )
-def test_what_depends_on_the_batch_is_refused(source: str, options: dict[str, Any], why: str) -> None:
+def test_what_depends_on_the_batch_is_refused(source: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=r"^batch_invariant ") as raised:
         check_batch_invariant(read_model(source)[1], **{"layout": Layout(), **options})
-    assert why in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_an_engine_with_adapters_is_refused() -> None:
@@ -174,18 +184,18 @@ def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, bat
     chosen, generator = (0, 1, 2, 77, 200), Generator(model)
     alone = [generator.generate(prompts[row : row + 1], samplings[row : row + 1])[0] for row in chosen]
     rates = {}
-    for others in (7, 63, 200):
-        rows = sorted({*chosen, *range(others + 1)})
+    for count in (7, 63, 200):
+        rows = sorted({*chosen, *range(count + 1)})
         among = generator.generate([prompts[row] for row in rows], [samplings[row] for row in rows])
-        rates[f"among {others}"] = diverging([among[rows.index(row)] for row in chosen], alone)
+        rates[f"among {count}"] = diverging([among[rows.index(row)] for row in chosen], alone)
     among = generator.generate(prompts, samplings)
     small = Generator(model, max_sequences=50, max_batch_tokens=4096, max_prefill_tokens=256)
     rates["50 rows, preempted"] = diverging(small.generate(prompts[::-1], samplings[::-1])[::-1], among)
     shared = [replace(sampling, seed=7) for sampling in samplings[:4]]
     several = generator.generate(prompts[:4], shared, 3)
-    one = [generator.generate(prompts[:4], shared, 1, first=number) for number in range(3)]
-    again = [[one[number][row][0] for number in range(3)] for row in range(4)]
-    rates["prompts shared by 3"] = diverging(several, again)
+    one_by_one = [generator.generate(prompts[:4], shared, 1, first=number) for number in range(3)]
+    regrouped = [[one_by_one[number][row][0] for number in range(3)] for row in range(4)]
+    rates["prompts shared by 3"] = diverging(several, regrouped)
     print(json.dumps({"source": source.__name__, "batch_invariant": batch_invariant, **rates}))
     differs = any(rate["diverged"] or rate["other_logprobs"] for rate in rates.values())
     assert differs is not batch_invariant

@@ -28,15 +28,15 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
     engine.forward_backward(Batch(PROMPTS[:3]), SFT())
     engine.optimizer_step()
     samplings = [SamplingParams(max_new_tokens=6, seed=place, ignore_eos=True) for place in range(len(PROMPTS))]
-    found = generator.generate(PROMPTS, samplings, n=2)
+    completions = generator.generate(PROMPTS, samplings, n=2)
     worst = 0.0
-    batch = [prompt + answer.tokens for prompt, each in zip(PROMPTS, found, strict=True) for answer in each]
+    batch = [prompt + answer.tokens for prompt, group in zip(PROMPTS, completions, strict=True) for answer in group]
     scores = iter(engine.logprobs(Batch(batch)).logprob)
-    for each in found:
+    for each in completions:
         for answer in each:
-            own = next(scores)[-len(answer.tokens) :]
-            worst = max(worst, float((own - torch.tensor(answer.logprobs)).abs().max()))
-    return [[answer.tokens for answer in each] for each in found], worst
+            own_scores = next(scores)[-len(answer.tokens) :]
+            worst = max(worst, float((own_scores - torch.tensor(answer.logprobs)).abs().max()))
+    return [[answer.tokens for answer in group] for group in completions], worst
 
 
 def synced_adapter(group: Any) -> tuple[bool, bool, float]:
@@ -74,6 +74,6 @@ def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
 def test_every_layout_gives_the_same_answers(ranks: Any, layout: Layout) -> None:
     (alone, off), *_ = ranks(1, answers, Layout())
     assert off < 1e-4
-    for found, worst in ranks(layout.world_size, answers, layout):
-        assert found == alone
+    for actual, worst in ranks(layout.world_size, answers, layout):
+        assert actual == alone
         assert worst < 1e-4

@@ -42,64 +42,64 @@ def prompts(model: LanguageModel) -> list[list[int]]:
     return [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
-    for group, reference in zip(found, expected, strict=True):
-        for one, other in zip(group, reference, strict=True):
-            assert one.tokens == other.tokens
-            assert one.finish_reason == other.finish_reason
-            assert (one.routing is None) == (other.routing is None)
-            assert one.routing is None or torch.equal(one.routing, other.routing)
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+def assert_same(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for group, reference in zip(actual, expected, strict=True):
+        for completion, expected_completion in zip(group, reference, strict=True):
+            assert completion.tokens == expected_completion.tokens
+            assert completion.finish_reason == expected_completion.finish_reason
+            assert (completion.routing is None) == (expected_completion.routing is None)
+            assert completion.routing is None or torch.equal(completion.routing, expected_completion.routing)
+            assert completion.logprobs == pytest.approx(expected_completion.logprobs, abs=1e-4)
+            assert completion.sampled_logprobs == pytest.approx(expected_completion.sampled_logprobs, abs=1e-4)
 
 
-def rate(found: list[list[Completion]]) -> float:
-    answers = [one for group in found for one in group]
-    return sum(one.accepted for one in answers) / sum(one.drafted for one in answers)
+def rate(completions: list[list[Completion]]) -> float:
+    answers = [completion for group in completions for completion in group]
+    return sum(answer.accepted for answer in answers) / sum(answer.drafted for answer in answers)
 
 
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> None:
-    asked = prompts(model)
-    free = Generator(model).generate(asked, [SAMPLINGS[way]] * len(asked))
+    prompt_list = prompts(model)
+    free = Generator(model).generate(prompt_list, [SAMPLINGS[way]] * len(prompt_list))
     sampling = [
-        replace(SAMPLINGS[way], max_new_tokens=1 + 4 * place, stop_tokens=(one.tokens[2 + place],) * (place % 2))
-        for place, (one,) in enumerate(free)
+        replace(SAMPLINGS[way], max_new_tokens=1 + 4 * place, stop_tokens=(completion.tokens[2 + place],) * (place % 2))
+        for place, (completion,) in enumerate(free)
     ]
     routing = bool(model.config.routers)
-    expected = Generator(model, routing=routing).generate(asked, sampling, n=2)
-    found = Generator(model, routing=routing, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
-    assert_same(found, expected)
-    assert {one.finish_reason for group in found for one in group} == {"stop", "length"}
+    expected = Generator(model, routing=routing).generate(prompt_list, sampling, n=2)
+    actual = Generator(model, routing=routing, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
+    assert_same(actual, expected)
+    assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, evicted = small_model("[M-][*-]/[*-]"), []
-    asked = [prompts(model)[place] for place in (1, 3, 0)]
-    sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(asked))]
-    expected = Generator(model).generate(asked, sampling)
+    prompt_list = [prompts(model)[place] for place in (1, 3, 0)]
+    sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(prompt_list))]
+    expected = Generator(model).generate(prompt_list, sampling)
     evict = Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (evicted.append(1), evict(*given)))
-    found = Generator(model, draft=draft, max_batch_tokens=90).generate(asked, sampling)
-    assert_same(found, expected)
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *arguments: (evicted.append(1), evict(*arguments)))
+    actual = Generator(model, draft=draft, max_batch_tokens=90).generate(prompt_list, sampling)
+    assert_same(actual, expected)
     assert evicted
 
 
 @pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("right", "wrong")), "now and then"]
+    "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("right", "wrong")), "now and then"]
 )
 def test_answers_do_not_depend_on_what_is_guessed(
     model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, sampling = prompts(model), SAMPLINGS[way]
-    expected = Generator(model).generate(asked, sampling, n=2)
+    prompt_list, sampling = prompts(model), SAMPLINGS[way]
+    expected = Generator(model).generate(prompt_list, sampling, n=2)
     known = {
-        rng_key(sampling.seed, place, number): one.tokens
+        rng_key(sampling.seed, place, number): completion.tokens
         for place, group in enumerate(expected)
-        for number, one in enumerate(group)
+        for number, completion in enumerate(group)
     }
 
     def guess(drafter: Drafter, answers: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
@@ -108,11 +108,11 @@ def test_answers_do_not_depend_on_what_is_guessed(
         return torch.tensor([(token + by) % model.config.vocab_size for token, by in following], dtype=torch.int64)
 
     monkeypatch.setattr(Drafter, "propose", guess)
-    found = Generator(model, draft="mtp", max_sequences=3).generate(asked, sampling, n=2)
-    assert_same(found, expected)
-    assert rate(found) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
+    actual = Generator(model, draft="mtp", max_sequences=3).generate(prompt_list, sampling, n=2)
+    assert_same(actual, expected)
+    assert rate(actual) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
     if kind == "right":  # the first token comes with the prompt, then there are two a step
-        assert {one.drafted for group in found for one in group} == {5}
+        assert {completion.drafted for group in actual for completion in group} == {5}
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
 def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
     model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, sampling = prompts(model), SAMPLINGS[way]
+    prompt_list, sampling = prompts(model), SAMPLINGS[way]
     said: list[Tensor] = []  # by the depth, a row for each guess
     numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
 
@@ -137,23 +137,23 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
         return sample(logits, settings, counts)
 
     monkeypatch.setattr("postlude.generate.draft.sample", recorded)
-    found = Generator(model, draft="mtp", max_sequences=4).generate(asked, sampling, n=2)
+    actual = Generator(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
     rows = dict(zip(numbers, said, strict=True))
-    assert len(rows) == len(said) == sum(one.drafted for group in found for one in group)
-    for place, (prompt, group) in enumerate(zip(asked, found, strict=True)):
-        for number, one in enumerate(group):
+    assert len(rows) == len(said) == sum(completion.drafted for group in actual for completion in group)
+    for place, (prompt, group) in enumerate(zip(prompt_list, actual, strict=True)):
+        for number, completion in enumerate(group):
             key, known, accepted = rng_key(sampling.seed, place, number), 1, 0
-            expected = depth_logits(model, [*prompt, *one.tokens])
+            expected = depth_logits(model, [*prompt, *completion.tokens])
             settings = SamplerSettings.of([sampling], [key], model.config.vocab_size, expected.device)
-            while known < len(one.tokens):
+            while known < len(completion.tokens):
                 logits = expected[len(prompt) + known - 2]  # where the depth has the newest token, and says the next
                 torch.testing.assert_close(rows.pop((key, known)), logits, rtol=0, atol=1e-4)
-                right = int(sample(logits[None], settings, torch.tensor([known]))[0]) == one.tokens[known]
+                right = int(sample(logits[None], settings, torch.tensor([known]))[0]) == completion.tokens[known]
                 known, accepted = known + 1 + right, accepted + right
-            assert one.accepted == accepted
+            assert completion.accepted == accepted
     assert not rows
     if way == "sampled":
-        assert 0.1 < rate(found) < 0.9
+        assert 0.1 < rate(actual) < 0.9
 
 
 def agreeing(pattern: str, sign: float) -> LanguageModel:
@@ -173,17 +173,17 @@ def agreeing(pattern: str, sign: float) -> LanguageModel:
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_a_depth_that_says_what_the_model_says_is_always_right(pattern: str, way: str) -> None:
     model = agreeing(pattern, 1.0)
-    found = Generator(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
-    assert rate(found) == 1.0
-    assert_same(found, Generator(model).generate(prompts(model), SAMPLINGS[way], n=2))
+    actual = Generator(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
+    assert rate(actual) == 1.0
+    assert_same(actual, Generator(model).generate(prompts(model), SAMPLINGS[way], n=2))
 
 
 def test_a_depth_that_says_the_opposite_is_never_right() -> None:
     model, sampling = agreeing(TRANSFORMER, -1.0), SAMPLINGS["greedy"]
-    found = Generator(model, draft="mtp").generate(prompts(model), sampling)
-    assert rate(found) == 0.0
-    assert {one.drafted for group in found for one in group} == {sampling.max_new_tokens - 1}
-    assert_same(found, Generator(model).generate(prompts(model), sampling))
+    actual = Generator(model, draft="mtp").generate(prompts(model), sampling)
+    assert rate(actual) == 0.0
+    assert {completion.drafted for group in actual for completion in group} == {sampling.max_new_tokens - 1}
+    assert_same(actual, Generator(model).generate(prompts(model), sampling))
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def test_drafted_answers_have_the_models_distribution() -> None:
     sampling = SamplingParams(max_new_tokens=3, temperature=1.3, top_p=0.9, seed=8)
     everything = list(itertools.product(range(size), repeat=3))
     microbatches = pack([[*prompt, *answer] for answer in everything], budget=5 * len(everything))
-    logits = torch.cat([model(each) for each in microbatches]).unflatten(0, (len(everything), 5))[:, 1:4]
+    logits = torch.cat([model(microbatch) for microbatch in microbatches]).unflatten(0, (len(everything), 5))[:, 1:4]
     scaled = logits.double() / sampling.temperature
     ranked = scaled.softmax(-1).sort(descending=True)
     outside = ranked.values.cumsum(-1) - ranked.values >= sampling.top_p
@@ -203,7 +203,7 @@ def test_drafted_answers_have_the_models_distribution() -> None:
     chosen = left[order].gather(-1, torch.tensor(everything)[..., None])[..., 0]
     generator = Generator(model, draft="mtp", max_sequences=count, max_batch_tokens=6 * count)
     (answers,) = generator.generate([prompt], sampling, n=count)
-    numbers = torch.tensor([one.tokens for one in answers]) @ torch.tensor([size * size, size, 1])
+    numbers = torch.tensor([completion.tokens for completion in answers]) @ torch.tensor([size * size, size, 1])
     assert abs(surprise(torch.bincount(numbers, minlength=size**3), chosen.prod(-1))) < 4
     assert 0.1 < rate([answers]) < 1.0
 
@@ -216,15 +216,15 @@ def test_text_that_stops_an_answer_stops_it_between_two_tokens(monkeypatch: pyte
             return "".join(chr(ord("A") + token) for token in token_ids)
 
     model = agreeing(TRANSFORMER, 1.0)  # every guess is right, so every other token is a second one
-    asked = prompts(model)
-    free = Generator(model, Letters()).generate(asked, SAMPLINGS["sampled"])
+    prompt_list = prompts(model)
+    free = Generator(model, Letters()).generate(prompt_list, SAMPLINGS["sampled"])
     for place in range(2, 6):
-        stops = [Letters().decode(one.tokens[place - 1 : place + 1]) for (one,) in free]
+        stops = [Letters().decode(completion.tokens[place - 1 : place + 1]) for (completion,) in free]
         sampling = [replace(SAMPLINGS["sampled"], stop=(stop,)) for stop in stops]
-        expected = Generator(model, Letters()).generate(asked, sampling)
-        found = Generator(model, Letters(), draft="mtp").generate(asked, sampling)
-        assert_same(found, expected)
-        assert [one.text for (one,) in found] == [one.text for (one,) in expected]
+        expected = Generator(model, Letters()).generate(prompt_list, sampling)
+        actual = Generator(model, Letters(), draft="mtp").generate(prompt_list, sampling)
+        assert_same(actual, expected)
+        assert [completion.text for (completion,) in actual] == [completion.text for (completion,) in expected]
 
 
 def test_a_model_without_a_depth_is_refused() -> None:

@@ -29,9 +29,9 @@ GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
 @pytest.mark.parametrize("pattern", ["*-S-", "M-G-"])
 def test_pages_equal_rows_with_fp8_weights(device: str, pattern: str) -> None:
     model = hybrid(pattern).to(device)
-    asked, samplings = uneven(4, 30, seed=4, ignore_eos=True)
-    actual = Recorded(model, quantization="fp8").generate(asked, samplings)
-    assert_alike(actual, Stepped(model, quantization="fp8").generate(asked, samplings))
+    prompt_list, samplings = uneven(4, 30, seed=4, ignore_eos=True)
+    actual = Recorded(model, quantization="fp8").generate(prompt_list, samplings)
+    assert_alike(actual, Stepped(model, quantization="fp8").generate(prompt_list, samplings))
 
 
 def test_products_are_those_of_rounded_tokens_and_weights() -> None:
@@ -39,16 +39,16 @@ def test_products_are_those_of_rounded_tokens_and_weights() -> None:
     model = dense("cpu")
     fp8_weights, block = FP8Weights(model), model.blocks[1]
     fp8_weights.write()
-    hidden, seen = torch.randn(5, model.config.hidden_size), {}
+    hidden, products_by_name = torch.randn(5, model.config.hidden_size), {}
     for name in ("gate_proj", "up_proj", "down_proj"):
         layer = getattr(block, name)
         copy = FP8Weight.like(layer.weight)
         copy.write(layer.weight.detach())
-        seen[name] = lambda rows, copy=copy: round_rows(rows) @ copy.rounded(torch.float32).t()
-    gated = torch.nn.functional.silu(seen["gate_proj"](hidden)) * seen["up_proj"](hidden)
-    expected, plain = seen["down_proj"](gated), block.sublayer(hidden, None)
+        products_by_name[name] = lambda rows, copy=copy: round_rows(rows) @ copy.rounded(torch.float32).t()
+    gated = torch.nn.functional.silu(products_by_name["gate_proj"](hidden)) * products_by_name["up_proj"](hidden)
+    expected, plain = products_by_name["down_proj"](gated), block.sublayer(hidden, None)
     with torch.no_grad(), fp8_weights.attached():
-        torch.testing.assert_close(block.up_proj(hidden), seen["up_proj"](hidden))
+        torch.testing.assert_close(block.up_proj(hidden), products_by_name["up_proj"](hidden))
         torch.testing.assert_close(block.sublayer(hidden, None), expected, rtol=1e-3, atol=1e-3)
     assert (plain - expected).abs().max() > 1e-2
     assert torch.equal(block.sublayer(hidden, None), plain)

@@ -30,15 +30,17 @@ def tokens(completions: list[list[Completion]]) -> list[list[list[int]]]:
 
 @torch.no_grad()
 def teacher_forced(
-    model: LanguageModel, asked: list[list[int]], answered: list[list[Completion]], temperature: float = 1.0
+    model: LanguageModel, prompt_list: list[list[int]], answered: list[list[Completion]], temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """Log-probs of every answer's tokens from one ordinary forward, in the order of the answers."""
     wholes, starts = [], []
-    for prompt, group in zip(asked, answered, strict=True):
+    for prompt, group in zip(prompt_list, answered, strict=True):
         for completion in group:
             wholes.append([*prompt, *completion.tokens])
             starts.append(len(prompt))
-    microbatches = [each.to(model.embedding.weight.device) for each in pack(wholes, budget=max(map(len, wholes)))]
+    microbatches = [
+        microbatch.to(model.embedding.weight.device) for microbatch in pack(wholes, budget=max(map(len, wholes)))
+    ]
 
     def processor(inputs, context):
         return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, temperature=temperature).logprob
@@ -61,14 +63,14 @@ def dense() -> LanguageModel:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_greedy_equals_transformers(name: str, tmp_path) -> None:
-    theirs = saved(CONFIGS[name](), tmp_path)
-    asked = prompts(theirs.config.vocab_size)
+    hf_model = saved(CONFIGS[name](), tmp_path)
+    prompt_list = prompts(hf_model.config.vocab_size)
     # Three at a time, so that prompts join while others are half way.
     generator = Generator(load_model(tmp_path), eos_tokens=(END,), max_sequences=3)
-    answered = generator.generate(asked, SamplingParams(max_new_tokens=10, temperature=0.0))
-    for prompt, (completion,) in zip(asked, answered, strict=True):
+    answered = generator.generate(prompt_list, SamplingParams(max_new_tokens=10, temperature=0.0))
+    for prompt, (completion,) in zip(prompt_list, answered, strict=True):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(
+        expected = hf_model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=0
         )[0]
         assert completion.tokens == expected[len(prompt) :].tolist()
@@ -83,11 +85,11 @@ def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: fl
     if name in CONFIGS:
         saved(CONFIGS[name](), tmp_path)
     model = load_model(tmp_path if name in CONFIGS else name)
-    asked = prompts(model.config.vocab_size)
+    prompt_list = prompts(model.config.vocab_size)
     generator = Generator(model, max_sequences=5)
-    answered = generator.generate(asked, SamplingParams(max_new_tokens=25, temperature=temperature, seed=5), n=2)
-    expected = teacher_forced(model, asked, answered, temperature)
-    for completion, logprobs in zip((one for group in answered for one in group), expected, strict=True):
+    answered = generator.generate(prompt_list, SamplingParams(max_new_tokens=25, temperature=temperature, seed=5), n=2)
+    expected = teacher_forced(model, prompt_list, answered, temperature)
+    for completion, logprobs in zip((completion for group in answered for completion in group), expected, strict=True):
         torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, rtol=0, atol=1e-4)
         assert completion.sampled_logprobs == completion.logprobs
 
@@ -105,30 +107,30 @@ def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: fl
     ids=str,
 )
 def test_an_answer_does_not_depend_on_what_runs_beside_it(limits: dict[str, int], dense: LanguageModel) -> None:
-    asked = prompts(256)
+    prompt_list = prompts(256)
     sampling = [SamplingParams(max_new_tokens=5 + 7 * place, temperature=0.8, top_p=0.95, seed=9) for place in range(6)]
-    expected = Generator(dense).generate(asked, sampling, n=3)
-    answered = Generator(dense, **limits).generate(asked, sampling, n=3)
+    expected = Generator(dense).generate(prompt_list, sampling, n=3)
+    answered = Generator(dense, **limits).generate(prompt_list, sampling, n=3)
     assert tokens(answered) == tokens(expected)
     for group, reference in zip(answered, expected, strict=True):
-        for one, other in zip(group, reference, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+        for completion, expected_completion in zip(group, reference, strict=True):
+            assert completion.logprobs == pytest.approx(expected_completion.logprobs, abs=1e-4)
+            assert completion.sampled_logprobs == pytest.approx(expected_completion.sampled_logprobs, abs=1e-4)
     assert len({tuple(answer) for group in tokens(expected) for answer in group}) == 18
 
 
 def test_seeds_and_numbers_give_other_answers(dense: LanguageModel) -> None:
     generator = Generator(dense)
-    asked = [list(b"once")] * 2
-    first = tokens(generator.generate(asked, SamplingParams(max_new_tokens=8, seed=1), n=2))
-    assert first == tokens(generator.generate(asked, SamplingParams(max_new_tokens=8, seed=1), n=2))
-    other = tokens(generator.generate(asked, SamplingParams(max_new_tokens=8, seed=2), n=2))
-    assert len({tuple(answer) for group in first + other for answer in group}) == 8
+    prompt_list = [list(b"once")] * 2
+    first = tokens(generator.generate(prompt_list, SamplingParams(max_new_tokens=8, seed=1), n=2))
+    assert first == tokens(generator.generate(prompt_list, SamplingParams(max_new_tokens=8, seed=1), n=2))
+    other_seed_tokens = tokens(generator.generate(prompt_list, SamplingParams(max_new_tokens=8, seed=2), n=2))
+    assert len({tuple(answer) for group in first + other_seed_tokens for answer in group}) == 8
 
 
 def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
-    seen: list[int] = []
-    hook = dense.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0])))
+    batch_sizes: list[int] = []
+    hook = dense.register_forward_pre_hook(lambda module, arguments: batch_sizes.append(len(arguments[0])))
     try:
         Generator(dense, max_sequences=3).generate(
             [list(b"a prompt of 21 tokens")], SamplingParams(max_new_tokens=4), n=7
@@ -136,17 +138,19 @@ def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
     finally:
         hook.remove()
     # Seven answers of four tokens, of which the first comes from the prompt's own logits.
-    assert sum(seen) == 21 + 7 * 3
+    assert sum(batch_sizes) == 21 + 7 * 3
 
 
 @pytest.mark.slow
 def test_answers_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
     source = random.Random(0)
-    asked = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]
-    sampling = [SamplingParams(max_new_tokens=source.randrange(1, 60), temperature=0.0) for _ in asked]
-    together = Generator(dense, max_batch_tokens=300, max_sequences=6).generate(asked, sampling)
-    alone = [Generator(dense).generate([prompt], own)[0] for prompt, own in zip(asked, sampling, strict=True)]
-    assert tokens(together) == tokens(alone)
+    prompt_list = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]
+    sampling = [SamplingParams(max_new_tokens=source.randrange(1, 60), temperature=0.0) for _ in prompt_list]
+    in_one_batch = Generator(dense, max_batch_tokens=300, max_sequences=6).generate(prompt_list, sampling)
+    alone = [
+        Generator(dense).generate([prompt], params)[0] for prompt, params in zip(prompt_list, sampling, strict=True)
+    ]
+    assert tokens(in_one_batch) == tokens(alone)
 
 
 def test_stop_tokens_end_an_answer_and_stay_in_it(dense: LanguageModel) -> None:
@@ -169,12 +173,12 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(dense: LanguageModel) -> None:
 
 def test_stop_strings_end_an_answer_where_they_are_complete(dense: LanguageModel) -> None:
     generator = Generator(dense, load_tokenizer("tiny-dense"))
-    asked, common = [list(b"begin")], {"max_new_tokens": 200, "ignore_eos": True, "seed": 3}
-    (free,) = generator.generate(asked, SamplingParams(**common))[0]
+    prompt_list, common = [list(b"begin")], {"max_new_tokens": 200, "ignore_eos": True, "seed": 3}
+    (free,) = generator.generate(prompt_list, SamplingParams(**common))[0]
     letters = [place for place, token in enumerate(free.tokens) if 32 < token < 127]
     place = next(place for place in letters[5:] if place + 1 in letters)  # two plain letters in a row
     stop = bytes(free.tokens[place : place + 2]).decode()
-    (answer,) = generator.generate(asked, SamplingParams(**common, stop=("never appears", stop)))[0]
+    (answer,) = generator.generate(prompt_list, SamplingParams(**common, stop=("never appears", stop)))[0]
     assert answer.tokens == free.tokens[: place + 2]
     assert answer.finish_reason == "stop"
     assert answer.text is not None
@@ -209,7 +213,7 @@ def test_a_generator_is_an_engine(dense: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sampling", "sentence"),
+    ("prompt_list", "sampling", "sentence"),
     [
         ([[1], []], SamplingParams(max_new_tokens=9), "prompt 1 is empty"),
         ([[1, 264]], SamplingParams(), "prompt 0 has token 264, but the vocabulary goes from 0 to 263"),
@@ -224,9 +228,9 @@ def test_a_generator_is_an_engine(dense: LanguageModel) -> None:
         ([[1]], [SamplingParams()] * 2, "1 prompts, but 2 samplings"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(asked, sampling, sentence: str, dense: LanguageModel) -> None:
+def test_what_cannot_be_generated_is_refused(prompt_list, sampling, sentence: str, dense: LanguageModel) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Generator(dense, max_batch_tokens=100).generate(asked, sampling)
+        Generator(dense, max_batch_tokens=100).generate(prompt_list, sampling)
 
 
 def test_limits_are_checked(dense: LanguageModel) -> None:

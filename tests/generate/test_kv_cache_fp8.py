@@ -24,11 +24,14 @@ def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]
     thousand features a few do, and their tokens are seen by all that follow.
     """
     gaps, tokens = [], 0
-    for one, other in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
-        same = [mine == its for mine, its in zip(one.tokens, other.tokens, strict=False)]
+    for completion, expected_completion in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
+        same = [
+            token == expected_token
+            for token, expected_token in zip(completion.tokens, expected_completion.tokens, strict=False)
+        ]
         until = same.index(False) if False in same else len(same)
-        gaps += [abs(one.logprobs[index] - other.logprobs[index]) for index in range(until)]
-        tokens += len(other.tokens)
+        gaps += [abs(completion.logprobs[index] - expected_completion.logprobs[index]) for index in range(until)]
+        tokens += len(expected_completion.tokens)
     assert len(gaps) > 0.9 * tokens
     assert max(gaps) < 5e-3
 
@@ -37,39 +40,43 @@ def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]
 def test_pages_in_fp8_equal_rows_that_are_rounded(device: str) -> None:
     """Several completions of a prompt share its pages, and most do not fit at once."""
     model = dense(device)
-    asked, samplings = uneven(4, 80, ignore_eos=True)
+    prompt_list, samplings = uneven(4, 80, ignore_eos=True)
     limits = {"kv_cache_dtype": "fp8", "max_batch_tokens": 200, "max_sequences": 4}
-    actual = Recorded(model, **limits).generate(asked, samplings, n=2)
-    assert_alike(actual, Stepped(model, **limits).generate(asked, samplings, n=2))
+    actual = Recorded(model, **limits).generate(prompt_list, samplings, n=2)
+    assert_alike(actual, Stepped(model, **limits).generate(prompt_list, samplings, n=2))
     with pytest.raises(AssertionError):  # rounding changes something
-        assert_alike(actual, Stepped(model).generate(asked, samplings, n=2))
+        assert_alike(actual, Stepped(model).generate(prompt_list, samplings, n=2))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_windows_and_recurrent_states_in_fp8(device: str) -> None:
     model = hybrid("M-S-G-*-").to(device)
-    asked, samplings = uneven(5, 60, seed=2, ignore_eos=True)
-    actual = Recorded(model, kv_cache_dtype="fp8").generate(asked, samplings)
-    assert_alike(actual, Stepped(model, kv_cache_dtype="fp8").generate(asked, samplings))
+    prompt_list, samplings = uneven(5, 60, seed=2, ignore_eos=True)
+    actual = Recorded(model, kv_cache_dtype="fp8").generate(prompt_list, samplings)
+    assert_alike(actual, Stepped(model, kv_cache_dtype="fp8").generate(prompt_list, samplings))
 
 
 @pytest.mark.parametrize("way", [Recorded, Stepped])
 def test_a_prefill_equals_the_decoding_of_the_same_tokens(way: type[Generator]) -> None:
     """So a completion that gave its room to others and was prefilled again goes on as before."""
     generator = way(dense("cpu"), kv_cache_dtype="fp8")
-    ((whole,),) = generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True))
-    prompt = [1, 2, 3, *whole.tokens[:70]]
-    ((rest,),) = generator.generate([prompt], SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True))
-    later = replace(whole, tokens=whole.tokens[70:], logprobs=whole.logprobs[70:])
-    assert_alike([[rest]], [[later]])
+    ((full_completion,),) = generator.generate(
+        [[1, 2, 3]], SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
+    )
+    prompt = [1, 2, 3, *full_completion.tokens[:70]]
+    ((last_completion,),) = generator.generate(
+        [prompt], SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
+    )
+    later = replace(full_completion, tokens=full_completion.tokens[70:], logprobs=full_completion.logprobs[70:])
+    assert_alike([[last_completion]], [[later]])
 
 
 def test_drafting_does_not_change_the_completions() -> None:
     model = small_model("[*-]{2}/[*-]")
-    asked = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    prompt_list = [[3, 1, 4, 1, 5], [9], [2, 6]]
     samplings = SamplingParams(max_new_tokens=11, temperature=1.5, seed=3)
-    drafted = Generator(model, draft="mtp", kv_cache_dtype="fp8").generate(asked, samplings)
-    assert_alike(drafted, Generator(model, kv_cache_dtype="fp8").generate(asked, samplings))
+    drafted = Generator(model, draft="mtp", kv_cache_dtype="fp8").generate(prompt_list, samplings)
+    assert_alike(drafted, Generator(model, kv_cache_dtype="fp8").generate(prompt_list, samplings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,8 +22,8 @@ def generated(
     group, name: str, layout: Layout, prompts: list[list[list[int]]], samplings: list[SamplingParams], draft: Any = None
 ) -> Answers:
     """Each rank its own of `prompts` and `samplings`, by its data-parallel place."""
-    here = mesh(layout)
-    return answers(load_model(name, mesh=here), prompts[here.dp.rank], samplings[here.dp.rank], draft)
+    local_mesh = mesh(layout)
+    return answers(load_model(name, mesh=local_mesh), prompts[local_mesh.dp.rank], samplings[local_mesh.dp.rank], draft)
 
 
 def answers(model, prompts: list[list[int]], sampling: SamplingParams, draft: Any = None) -> Answers:
@@ -31,13 +31,13 @@ def answers(model, prompts: list[list[int]], sampling: SamplingParams, draft: An
         if "norm" not in name:
             torch.no_grad()(parameter.mul_)(3.0)
     completions = Generator(model, max_sequences=4, draft=draft).generate(prompts, sampling, n=2)
-    return [[(one.tokens, one.logprobs) for one in group] for group in completions]
+    return [[(completion.tokens, completion.logprobs) for completion in group] for group in completions]
 
 
 def assert_same(actual: Answers, expected: Answers) -> None:
     for group, reference in zip(actual, expected, strict=True):
-        for (tokens, logprobs), (other, expected_logprobs) in zip(group, reference, strict=True):
-            assert tokens == other
+        for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(group, reference, strict=True):
+            assert tokens == expected_tokens
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
@@ -57,21 +57,21 @@ def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
     """One has much to do, the other little: it goes on stepping for the first."""
     prompts = [PROMPTS, PROMPTS[1:2]]
     samplings = [SamplingParams(max_new_tokens=12, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
-    found = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
-    for actual, asked, sampling in zip(found, prompts, samplings, strict=True):
-        assert_same(actual, answers(load_model("tiny-moe"), asked, sampling))
+    by_rank = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
+    for actual, rank_prompt, sampling in zip(by_rank, prompts, samplings, strict=True):
+        assert_same(actual, answers(load_model("tiny-moe"), rank_prompt, sampling))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp_shard=2,ep=2", marks=pytest.mark.thorough)])
 def test_ranks_that_draft_together_agree_with_one_that_does_not(ranks, layout: str) -> None:
     """Where ranks hold each other's experts, one goes on drafting for the other when it has nothing left."""
-    where = Layout.parse(layout)
+    parsed_layout = Layout.parse(layout)
     prompts = [PROMPTS, PROMPTS[1:2]]
     samplings = [SamplingParams(max_new_tokens=8, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
-    found = ranks(2, generated, "tiny-hybrid", where, prompts, samplings, "mtp")
-    for rank, actual in enumerate(found):
-        place = rank if where.dp_shard > 1 else 0
+    by_rank = ranks(2, generated, "tiny-hybrid", parsed_layout, prompts, samplings, "mtp")
+    for rank, actual in enumerate(by_rank):
+        place = rank if parsed_layout.dp_shard > 1 else 0
         assert_same(actual, answers(load_model("tiny-hybrid"), prompts[place], samplings[place]))
 
 

@@ -70,7 +70,7 @@ class ScalesAdapter(SyncedGenerator):
         super()._copy()
         if self.engine.step:
             configs, pairs = adapter_matrices(self.engine)
-            scaled = {name: replace(each, scale=each.scale * each.rank) for name, each in configs.items()}
+            scaled = {name: replace(config, scale=config.scale * config.rank) for name, config in configs.items()}
             self.generator.load_adapter(POLICY, scaled, pairs)
 
 
@@ -206,9 +206,9 @@ def probe(*versions: list[float], limit: float = 0.1) -> Probe:
 
 def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
     new = [-2.0] * POSITIONS
-    one = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
-    assert one.problem == ""
-    assert one.gap < 0.05
+    result = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
+    assert result.problem == ""
+    assert result.gap < 0.05
     some = probe(new).compare(replies(*[-0.5] * 3, *[-2.01] * (POSITIONS - 3)))
     assert "has other weights than the trainer" in some.problem
     assert some.gap == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
@@ -243,11 +243,11 @@ def test_rounding_of_many_versions_is_not_taken_for_old_weights() -> None:
 def test_a_sampler_that_repeats_itself_has_old_weights_only_if_the_trainer_is_repeatable() -> None:
     old, new = [-2.0] * POSITIONS, [-2.01] * POSITIONS
     before = probe(old).compare(replies(*[-2.02] * POSITIONS))
-    again = replies(*[-2.02] * POSITIONS)
-    assert probe(old, new).compare(again).problem == "", "nothing is known of the sampler"
-    assert "has the weights of optimizer step 0" in probe(old, new).compare(again, before).problem
-    assert replace(probe(old, new), repeatable=False).compare(again, before).problem == ""
-    assert probe(old, [-2.0001] * POSITIONS).compare(again, before).problem == "", "the step may change nothing"
+    later_replies = replies(*[-2.02] * POSITIONS)
+    assert probe(old, new).compare(later_replies).problem == "", "nothing is known of the sampler"
+    assert "has the weights of optimizer step 0" in probe(old, new).compare(later_replies, before).problem
+    assert replace(probe(old, new), repeatable=False).compare(later_replies, before).problem == ""
+    assert probe(old, [-2.0001] * POSITIONS).compare(later_replies, before).problem == "", "the step may change nothing"
 
 
 def test_tokens_are_the_vocabularys_and_none_that_the_tokenizer_added() -> None:

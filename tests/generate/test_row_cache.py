@@ -37,22 +37,22 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("query_length", [1, 3])
 @pytest.mark.parametrize("value_width", [WIDTH, 10])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("name", SCORES)
 def test_decoding_from_a_store_equals_packed_attention(
-    name: str, heads: tuple[int, int], sinks: bool, value_width: int, each: int
+    name: str, heads: tuple[int, int], sinks: bool, value_width: int, query_length: int
 ) -> None:
-    lengths = [5, each, 9, 3]
-    query = normal(4 * each, heads[0], WIDTH)
+    lengths = [5, query_length, 9, 3]
+    query = normal(4 * query_length, heads[0], WIDTH)
     keys, values = normal(6, 12, heads[1], WIDTH, seed=1), normal(6, 12, heads[1], value_width, seed=2)
     scores = replace(SCORES[name], sinks=SINKS[: heads[0]] if sinks else None)
-    actual = DecodeAttention(torch.tensor(lengths), 9, each)(query, keys, values, scores)
+    actual = DecodeAttention(torch.tensor(lengths), 9, query_length)(query, keys, values, scores)
     packed = (torch.cat([store[row, :length] for row, length in enumerate(lengths)]) for store in (keys, values))
-    queries, asked = Packing.from_lengths([each] * 4), Packing.from_lengths(lengths)
-    assert_equal(actual, reference_attention(query, *packed, queries, asked, scores), name)
+    queries, key_packing = Packing.from_lengths([query_length] * 4), Packing.from_lengths(lengths)
+    assert_equal(actual, reference_attention(query, *packed, queries, key_packing, scores), name)
 
 
 def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
@@ -66,20 +66,22 @@ def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("query_length", [1, 2])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (576, 512)])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
 @pytest.mark.parametrize("name", ["plain", "window", "wide window"])
-def test_bf16_on_the_store_stays_near_fp32(name: str, heads: tuple[int, int], sinks: bool, widths, each: int) -> None:
+def test_bf16_on_the_store_stays_near_fp32(
+    name: str, heads: tuple[int, int], sinks: bool, widths, query_length: int
+) -> None:
     """bf16 keeps 8 bits: 2e-2 of the scale."""
-    lengths = torch.tensor([5, each, 9, 3], device="cuda")
-    query = normal(4 * each, heads[0], widths[0]).cuda()
+    lengths = torch.tensor([5, query_length, 9, 3], device="cuda")
+    query = normal(4 * query_length, heads[0], widths[0]).cuda()
     keys, values = (normal(6, 12, heads[1], widths[seed - 1], seed=seed).cuda() for seed in (1, 2))
     scores = replace(SCORES[name], scale=0.1, sinks=SINKS[: heads[0]].cuda() if sinks else None)
-    expected = DecodeAttention(lengths, 9, each)(query, keys, values, scores)
+    expected = DecodeAttention(lengths, 9, query_length)(query, keys, values, scores)
     half = (tensor.bfloat16() for tensor in (query, keys, values))
-    assert_equal(DecodeAttention(lengths, 9, each)(*half, scores).float(), expected, name, tolerance=2e-2)
+    assert_equal(DecodeAttention(lengths, 9, query_length)(*half, scores).float(), expected, name, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("name", ["plain", "window"])
@@ -103,8 +105,8 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     def check(outputs: Tensor, places: dict[str, int]) -> None:
         for output, (letter, place) in zip(outputs, places.items(), strict=True):
             packing = Packing.from_lengths([place + 1])
-            whole = reference_attention(*wholes[letter][:, : place + 1], packing, packing, scores)
-            assert_equal(output, whole[-1], f"{letter} at {place}")
+            full_output = reference_attention(*wholes[letter][:, : place + 1], packing, packing, scores)
+            assert_equal(output, full_output[-1], f"{letter} at {place}")
 
     prefill(0, "a", 4)
     decode({"a": 4})
@@ -127,7 +129,7 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
 def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
     """One sequence goes on while another starts; padding, as of tensor-parallel ranks, is not kept."""
     wholes, scores, packing = normal(3, 2, 6, 2, WIDTH), SCORES["plain"], Packing.from_lengths([6])
-    expected = [reference_attention(*whole, packing, packing, scores) for whole in wholes.unbind(1)]
+    expected = [reference_attention(*sequence, packing, packing, scores) for sequence in wholes.unbind(1)]
     padding = torch.full((3, 3, 2, WIDTH), 7.0)
     cache = RowCache(torch.device("cpu"))
     cache.resize(2, 6)
@@ -139,7 +141,7 @@ def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
     assert_equal(output[1:6], expected[1][:5], "the sequence that starts")
     cache.begin_forward(torch.tensor([6, 6]), 6)
     output = cache.attend("block", *wholes[:, :, 5], scores)
-    assert_equal(output, torch.stack([whole[5] for whole in expected]), "both go on")
+    assert_equal(output, torch.stack([full_output[5] for full_output in expected]), "both go on")
 
 
 def test_tokens_that_do_not_stay_leave_no_trace() -> None:
@@ -170,24 +172,24 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         """By definition, after the first tokens of each sequence."""
         packing = Packing.from_lengths([length])
         firsts = [wholes[:, row, :length] for row in range(3)]
-        attended = [reference_attention(*each, packing, packing, scores) for each in firsts]
-        return attended, [scan((each[0],), packing)[0] for each in firsts]
+        attended = [reference_attention(*tensors, packing, packing, scores) for tensors in firsts]
+        return attended, [scan((tensors[0],), packing)[0] for tensors in firsts]
 
     cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([2, 2, 2]), rows=[0, 1, 2])
     forward(wholes[:, :, :2].flatten(1, 2))
     cache.start_rows(torch.arange(3), torch.arange(3), [])
     lengths = torch.tensor([2, 2, 2])
     for stays in ([2, 1, 1], [1, 1, 2], [1, 2, 2], [1, 1, 1]):
-        kept = torch.tensor(stays)
+        kept_rows = torch.tensor(stays)
         tokens = torch.stack([wholes[:, row, length : length + 2] for row, length in enumerate(lengths)], 1).clone()
-        tokens[:, kept == 1, 1] = 7.0  # nothing that belongs there
+        tokens[:, kept_rows == 1, 1] = 7.0  # nothing that belongs there
         cache.begin_forward(lengths + 2, int(lengths.max()) + 2, tokens_per_row=2)
-        found = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
-        cache.accept(kept)
-        lengths = lengths + kept
+        actual = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
+        cache.accept(kept_rows)
+        lengths = lengths + kept_rows
         for row, (length, count) in enumerate(zip(lengths.tolist(), stays, strict=True)):
-            for output, whole in zip(found, both(length), strict=True):
-                assert_equal(output[row, :count], whole[row][-count:], f"row {row} at {length}")
+            for output, full_output in zip(actual, both(length), strict=True):
+                assert_equal(output[row, :count], full_output[row][-count:], f"row {row} at {length}")
 
 
 class Uniform(torch.nn.Module):
@@ -221,12 +223,12 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
         assert sum(lengths) <= 40 or len(lengths) == 1
         assert len(scheduler.running) <= cache.rows <= 8
         assert cache.rows * cache.capacity <= budget
-        assert all(each.scheduled_length - 1 <= cache.capacity for each in scheduler.running)
+        assert all(sequence.scheduled_length - 1 <= cache.capacity for sequence in scheduler.running)
         assert all(completion.length <= cache.capacity for completion in decoded)
-        assert sorted(each.row for each in scheduler.running) == list(range(len(scheduler.running)))
+        assert sorted(sequence.row for sequence in scheduler.running) == list(range(len(scheduler.running)))
         return forward(decoded, drafts, joining)
 
-    monkeypatch.setattr(scheduler, "_preempt", lambda each: (evictions.append(each), evict(each)))
+    monkeypatch.setattr(scheduler, "_preempt", lambda sequence: (evictions.append(sequence), evict(sequence)))
     monkeypatch.setattr(scheduler, "_forward", checked)
     steps = 0
     while scheduler.busy:
@@ -246,8 +248,8 @@ def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
     pages.add([state], 9)
     running = [RunningCompletion(state, row, [row], 11) for row in range(2)]
     for reach in range(11, 71):
-        for each in running:
-            each.scheduled_length = reach
+        for sequence in running:
+            sequence.scheduled_length = reach
         assert pages.extend(running) == []
         pages.commit(running)
         assert cache.capacity >= min(reach + drafted, 70)

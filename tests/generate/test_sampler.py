@@ -89,8 +89,14 @@ def test_successive_draws_of_one_stream_are_independent() -> None:
     count = 20_000
     settings = SamplerSettings.of([SamplingParams()] * count, [rng_key(7)] * count, 4, logits.device)
     tokens, _, _ = sample(logits.expand(count, -1), settings, torch.arange(count))
-    both = logits.double().softmax(-1)
-    assert surprise(torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16), torch.outer(both, both).flatten()) < 4
+    probabilities = logits.double().softmax(-1)
+    assert (
+        surprise(
+            torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16),
+            torch.outer(probabilities, probabilities).flatten(),
+        )
+        < 4
+    )
 
 
 def test_rows_keep_their_own_settings() -> None:
@@ -99,14 +105,14 @@ def test_rows_keep_their_own_settings() -> None:
     keys = [rng_key(place) for place in range(len(samplings))]
     for count in range(20):
         counts = torch.full((len(samplings),), count)
-        together = sample(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)
+        in_one_batch = sample(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)
         for row, sampling in enumerate(samplings):
             settings = SamplerSettings.of([sampling], [keys[row]], 300, logits.device)
             alone = sample(logits[row : row + 1], settings, counts[:1])
-            assert together[0][row] == alone[0][0]
-            for part, other in zip(together[1:], alone[1:], strict=True):
-                torch.testing.assert_close(part[row], other[0], rtol=0, atol=1e-5)
-        assert together[0][-1] == logits[-1].argmax()
+            assert in_one_batch[0][row] == alone[0][0]
+            for part, expected in zip(in_one_batch[1:], alone[1:], strict=True):
+                torch.testing.assert_close(part[row], expected[0], rtol=0, atol=1e-5)
+        assert in_one_batch[0][-1] == logits[-1].argmax()
 
 
 @pytest.mark.parametrize(
@@ -132,16 +138,16 @@ def test_the_most_extreme_values_draw_a_token_of_a_finite_logprob(limits: dict) 
 def test_logits_that_are_no_numbers_spoil_no_other_row() -> None:
     logits = torch.randn(len(WAYS) * 2, 300, generator=torch.Generator().manual_seed(0))
     logits[::2] = torch.nan
-    samplings = [each for each in WAYS.values() for _ in range(2)]
+    samplings = [params for params in WAYS.values() for _ in range(2)]
     keys = list(range(len(samplings)))
     _, *spoiled = sample(
         logits, SamplerSettings.of(samplings, keys, 300, logits.device), torch.zeros(len(keys), dtype=torch.int64)
     )
-    own = SamplerSettings.of(samplings[1::2], keys[1::2], 300, logits.device)
-    _, *alone = sample(logits[1::2], own, torch.zeros(len(WAYS), dtype=torch.int64))
-    for found, expected in zip(spoiled, alone, strict=True):
-        assert found[::2].isnan().all()
-        torch.testing.assert_close(found[1::2], expected, rtol=0, atol=1e-5)
+    own_settings = SamplerSettings.of(samplings[1::2], keys[1::2], 300, logits.device)
+    _, *alone = sample(logits[1::2], own_settings, torch.zeros(len(WAYS), dtype=torch.int64))
+    for actual, expected in zip(spoiled, alone, strict=True):
+        assert actual[::2].isnan().all()
+        torch.testing.assert_close(actual[1::2], expected, rtol=0, atol=1e-5)
 
 
 def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
@@ -159,8 +165,8 @@ def test_noise_is_gumbel_and_a_hash_of_its_place() -> None:
     assert (torch.exp(-torch.exp(-ranked)) - ideal).abs().max() < 1.95 / math.sqrt(200_000)  # Kolmogorov, p = 0.001
     lagged = torch.corrcoef(torch.stack((noise[:-1], noise[1:])))[0, 1]
     assert abs(float(lagged)) < 4 / math.sqrt(200_000)
-    again = gumbel(torch.tensor([[rng_key(1)]]), torch.tensor([5, 77_777]))[0]
-    assert torch.equal(again, noise[[5, 77_777]])
+    two_positions = gumbel(torch.tensor([[rng_key(1)]]), torch.tensor([5, 77_777]))[0]
+    assert torch.equal(two_positions, noise[[5, 77_777]])
 
 
 def test_mixing_is_that_of_splitmix64() -> None:

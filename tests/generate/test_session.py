@@ -48,25 +48,29 @@ def asked(count: int) -> list[Request]:
 
 def generated(generator: Generator, requests: list[Request]) -> list[list[Completion]]:
     """The same by one call."""
-    return generator.generate([each.prompt for each in requests], [each.sampling for each in requests], n=N)
+    return generator.generate([request.prompt for request in requests], [request.sampling for request in requests], n=N)
 
 
 def finished(session: Session, requests: list[Request], seed: int = 2) -> list[list[Completion]]:
     """All answers, the requests joining at random times."""
-    source, waiting, request_ids, found = random.Random(seed), list(requests), [], {}
+    source, waiting, request_ids, results = random.Random(seed), list(requests), [], {}
     while waiting or session.busy:
         while waiting and source.random() < 0.4:
             request_ids.append(session.add(waiting.pop(0)))
-        found |= done(session)
+        results |= done(session)
     return [
-        [found[request_id, number] for number in range(request.n)]
+        [results[request_id, number] for number in range(request.n)]
         for request_id, request in zip(request_ids, requests, strict=True)
     ]
 
 
 def done(session: Session) -> dict[tuple[int, int], Completion]:
     """The answers that a step finishes, by their request ids and numbers."""
-    return {(each.request_id, each.number): each.completion for each in session.step() if each.completion is not None}
+    return {
+        (finished_completion.request_id, finished_completion.number): finished_completion.completion
+        for finished_completion in session.step()
+        if finished_completion.completion is not None
+    }
 
 
 @WAYS
@@ -86,21 +90,25 @@ def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
 def test_an_answer_by_its_number_is_that_of_all() -> None:
     generator = Generator(sharp())
     (three,) = generator.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=6, seed=4)], n=3)
-    apart = [Request((1, 2, 3), SamplingParams(max_new_tokens=6, seed=4), first=number) for number in range(3)]
-    assert [one.tokens for (one,) in finished(Session(generator), apart)] == [one.tokens for one in three]
+    separate_requests = [
+        Request((1, 2, 3), SamplingParams(max_new_tokens=6, seed=4), first=number) for number in range(3)
+    ]
+    assert [completion.tokens for (completion,) in finished(Session(generator), separate_requests)] == [
+        completion.tokens for completion in three
+    ]
 
 
 @WAYS
 def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator], device: str) -> None:
-    model, seen = sharp(device=device), []
-    hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0].tokens)))
+    model, batch_sizes = sharp(device=device), []
+    hook = model.register_forward_pre_hook(lambda module, arguments: batch_sizes.append(len(arguments[0].tokens)))
     session = Session(way(model, max_batch_tokens=128))
     for number in range(3):
         session.add(Request(tuple(range(40)), SamplingParams(max_new_tokens=2), first=number))
     while session.busy:
         session.step()
     hook.remove()
-    assert seen[0] == 40
+    assert batch_sizes[0] == 40
 
 
 @WAYS
@@ -108,25 +116,25 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], devi
     old, new, model = (sharp(seed, device) for seed in (0, 1, 0))
     session = Session(way(model, max_batch_tokens=128), "a.1")
     requests = [Request((place, 7), SamplingParams(max_new_tokens=12, seed=place)) for place in range(3)]
-    request_ids = [session.add(each) for each in requests[:2]]
+    request_ids = [session.add(request) for request in requests[:2]]
     for _ in range(6):
         session.step()
     session.update_weights(lambda: model.load_state_dict(new.state_dict()) and None, "a.2")
     request_ids.append(session.add(requests[2]))
-    found = {}
+    results = {}
     while session.busy:
-        found |= done(session)
-    first, second, third = (found[request_id, 0] for request_id in request_ids)
+        results |= done(session)
+    first, second, third = (results[request_id, 0] for request_id in request_ids)
     assert third.versions == (VersionSpan("a.2", 0, 12),)
-    for prompt, one in (((0, 7), first), ((1, 7), second)):
-        before, after = one.versions
+    for prompt, completion in (((0, 7), first), ((1, 7), second)):
+        before, after = completion.versions
         assert (before.version, after.version, before.start, after.end) == ("a.1", "a.2", 0, 12)
         assert 0 < before.end == after.start < 12
-        told, cut = torch.tensor(one.logprobs), after.start
-        by_old, by_new = (teacher_forced(each, [list(prompt)], [[one]])[0].cpu() for each in (old, new))
-        torch.testing.assert_close(told[:cut], by_old[:cut], rtol=0, atol=1e-4)
-        torch.testing.assert_close(told[cut:], by_new[cut:], rtol=0, atol=1e-4)
-        assert (told - by_old)[cut:].abs().max() > 0.1, "the two differ"
+        sampled_logprobs, cut = torch.tensor(completion.logprobs), after.start
+        by_old, by_new = (teacher_forced(model, [list(prompt)], [[completion]])[0].cpu() for model in (old, new))
+        torch.testing.assert_close(sampled_logprobs[:cut], by_old[:cut], rtol=0, atol=1e-4)
+        torch.testing.assert_close(sampled_logprobs[cut:], by_new[cut:], rtol=0, atol=1e-4)
+        assert (sampled_logprobs - by_old)[cut:].abs().max() > 0.1, "the two differ"
 
 
 @WAYS
@@ -134,16 +142,16 @@ def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Gene
     model, requests = sharp(device=device), asked(6)
     expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))
-    request_ids = [session.add(each) for each in requests]
-    found = done(session)
-    gone = request_ids[1::2]
-    for request_id in gone:
+    request_ids = [session.add(request) for request in requests]
+    actual = done(session)
+    cancelled = request_ids[1::2]
+    for request_id in cancelled:
         session.abort(request_id)
     while session.busy:
-        found |= done(session)
-    kept = range(0, len(request_ids), 2)
-    answered = [[found[request_ids[place], number] for number in range(requests[place].n)] for place in kept]
-    assert_alike(answered, [expected[place] for place in kept])
+        actual |= done(session)
+    remaining = range(0, len(request_ids), 2)
+    answered = [[actual[request_ids[place], number] for number in range(requests[place].n)] for place in remaining]
+    assert_alike(answered, [expected[place] for place in remaining])
 
 
 def test_a_request_that_cannot_be_is_a_sentence_and_harms_nobody() -> None:
@@ -156,7 +164,7 @@ def test_a_request_that_cannot_be_is_a_sentence_and_harms_nobody() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             session.add(request)
-    found = []
+    results = []
     while session.busy:
-        found += session.step()
-    assert len(found) == 1
+        results += session.step()
+    assert len(results) == 1

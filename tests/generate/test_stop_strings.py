@@ -17,14 +17,14 @@ def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int
     """How many tokens it took, and which stop string they completed."""
     watch, tokens = StopStrings(tokenizer, stops), list(text)
     for count in range(1, len(tokens) + 1):
-        found = watch.find(tokens[:count])
-        if found is not None:
-            return count, found
+        actual = watch.find(tokens[:count])
+        if actual is not None:
+            return count, actual
     return len(tokens), None
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "count", "found"),
+    ("text", "stops", "count", "expected"),
     [
         ("one two three", ("two",), 7, "two"),
         ("one two three", ("x", "ee!", "three"), 13, "three"),
@@ -36,8 +36,8 @@ def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int
         ("\U0001f600.", (".",), 5, "."),
     ],
 )
-def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer, text, stops, count, found) -> None:
-    assert fed(tokenizer, text.encode(), stops) == (count, found)
+def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer, text, stops, count, expected) -> None:
+    assert fed(tokenizer, text.encode(), stops) == (count, expected)
 
 
 def test_special_tokens_count_as_text_to_watch_but_not_to_show(tokenizer) -> None:
