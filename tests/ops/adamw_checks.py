@@ -29,25 +29,27 @@ def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
     gradients[1][:, 0] = 0.0
     states = {backend: start(weight, weights=weights, moments=moments) for backend in ("torch", "triton")}
     for number, gradient in enumerate(gradients, start=1):
-        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
+        correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
         for backend, state in states.items():
             scale = torch.tensor([0.5, float(number != 2)], device=DEVICE)
             adamw_step(
-                state["weight"], gradient, state["first"], state["second"], now, RATES,
+                state["weight"], gradient, state["first"], state["second"], correction, RATES,
                 low=state["low"], scale=scale, seed=0x9ABCDEF0, bounds=TensorSlice.of(region, shape), backend=backend,
             )  # fmt: skip
-    one, other = states["torch"], states["triton"]
+    torch_state, triton_state = states["torch"], states["triton"]
     if weights == "rounded":
-        assert (one["weight"] != other["weight"]).float().mean() < 0.01
-        torch.testing.assert_close(other["weight"], one["weight"], rtol=2.0**-7, atol=1e-6)
+        assert (torch_state["weight"] != triton_state["weight"]).float().mean() < 0.01
+        torch.testing.assert_close(triton_state["weight"], torch_state["weight"], rtol=2.0**-7, atol=1e-6)
     else:
-        torch.testing.assert_close(other["weight"], one["weight"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(triton_state["weight"], torch_state["weight"], rtol=1e-5, atol=1e-6)
     for name, widened in (("first", dequantize_first), ("second", dequantize_second)):
-        found, expected = other[name], one[name]
-        if isinstance(found, QuantizedMoment):
-            torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0.0)
-            assert (found.codes != expected.codes).float().mean() < 0.01
-            found, expected = (widened(each.codes.view(-1, 136), each.scales.view(-1, 3)) for each in (found, expected))
-            torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-12)
+        actual, expected = triton_state[name], torch_state[name]
+        if isinstance(actual, QuantizedMoment):
+            torch.testing.assert_close(actual.scales, expected.scales, rtol=1e-5, atol=0.0)
+            assert (actual.codes != expected.codes).float().mean() < 0.01
+            actual, expected = (
+                widened(moment.codes.view(-1, 136), moment.scales.view(-1, 3)) for moment in (actual, expected)
+            )
+            torch.testing.assert_close(actual, expected, rtol=0.1, atol=1e-12)
         else:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)

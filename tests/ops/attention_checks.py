@@ -43,10 +43,10 @@ def attention(query, key, value, queries, keys, scores, tiles):
 )
 def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, softcap, sinks) -> None:
     """In fp32, on a CPU as exact as that; in half precision on a GPU, which has no fp32 products."""
-    keys, queries = (Packing.from_lengths(each, device=DEVICE) for each in (lengths, parts))
+    keys, queries = (Packing.from_lengths(packed_lengths, device=DEVICE) for packed_lengths in (lengths, parts))
     dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
-    made = tensors(heads, kv_heads, widths[0], parts, lengths, value_width=widths[1], dtype=dtype, device=DEVICE)
-    inputs = [each.detach().requires_grad_() for each in made[: 4 if sinks else 3]]
+    operands = tensors(heads, kv_heads, widths[0], parts, lengths, value_width=widths[1], dtype=dtype, device=DEVICE)
+    inputs = [tensor.detach().requires_grad_() for tensor in operands[: 4 if sinks else 3]]
     scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     assert_alike(functools.partial(attention, tiles=SMALL), dense, inputs, queries, keys, scores, tolerance)
 
@@ -55,8 +55,8 @@ def test_reads_parts_of_wider_rows() -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     query, key, value, _ = tensors(4, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
-    both = torch.cat((key, value), -1)
-    parts = both.split(16, dim=-1)
+    key_value = torch.cat((key, value), -1)
+    parts = key_value.split(16, dim=-1)
     run = functools.partial(attention, queries=packing, keys=packing, scores=ScoreConfig(scale=0.4), tiles=SMALL)
     assert torch.equal(run(query, *parts), run(query, key, value))
     assert torch.equal(run(query.transpose(0, 1).contiguous().transpose(0, 1), key, value), run(query, key, value))
@@ -74,10 +74,10 @@ def test_a_packing_keeps_its_tables() -> None:
 
 
 def test_by_tma() -> None:
-    keys, queries = (Packing.from_lengths(each, device=DEVICE) for each in (LONGER, TAILS))
+    keys, queries = (Packing.from_lengths(packed_lengths, device=DEVICE) for packed_lengths in (LONGER, TAILS))
     dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
-    made = tensors(4, 2, 16, TAILS, LONGER, value_width=32, dtype=dtype, device=DEVICE)
-    inputs = [each.detach().requires_grad_() for each in made[:3]]
+    operands = tensors(4, 2, 16, TAILS, LONGER, value_width=32, dtype=dtype, device=DEVICE)
+    inputs = [tensor.detach().requires_grad_() for tensor in operands[:3]]
     assert_alike(
         functools.partial(attention, tiles=BY_TMA),
         dense,
@@ -96,12 +96,16 @@ def test_selective_recompute_keeps_what_attention_gave(monkeypatch: pytest.Monke
     calls = []
     launch = attention_kernels._launch_forward
     monkeypatch.setattr(
-        attention_kernels, "_launch_forward", lambda *given, **how: calls.append(how) or launch(*given, **how)
+        attention_kernels,
+        "_launch_forward",
+        lambda *arguments, **options: calls.append(options) or launch(*arguments, **options),
     )
 
     def work(query, key, value):
         return attention(query * 2, key, value, packing, packing, ScoreConfig(scale=0.4), SMALL).square()
 
-    gradients = [torch.autograd.grad(recomputed(work, how, *inputs).sum(), inputs) for how in ("none", "selective")]
+    gradients = [
+        torch.autograd.grad(recomputed(work, recompute, *inputs).sum(), inputs) for recompute in ("none", "selective")
+    ]
     assert len(calls) == 2
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

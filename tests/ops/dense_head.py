@@ -35,9 +35,9 @@ def dense(
     logprobs = logits.log_softmax(-1)
     probabilities = logprobs.exp()
     entropy = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(-1)
-    kept = targets != ignore_index
-    logprob = logprobs.gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0]
-    return tuple(torch.where(kept, row, 0.0) for row in (logprob, entropy, logits.logsumexp(-1)))
+    has_target = targets != ignore_index
+    logprob = logprobs.gather(-1, torch.where(has_target, targets, 0)[..., None])[..., 0]
+    return tuple(torch.where(has_target, row, 0.0) for row in (logprob, entropy, logits.logsumexp(-1)))
 
 
 @dataclass
@@ -76,16 +76,16 @@ class Operands:
         return torch.autograd.grad(total, self.leaves())
 
 
-def assert_close(actual: Tensor, expected: Tensor, what: str, *, scale: float = 0.0, within: float = TOLERANCE) -> None:
+def assert_close(actual: Tensor, expected: Tensor, name: str, *, scale: float = 0.0, within: float = TOLERANCE) -> None:
     """Equal to `within` of the largest expected magnitude, or of `scale`, that of the terms, where terms cancel."""
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
-    assert torch.isfinite(actual).all(), f"{what} is not finite"
+    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    assert torch.isfinite(actual).all(), f"{name} is not finite"
     if expected.numel() == 0:
         return
     expected = expected.detach().double()
     size = max(float(expected.abs().max()), scale)
     off = float((actual.detach().double() - expected).abs().max())
-    assert off <= within * size, f"{what} is off by {off:.2e} where values are about {size:.2e}"
+    assert off <= within * size, f"{name} is off by {off:.2e} where values are about {size:.2e}"
 
 
 def assert_same_head(fused: Any, operands: Operands, *, within: float = TOLERANCE, **options: Any) -> None:

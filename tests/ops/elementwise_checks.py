@@ -28,21 +28,21 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Ten
     return values.to(DEVICE, dtype).requires_grad_()
 
 
-def compare(function, reference, given: list[Tensor | None], tolerance: float) -> None:
+def compare(function, reference, inputs: list[Tensor | None], tolerance: float) -> None:
     """Outputs and gradients of `function` on `given` against `reference` on the same numbers in float64."""
-    exact = [None if each is None else each.detach().double().requires_grad_() for each in given]
-    actual, expected = function(*given), reference(*exact)
-    upstream = [torch.randn(each.shape, generator=torch.Generator().manual_seed(9)).to(each) for each in actual]
-    found = torch.autograd.grad(actual, [each for each in given if each is not None], upstream)
-    wanted = torch.autograd.grad(
-        expected, [each for each in exact if each is not None], [each.double() for each in upstream]
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
+    actual, expected = function(*inputs), reference(*exact)
+    upstream = [torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)).to(tensor) for tensor in actual]
+    gradients = torch.autograd.grad(actual, [tensor for tensor in inputs if tensor is not None], upstream)
+    expected_gradients = torch.autograd.grad(
+        expected, [tensor for tensor in exact if tensor is not None], [tensor.double() for tensor in upstream]
     )
-    for index, (a, b) in enumerate(zip((*actual, *found), (*expected, *wanted), strict=True)):
+    for index, (a, b) in enumerate(zip((*actual, *gradients), (*expected, *expected_gradients), strict=True)):
         assert_equal(a, b, f"result {index}", tolerance)
-    for a, b in zip(found, (each for each in given if each is not None), strict=True):
+    for a, b in zip(gradients, (tensor for tensor in inputs if tensor is not None), strict=True):
         assert a.dtype == b.dtype
     with torch.no_grad():  # nothing is kept, and nothing is different
-        for a, b in zip(function(*given), actual, strict=True):
+        for a, b in zip(function(*inputs), actual, strict=True):
             assert torch.equal(a, b)
 
 
@@ -72,17 +72,19 @@ def test_norm(shape, offset: float) -> None:
 
 def test_norm_of_rows_that_lie_apart() -> None:
     """A part of a wider projection, and a gradient that is one number for all."""
-    whole, weight = drawn(7, 50, seed=0, dtype=torch.float32), drawn(40, seed=1, dtype=torch.float32)
-    found = torch.autograd.grad(rms_norm(whole[:, 3:43], weight, EPS, backend="triton").sum(), [whole, weight])
-    wanted = torch.autograd.grad(rms_norm(whole[:, 3:43], weight, EPS, backend="torch").sum(), [whole, weight])
-    for actual, expected in zip(found, wanted, strict=True):
+    wide, weight = drawn(7, 50, seed=0, dtype=torch.float32), drawn(40, seed=1, dtype=torch.float32)
+    gradients = torch.autograd.grad(rms_norm(wide[:, 3:43], weight, EPS, backend="triton").sum(), [wide, weight])
+    expected_gradients = torch.autograd.grad(
+        rms_norm(wide[:, 3:43], weight, EPS, backend="torch").sum(), [wide, weight]
+    )
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
         assert_equal(actual, expected)
 
 
 def test_weights_whose_gradients_are_added_up() -> None:
     """In fp32, where the weights are bf16, nothing is rounded on the way."""
     rows, table = drawn(6, 3, 16, seed=0, dtype=torch.float32), rotary_table(RotaryConfig(), torch.arange(6), 16)
-    table = tuple(each.to(DEVICE) for each in table)
+    table = tuple(tensor.to(DEVICE) for tensor in table)
     weights = [drawn(16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
 
     def run(backend: str, used: list[Tensor]) -> None:
@@ -95,9 +97,9 @@ def test_weights_whose_gradients_are_added_up() -> None:
     for weight in weights:
         weight.main_grad = torch.ones(16, device=DEVICE)
     run("triton", weights)
-    for weight, wanted in zip(weights, exact, strict=True):
+    for weight, expected_weight in zip(weights, exact, strict=True):
         assert weight.grad is None
-        assert_equal(weight.main_grad - 1, wanted.grad)
+        assert_equal(weight.main_grad - 1, expected_weight.grad)
 
 
 def test_norm_beside_when_one_of_both_is_not_used() -> None:
@@ -105,9 +107,9 @@ def test_norm_beside_when_one_of_both_is_not_used() -> None:
     same, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
     (alone,) = torch.autograd.grad(same.square().sum(), vectors, retain_graph=True)
     assert torch.equal(alone, 2 * vectors)
-    found = torch.autograd.grad(normed.square().sum(), vectors)[0]
-    wanted = torch.autograd.grad(rms_norm(vectors, weight, EPS, backend="torch").square().sum(), vectors)[0]
-    assert_equal(found, wanted)
+    gradient = torch.autograd.grad(normed.square().sum(), vectors)[0]
+    expected_gradient = torch.autograd.grad(rms_norm(vectors, weight, EPS, backend="torch").square().sum(), vectors)[0]
+    assert_equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize(
@@ -136,30 +138,34 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
     gate, up = (drawn(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
     weight, bias = drawn(7, 48, seed=2, dtype=dtype), drawn(7, seed=3, dtype=dtype)
 
-    def run(given: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
-        used = [None if each is None else each.detach().requires_grad_() for each in given]
+    def run(inputs: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
+        used = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
         with defer_wgrad(later):
-            gate, up, *rest = used
-            product = gated_linear(gate, up, "silu", *rest, backend=backend)
+            gate, up, *others = used
+            product = gated_linear(gate, up, "silu", *others, backend=backend)
         product.backward(torch.linspace(-1, 1, product.numel()).view(product.shape).to(product))
         flush_wgrad(later or [])
-        return [product, *(None if each is None else each.grad for each in used)]
+        return [product, *(None if tensor is None else tensor.grad for tensor in used)]
 
     # Features and their gradients are rounded on the way to and from a product of 48.
     for left in (gate, None):
-        given = [left, up, weight, bias]
-        exact = [None if each is None else each.double() for each in given]
-        found, wanted = run(given, "triton", [] if put else None), run(exact, "torch", None)
-        for index, (actual, expected) in enumerate(zip(found, wanted, strict=True)):
+        inputs = [left, up, weight, bias]
+        exact = [None if tensor is None else tensor.double() for tensor in inputs]
+        results, wanted = run(inputs, "triton", [] if put else None), run(exact, "torch", None)
+        for index, (actual, expected) in enumerate(zip(results, wanted, strict=True)):
             if expected is not None:
                 assert_equal(actual, expected, f"result {index}", 2 * TOLERANCES[dtype])
 
 
 def test_gated_parts_of_one_product() -> None:
-    both = drawn(6, 96, seed=0, dtype=torch.float32)
-    found = torch.autograd.grad(gated_activation(*both.chunk(2, -1), "silu", backend="triton").sum(), both)[0]
-    wanted = torch.autograd.grad(gated_activation(*both.chunk(2, -1), "silu", backend="torch").sum(), both)[0]
-    assert_equal(found, wanted)
+    gate_and_up = drawn(6, 96, seed=0, dtype=torch.float32)
+    gradient = torch.autograd.grad(
+        gated_activation(*gate_and_up.chunk(2, -1), "silu", backend="triton").sum(), gate_and_up
+    )[0]
+    expected_gradient = torch.autograd.grad(
+        gated_activation(*gate_and_up.chunk(2, -1), "silu", backend="torch").sum(), gate_and_up
+    )[0]
+    assert_equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -174,10 +180,12 @@ def test_gated_parts_of_one_product() -> None:
 )
 def test_rotated_heads(heads: int, kv_heads: int, width: int, turned: int, dtype: torch.dtype, normed: bool) -> None:
     tokens = 6 if DEVICE == "cpu" else 1500  # more than programs, of which each then takes several
-    query, key = (drawn(tokens, each, width, seed=each, dtype=dtype, scale=2.0) for each in (heads, kv_heads))
+    query, key = (
+        drawn(tokens, head_count, width, seed=head_count, dtype=dtype, scale=2.0) for head_count in (heads, kv_heads)
+    )
     weights = [drawn(width, seed=seed, dtype=dtype) for seed in (1, 2)] if normed else []
     table = rotary_table(RotaryConfig(attention_factor=1.25), torch.arange(tokens, device=DEVICE) * 17, turned)
-    exact = tuple(each.double() for each in table)
+    exact = tuple(tensor.double() for tensor in table)
 
     def run(table, backend: str):
         def of(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,12 +199,12 @@ def test_rotated_heads(heads: int, kv_heads: int, width: int, turned: int, dtype
 
 def test_rotated_heads_of_one_product() -> None:
     """Queries and keys that lie beside each other in memory are read where they are."""
-    whole = drawn(6, 7 * 16, seed=0, dtype=torch.float32)
+    packed = drawn(6, 7 * 16, seed=0, dtype=torch.float32)
     table = rotary_table(RotaryConfig(), torch.arange(6, device=DEVICE), 16)
 
     def run(backend: str) -> Tensor:
-        heads = whole.unflatten(-1, (7, 16))
+        heads = packed.unflatten(-1, (7, 16))
         turned = rotate_heads(heads[:, :4], heads[:, 4:6], table, backend=backend)
-        return torch.autograd.grad(sum(each.square().sum() * (1 + each[..., 3].sum()) for each in turned), whole)[0]
+        return torch.autograd.grad(sum(part.square().sum() * (1 + part[..., 3].sum()) for part in turned), packed)[0]
 
     assert_equal(run("triton"), run("torch"))

@@ -45,10 +45,14 @@ def assert_same(actual: Quantized, expected: Quantized) -> None:
     assert actual.values.is_contiguous()
     assert torch.equal(actual.scales.isnan(), expected.scales.isnan())
     assert torch.equal(actual.scales.nan_to_num(), expected.scales.nan_to_num())
-    found, wanted = actual.values.float(), expected.values.float()
-    assert DEVICE == "cpu" or torch.equal(found.isnan(), wanted.isnan())  # the interpreter has no NaN in e4m3
-    differ = (found != wanted) & ~wanted.isnan()
-    assert not differ.any(), f"{int(differ.sum())} differ: {found[differ][:4]} for {wanted[differ][:4]}"
+    actual_values, expected_values = actual.values.float(), expected.values.float()
+    assert DEVICE == "cpu" or torch.equal(
+        actual_values.isnan(), expected_values.isnan()
+    )  # the interpreter has no NaN in e4m3
+    differ = (actual_values != expected_values) & ~expected_values.isnan()
+    assert not differ.any(), (
+        f"{int(differ.sum())} differ: {actual_values[differ][:4]} for {expected_values[differ][:4]}"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -62,8 +66,8 @@ def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 def test_rows_of_parts_with_strides() -> None:
     """Columns of a wider tensor, beside others; and the largest magnitudes of other ranks."""
-    wide, other = random(7, 96), random(7, 32, seed=1)
-    parts = [wide[:, 16:64], other]
+    wide, narrow = random(7, 96), random(7, 32, seed=1)
+    parts = [wide[:, 16:64], narrow]
     assert_same(quantize_rows(parts, backend="triton"), quantize_rows(parts, backend="torch"))
     power = 127 + (15 if DEVICE == "cpu" else 40)  # above these numbers, but in the interpreter none becomes subnormal
     bits = torch.arange(7, device=DEVICE, dtype=torch.int32) + (power << 23)
@@ -105,14 +109,16 @@ def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> 
     rows[0] *= 1000
     results = []
     for device, dtype in WHERE:
-        mine = [weight.to(device, dtype) for weight in weights]
+        device_weights = [weight.to(device, dtype) for weight in weights]
         if adjacent:
-            mine = list(torch.cat(mine).split(outs))
-        for weight in mine:
+            device_weights = list(torch.cat(device_weights).split(outs))
+        for weight in device_weights:
             weight.requires_grad_()
-        given = rows.to(device, dtype).requires_grad_()
-        outputs = linear_group(given, mine, [None] * 3, one=adjacent, fp8=FP8Scaling())
-        gradients = torch.autograd.grad(outputs, (given, *mine), [each.to(device, dtype) for each in upstream])
+        device_rows = rows.to(device, dtype).requires_grad_()
+        outputs = linear_group(device_rows, device_weights, [None] * 3, one=adjacent, fp8=FP8Scaling())
+        gradients = torch.autograd.grad(
+            outputs, (device_rows, *device_weights), [tensor.to(device, dtype) for tensor in upstream]
+        )
         results.append([*outputs, *gradients])
     for index, (expected, actual) in enumerate(zip(*results, strict=True)):
         assert_equal(actual.cpu(), expected, f"result {index}", HALF_UNIT)
@@ -126,9 +132,9 @@ def test_experts_equal_those_of_rounded_values() -> None:
     upstream = torch.randn(128, 192).bfloat16()
     results = []
     for device, dtype in WHERE:
-        given, matrices = rows.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_()
-        output = grouped_linear(given, matrices, counts.to(device), fp8=True)
-        results.append([output, *torch.autograd.grad(output, (given, matrices), upstream.to(device, dtype))])
+        device_rows, matrices = rows.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_()
+        output = grouped_linear(device_rows, matrices, counts.to(device), fp8=True)
+        results.append([output, *torch.autograd.grad(output, (device_rows, matrices), upstream.to(device, dtype))])
     for index, (expected, actual) in enumerate(zip(*results, strict=True)):
         assert_equal(actual.cpu(), expected, f"result {index}", HALF_UNIT)
 

@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, TOLERANCE = (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 EPS, SIZE = 1e-6, 32
 LENGTHS = (7, 1, 20)
-HOW = pytest.mark.parametrize("how", ["apart", "laid together", "summed where made", "put off"])
+LAYOUTS = pytest.mark.parametrize("layout", ["apart", "laid together", "summed where made", "put off"])
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -33,27 +33,27 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return values.to(DEVICE, DTYPE)
 
 
-def layers(how: str, *widths: int) -> list[Tensor]:
+def layers(layout: str, *widths: int) -> list[Tensor]:
     """Weights [width, SIZE]; those laid together lie one after the other in memory."""
-    whole = drawn(sum(widths), SIZE, seed=1)
-    made = [each if how != "apart" else each.clone() for each in whole.split(list(widths))]
-    return [each.requires_grad_() for each in made]
+    fused = drawn(sum(widths), SIZE, seed=1)
+    parts = [part if layout != "apart" else part.clone() for part in fused.split(list(widths))]
+    return [part.requires_grad_() for part in parts]
 
 
-def check(step, reference, weights: list[Tensor], how: str) -> None:
+def check(step, reference, weights: list[Tensor], layout: str) -> None:
     """Of `hidden` and `weights`: outputs, and gradients by autograd or where they are summed."""
     hidden = (drawn(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
-    exact = [each.detach().double().requires_grad_() for each in (hidden, *weights)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, *weights)]
     upstream = drawn(*hidden.shape, seed=9)
     totals = []
-    if how == "summed where made":
-        room = torch.ones(sum(each.numel() for each in weights), device=DEVICE)
+    if layout == "summed where made":
+        room = torch.ones(sum(weight.numel() for weight in weights), device=DEVICE)
         totals = [
-            part.view_as(each) for part, each in zip(room.split([w.numel() for w in weights]), weights, strict=True)
+            part.view_as(weight) for part, weight in zip(room.split([w.numel() for w in weights]), weights, strict=True)
         ]
         for weight, total in zip(weights, totals, strict=True):
             weight.main_grad = total
-    later: list | None = [] if how == "put off" else None
+    later: list | None = [] if layout == "put off" else None
     with defer_wgrad(later):
         output = step(hidden, *weights)
     expected = reference(*exact)
@@ -62,57 +62,57 @@ def check(step, reference, weights: list[Tensor], how: str) -> None:
     flush_wgrad(later or [])
     expected.backward(upstream.double())
     assert_equal(hidden.grad, exact[0].grad, "gradient of hidden", TOLERANCE)
-    for index, (weight, wanted) in enumerate(zip(weights, exact[1:], strict=True)):
-        found = totals[index] - 1 if totals else weight.grad
-        assert_equal(found, wanted.grad, f"gradient of weight {index}", TOLERANCE)
+    for index, (weight, exact_weight) in enumerate(zip(weights, exact[1:], strict=True)):
+        gradient = totals[index] - 1 if totals else weight.grad
+        assert_equal(gradient, exact_weight.grad, f"gradient of weight {index}", TOLERANCE)
         assert not totals or weight.grad is None
 
 
-@HOW
+@LAYOUTS
 @pytest.mark.parametrize(("activation", "count"), [("silu", 2), ("relu2", 1)])
-def test_mlp(how: str, activation: str, count: int) -> None:
-    def step(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
-        return fused_mlp_block(hidden, Norm(norm, EPS, 1.0), given, down, activation)
+def test_mlp(layout: str, activation: str, count: int) -> None:
+    def step(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
+        return fused_mlp_block(hidden, Norm(norm, EPS, 1.0), projections, down, activation)
 
-    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
         normed = rms_norm(hidden, norm, EPS, 1.0, backend="torch")
-        gate, up = [None, *(normed @ each.T for each in given)][-2:]
+        gate, up = [None, *(normed @ projection.T for projection in projections)][-2:]
         return hidden + gated_activation(gate, up, activation, backend="torch") @ down.T
 
     norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 48, seed=3).requires_grad_()
-    check(step, reference, [norm, down, *layers(how, *[48] * count)], how)
+    check(step, reference, [norm, down, *layers(layout, *[48] * count)], layout)
 
 
-@HOW
+@LAYOUTS
 @pytest.mark.parametrize(("normed", "window"), [(True, None), (False, 5)])
-def test_attention(how: str, normed: bool, window: int | None) -> None:
+def test_attention(layout: str, normed: bool, window: int | None) -> None:
     packing = Packing.from_lengths(LENGTHS, device=DEVICE)
     scores = ScoreConfig(scale=0.3, window=window)
     table = rotary_table(RotaryConfig(), packing.positions(), 16)
 
-    def step(operator: bool, hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
-        *of_heads, query, key, value = given
+    def step(operator: bool, hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
+        *of_heads, query, key, value = projections
         norms = HeadNorms(*of_heads, EPS, 0.0) if of_heads else None
         layers = query, key, value
         return fused_attention_block(
             hidden, Norm(norm, EPS, 0.0), layers, down, 16, table, norms, packing, scores, operator=operator
         )  # fmt: skip
 
-    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
-        *of_heads, query, key, value = given
+    def reference(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
+        *of_heads, query, key, value = projections
         norms = HeadNorms(*of_heads, EPS, 0.0) if of_heads else None
         rows = rms_norm(hidden, norm, EPS, backend="torch")
-        q, k, v = ((rows @ each.T).unflatten(-1, (-1, 16)) for each in (query, key, value))
+        q, k, v = ((rows @ projection.T).unflatten(-1, (-1, 16)) for projection in (query, key, value))
         q, k = rotate_heads(q, k, table, norms, backend="torch")
         return hidden + reference_attention(q, k, v, packing, packing, scores).flatten(-2) @ down.T
 
     norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 64, seed=3).requires_grad_()
     of_heads = [(1 + drawn(16, seed=seed)).requires_grad_() for seed in (4, 5)] if normed else []
-    given = [norm, down, *of_heads, *layers(how, 64, 32, 32)]
+    operands = [norm, down, *of_heads, *layers(layout, 64, 32, 32)]
     for operator in (False, True):
-        for each in given:
-            each.grad = None
-        check(functools.partial(step, operator), reference, given, how)
+        for operand in operands:
+            operand.grad = None
+        check(functools.partial(step, operator), reference, operands, layout)
 
 
 @pytest.mark.parametrize("block", ["mlp", "attention"])
@@ -122,17 +122,17 @@ def test_in_fp8_a_block_equals_its_operations(block: str) -> None:
     scores, table, fp8 = ScoreConfig(scale=0.3), rotary_table(RotaryConfig(), packing.positions(), 16), FP8Scaling()
     options = {"operator": False, "fp8": fp8}
 
-    def fused(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
+    def fused(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
         normed = Norm(norm, EPS, 0.0)
         if block == "mlp":
-            return fused_mlp_block(hidden, normed, given, down, "silu", fp8)
-        return fused_attention_block(hidden, normed, given, down, 16, table, None, packing, scores, **options)
+            return fused_mlp_block(hidden, normed, projections, down, "silu", fp8)
+        return fused_attention_block(hidden, normed, projections, down, 16, table, None, packing, scores, **options)
 
-    def operations(hidden: Tensor, norm: Tensor, down: Tensor, *given: Tensor) -> Tensor:
-        made = linear_group(rms_norm(hidden, norm, EPS), given, [None] * len(given), one=True, fp8=fp8)
+    def operations(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
+        projected = linear_group(rms_norm(hidden, norm, EPS), projections, [None] * len(projections), one=True, fp8=fp8)
         if block == "mlp":
-            return hidden + gated_linear(*made, "silu", down, fp8=fp8)
-        q, k, v = (each.unflatten(-1, (-1, 16)) for each in made)
+            return hidden + gated_linear(*projected, "silu", down, fp8=fp8)
+        q, k, v = (part.unflatten(-1, (-1, 16)) for part in projected)
         heads = attend(*rotate_heads(q, k, table), v, packing, packing, scores)
         return hidden + linear(heads.flatten(-2), down, fp8=fp8)
 
@@ -140,14 +140,14 @@ def test_in_fp8_a_block_equals_its_operations(block: str) -> None:
     results = []
     for function in (operations, fused):
         norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, widths[0], seed=3).requires_grad_()
-        given = [
+        operands = [
             (drawn(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_(),
             norm,
             down,
             *layers("apart", *widths),
         ]
-        output = function(*given)
-        results.append([output, *torch.autograd.grad(output, given, drawn(*output.shape, seed=9))])
+        output = function(*operands)
+        results.append([output, *torch.autograd.grad(output, operands, drawn(*output.shape, seed=9))])
     for index, (expected, actual) in enumerate(zip(*results, strict=True)):
         off = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert off <= (1e-2 if DEVICE == "cuda" else 1e-5), f"result {index} is off by {off:.1e}"

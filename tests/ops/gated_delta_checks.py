@@ -27,35 +27,35 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_kernels_equal_the_recurrence(
     lengths: list[int], chunk: int, heads: tuple[int, int], widths: tuple[int, int]
 ) -> None:
-    given = inputs(sum(lengths), *heads, *widths, seed=0, decay=0.1, device=DEVICE)
-    check([each.detach().requires_grad_() for each in given], lengths, chunk, FP32, backend="triton")
+    operands = inputs(sum(lengths), *heads, *widths, seed=0, decay=0.1, device=DEVICE)
+    check([tensor.detach().requires_grad_() for tensor in operands], lengths, chunk, FP32, backend="triton")
 
 
 def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
-    given = [each.detach() for each in inputs(70, 2, 1, 16, 8, seed=3, decay=0.01, device=DEVICE)]
-    given[3][20::40] = -500.0
-    check([each.requires_grad_() for each in given], [64, 6], 64, FP32, backend="triton")
+    operands = [tensor.detach() for tensor in inputs(70, 2, 1, 16, 8, seed=3, decay=0.01, device=DEVICE)]
+    operands[3][20::40] = -500.0
+    check([tensor.requires_grad_() for tensor in operands], [64, 6], 64, FP32, backend="triton")
 
 
 def test_keys_that_are_all_alike_do_not_blow_up() -> None:
     """Each token replaces what the one before wrote. Powers of A would reach 10^18 here."""
-    given = [each.detach() for each in inputs(64, 1, 1, 8, 8, seed=0, decay=1e-5, device=DEVICE)]
-    given[1][:] = given[1][0]
-    given[4][:] = 0.99
+    operands = [tensor.detach() for tensor in inputs(64, 1, 1, 8, 8, seed=0, decay=1e-5, device=DEVICE)]
+    operands[1][:] = operands[1][0]
+    operands[4][:] = 0.99
     packing = Packing.from_lengths([64], DEVICE)
-    exact = gated_delta(*(each.double() for each in given), packing, normalise=True, chunk=1, last_states=True)
-    found = gated_delta(*given, packing, normalise=True, last_states=True, backend="triton")
-    for one, other, what in zip(found, exact, ("outputs", "states"), strict=True):
-        assert one is not None
-        assert other is not None
-        assert_equal(one, other, what, 1e-5)
+    exact = gated_delta(*(tensor.double() for tensor in operands), packing, normalise=True, chunk=1, last_states=True)
+    actual = gated_delta(*operands, packing, normalise=True, last_states=True, backend="triton")
+    for actual_tensor, expected_tensor, name in zip(actual, exact, ("outputs", "states"), strict=True):
+        assert actual_tensor is not None
+        assert expected_tensor is not None
+        assert_equal(actual_tensor, expected_tensor, name, 1e-5)
 
 
 def test_parts_of_a_larger_tensor_any_scale_and_vectors_as_they_are() -> None:
     """As a model has them: query, key and value are slices of one tensor. A gradient may be expanded."""
     channels = torch.randn(20, 2, 6 + 6 + 10, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    _, _, _, log_decay, beta = (each.detach() for each in inputs(20, 4, 2, 6, 5, seed=1, decay=0.1, device=DEVICE))
-    leaves = [each.requires_grad_() for each in (channels / 3, log_decay, beta)]
+    _, _, _, log_decay, beta = (tensor.detach() for tensor in inputs(20, 4, 2, 6, 5, seed=1, decay=0.1, device=DEVICE))
+    leaves = [tensor.requires_grad_() for tensor in (channels / 3, log_decay, beta)]
 
     def gradients(backend: str) -> tuple[torch.Tensor, ...]:
         query, key, value = leaves[0].split((6, 6, 10), -1)
@@ -67,5 +67,7 @@ def test_parts_of_a_larger_tensor_any_scale_and_vectors_as_they_are() -> None:
         assert states is not None
         return torch.autograd.grad((output.sum(), states.sum()), leaves)
 
-    for name, one, other in zip(("channels", *NAMES[3:]), gradients("triton"), gradients("torch"), strict=True):
-        assert_equal(one, other, f"gradient of {name}", FP32)
+    for name, triton_gradient, torch_gradient in zip(
+        ("channels", *NAMES[3:]), gradients("triton"), gradients("torch"), strict=True
+    ):
+        assert_equal(triton_gradient, torch_gradient, f"gradient of {name}", FP32)

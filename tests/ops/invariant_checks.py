@@ -43,15 +43,15 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch_and_tile(dtype, out
         out = torch.full((len(some), columns), torch.nan, dtype=out_dtype or dtype, device=DEVICE)
         return invariant_linear.product(some, weight, bias, out, tile)
 
-    whole = product(rows)
+    full_output = product(rows)
     exact = rows.double() @ weight.double().t()
-    assert_equal(whole.double(), exact, "product", tolerance=1e-5 if whole.dtype == torch.float32 else 4e-3)
+    assert_equal(full_output.double(), exact, "product", tolerance=1e-5 if full_output.dtype == torch.float32 else 4e-3)
     for tile in tiles:
-        assert torch.equal(product(rows, tile), whole), tile
+        assert torch.equal(product(rows, tile), full_output), tile
     for start, stop in ((0, 1), (3, 10), (count - 65, count), (count // 2, count)):
-        assert torch.equal(product(rows[start:stop]), whole[start:stop])
+        assert torch.equal(product(rows[start:stop]), full_output[start:stop])
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    assert torch.equal(product(rows[shuffled]), whole[shuffled])
+    assert torch.equal(product(rows[shuffled]), full_output[shuffled])
 
 
 def test_a_product_has_a_bias_and_takes_strided_rows() -> None:
@@ -85,9 +85,9 @@ CASES += [("plain", *heads, False) for heads in HEADS]
 def test_decoding_over_pages_has_the_bits_of_whole_sequences(name: str, heads, widths, sinks: bool) -> None:
     packing, parts = packed(heads, widths, HALF)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=5) if sinks else None)
-    whole, _ = whole_sequences(packing, parts, scores)
+    full_output, _ = whole_sequences(packing, parts, scores)
     exact = reference_attention(*(part.float() for part in parts), packing, packing, scores)
-    assert_equal(whole.float(), exact, "attention", tolerance=1e-2)
+    assert_equal(full_output.float(), exact, "attention", tolerance=1e-2)
     for back in (1, 3):  # the last and an earlier token of each sequence
         running = [(start, stop - back) for start, stop in packing.slices() if stop - back >= start]
         last = torch.tensor([place for _, place in running], device=DEVICE)
@@ -95,7 +95,7 @@ def test_decoding_over_pages_has_the_bits_of_whole_sequences(name: str, heads, w
         stores, tables = zip(*(pages(packing, part, running) for part in parts[1:]), strict=True)
         query, key, value = (torch.cat((part[last], part[:1])) for part in parts)
         decoded = invariant_attention.attend_pages(query, key, value, *stores, tables[0], lengths, scores)
-        assert torch.equal(decoded[:-1], whole[last])
+        assert torch.equal(decoded[:-1], full_output[last])
         for store, part in zip(stores, parts[1:], strict=True):
             for row, (start, place) in enumerate(running):
                 offset = place - start
@@ -120,11 +120,11 @@ def test_a_query_has_the_same_bits_in_every_tile(name: str) -> None:
     """Alone, as decoding a store of rows asks, and among its neighbours."""
     packing, parts = packed((6, 2), (16, 16), HALF)
     scores = SCORES[name]
-    whole, _ = whole_sequences(packing, parts, scores)
+    full_output, _ = whole_sequences(packing, parts, scores)
     first = torch.arange(packing.total, device=DEVICE)
     starts = packing.cu_seqlens[packing.sequence_index()]
     tiles = torch.stack((first, torch.ones_like(first), starts, packing.positions()), 1).int()
-    assert torch.equal(invariant_attention.attend_rows(*parts, tiles, scores), whole)
+    assert torch.equal(invariant_attention.attend_rows(*parts, tiles, scores), full_output)
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -61,20 +61,20 @@ def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool)
     buffer = torch.zeros(6, -(-columns // 64) * 64, dtype=HALF, device=DEVICE)
     codes = buffer[:, :columns]
     partial, results = coded.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
-    exact, again = torch_epilogue.results(expected), triton_epilogue.results(state)
+    exact, triton_results = torch_epilogue.results(expected), triton_epilogue.results(state)
     for name in ("logprob", "entropy", "normalizer"):
-        assert torch.equal(getattr(results, name), getattr(again, name))
+        assert torch.equal(getattr(results, name), getattr(triton_results, name))
     for name in ("logprob", "entropy", "lse"):
         assert_close(getattr(results, name), getattr(exact, name), name, scale=float(exact.state.abs().max()))
     ones = torch.ones(6, device=DEVICE)
     upstream = Upstream(ones, ones, ones)
-    wanted = torch_epilogue.coefficients(slab.rows, exact.normalizer, exact.entropy, upstream, None)
-    gradient = torch_epilogue.differentiate(slab, wanted, torch.float64)
-    got = coded.decode(codes, partial, rows, results, upstream, masked=bias)
-    assert got.data_ptr() == buffer.data_ptr()
-    assert_close(got, gradient, "gradient", within=2.0**-7)
+    expected_coefficients = torch_epilogue.coefficients(slab.rows, exact.normalizer, exact.entropy, upstream, None)
+    gradient = torch_epilogue.differentiate(slab, expected_coefficients, torch.float64)
+    actual = coded.decode(codes, partial, rows, results, upstream, masked=bias)
+    assert actual.data_ptr() == buffer.data_ptr()
+    assert_close(actual, gradient, "gradient", within=2.0**-7)
     if shift is not None and columns > 5 and not softcap:  # a softcap makes minus infinity a number
-        assert (got[:, 4] == 0).all()
+        assert (actual[:, 4] == 0).all()
 
 
 def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
@@ -117,6 +117,6 @@ def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, mon
     logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets, **options)
     exact = loss(logprob, entropy, operands.upstream[0].double()).sum()
     assert_close(result.loss, exact, "loss", scale=1.0)
-    got, want = (torch.autograd.grad(3 * total, operands.leaves()) for total in (result.loss, exact))
-    for ours, theirs in zip(got, want, strict=True):
-        assert_close(ours, theirs, "gradient", within=2.0**-6)
+    actual, want = (torch.autograd.grad(3 * total, operands.leaves()) for total in (result.loss, exact))
+    for gradient, expected_gradient in zip(actual, want, strict=True):
+        assert_close(gradient, expected_gradient, "gradient", within=2.0**-6)

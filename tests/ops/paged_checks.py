@@ -37,8 +37,8 @@ def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[
     store.copy_(normal(*store.shape, seed=9))  # what lies past an end is not zero
     order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.zeros(len(wholes), 3, dtype=torch.int32)
-    for row, whole in enumerate(wholes):
-        for number, piece in enumerate(whole.split(PAGE_SIZE) if len(whole) else ()):
+    for row, sequence in enumerate(wholes):
+        for number, piece in enumerate(sequence.split(PAGE_SIZE) if len(sequence) else ()):
             page = order.pop()
             table[row, number] = page
             store[page, : len(piece)] = piece
@@ -51,14 +51,18 @@ def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: bool) -> None:
     wholes = [[normal(length, heads[1], width, seed=length) for length in LENGTHS] for width in widths]
-    (keys, table), (values, same) = (paged(each, heads[1], width) for each, width in zip(wholes, widths, strict=True))
+    (keys, table), (values, same) = (
+        paged(sequences, heads[1], width) for sequences, width in zip(wholes, widths, strict=True)
+    )
     assert torch.equal(table, same)
     query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
     running = [row for row, length in enumerate(LENGTHS) if length]
     new = [
-        torch.stack([whole[-1] if len(whole) else whole.new_zeros(whole.shape[1:]) for whole in each])
-        for each in wholes
+        torch.stack(
+            [sequence[-1] if len(sequence) else sequence.new_zeros(sequence.shape[1:]) for sequence in sequences]
+        )
+        for sequences in wholes
     ]
     whole_stores = keys.clone(), values.clone()
     for row in running:  # they are yet to be written
@@ -67,9 +71,12 @@ def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: 
     actual = attend_pages(query, *new, keys, values, table, lengths, scores, backend=backend)
     assert torch.equal(keys, whole_stores[0])
     assert torch.equal(values, whole_stores[1])
-    packed = [torch.cat(each) for each in wholes]
-    queries, asked = Packing.from_lengths([1] * 4, DEVICE), Packing.from_lengths([n for n in LENGTHS if n], DEVICE)
-    expected = reference_attention(query[running], *packed, queries, asked, scores)
+    packed = [torch.cat(sequences) for sequences in wholes]
+    queries, key_packing = (
+        Packing.from_lengths([1] * 4, DEVICE),
+        Packing.from_lengths([n for n in LENGTHS if n], DEVICE),
+    )
+    expected = reference_attention(query[running], *packed, queries, key_packing, scores)
     assert_equal(actual[running], expected, name)
     assert actual.isfinite().all()
 
@@ -150,9 +157,9 @@ def test_shared_pages_equal_attention_of_each_row(backend, groups, name: str, he
         for wholes, new in ((all_keys, key), (all_values, value))
     ]
     queries = Packing.from_lengths([1] * len(running), DEVICE)
-    seen = Packing.from_lengths(lengths[running].tolist(), DEVICE)
+    running_packing = Packing.from_lengths(lengths[running].tolist(), DEVICE)
     exact = replace(scores, sinks=None if scores.sinks is None else scores.sinks.double())
-    expected = reference_attention(query[running].double(), *packed, queries, seen, exact)
+    expected = reference_attention(query[running].double(), *packed, queries, running_packing, exact)
     assert_equal(actual[running].double(), expected, name)
     assert actual.isfinite().all()
 
@@ -171,9 +178,16 @@ def test_shared_pages_are_read_from_the_first_row_of_a_tile() -> None:
     for backend in ("torch", "triton"):
         expected, actual = (
             attend_pages(
-                *inputs, keys.clone(), values.clone(), each, lengths, SCORES["plain"], shared=shared, backend=backend
+                *inputs,
+                keys.clone(),
+                values.clone(),
+                block_table,
+                lengths,
+                SCORES["plain"],
+                shared=shared,
+                backend=backend,
             )
-            for each in (table, wrong)
+            for block_table in (table, wrong)
         )
         assert torch.equal(actual[lengths > 0], expected[lengths > 0])
     assert not torch.equal(table, wrong)
@@ -201,9 +215,9 @@ def fp8_stores(wholes: list[Tensor], heads: int, width: int) -> tuple[Tensor, Te
 
 def outliers(length: int, heads: int, width: int, seed: int) -> Tensor:
     """Heads of which every fifth token is 1,000 times as large, every seventh 1,000 times as small."""
-    whole = normal(length, heads, width, seed=seed)
+    sequence = normal(length, heads, width, seed=seed)
     tokens = torch.arange(length, device=DEVICE)
-    return whole * torch.where(tokens % 5 == 3, 1e3, torch.where(tokens % 7 == 4, 1e-3, 1.0))[:, None, None]
+    return sequence * torch.where(tokens % 5 == 3, 1e3, torch.where(tokens % 7 == 4, 1e-3, 1.0))[:, None, None]
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
@@ -217,14 +231,16 @@ def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, n
         [outliers(length, heads[1], widths[1], seed=length) for length in LENGTHS],
     ]
     (keys, key_exponents, table), (values, value_exponents, _) = (
-        fp8_stores(each, heads[1], width) for each, width in zip(wholes, widths, strict=True)
+        fp8_stores(sequences, heads[1], width) for sequences, width in zip(wholes, widths, strict=True)
     )
     query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
     running = [row for row, length in enumerate(LENGTHS) if length]
     new = [
-        torch.stack([whole[-1] if len(whole) else whole.new_zeros(whole.shape[1:]) for whole in each])
-        for each in wholes
+        torch.stack(
+            [sequence[-1] if len(sequence) else sequence.new_zeros(sequence.shape[1:]) for sequence in sequences]
+        )
+        for sequences in wholes
     ]
     stores = (keys, values, key_exponents, value_exponents)
     expected_stores = [store.clone() for store in stores]
@@ -235,10 +251,13 @@ def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, n
     actual = attend_pages(query, *new, keys, values, table, lengths, scores, exponents=exponents, backend=backend)
     for store, expected_store in zip(stores, expected_stores, strict=True):
         assert torch.equal(store.view(torch.int8), expected_store.view(torch.int8))
-    packed = [round_heads(torch.cat(each)).double() for each in wholes]
-    queries, asked = Packing.from_lengths([1] * 4, DEVICE), Packing.from_lengths([n for n in LENGTHS if n], DEVICE)
+    packed = [round_heads(torch.cat(sequences)).double() for sequences in wholes]
+    queries, key_packing = (
+        Packing.from_lengths([1] * 4, DEVICE),
+        Packing.from_lengths([n for n in LENGTHS if n], DEVICE),
+    )
     wide = replace(scores, sinks=None if scores.sinks is None else scores.sinks.double())
-    expected = reference_attention(query[running].double(), *packed, queries, asked, wide)
+    expected = reference_attention(query[running].double(), *packed, queries, key_packing, wide)
     assert_equal(actual[running], expected.float(), name)
 
 

@@ -26,21 +26,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 )
 def test_scan_equals_the_recurrence(lengths, chunk: int, shape) -> None:
     heads, width, groups, states = shape
-    given = test_ssd.inputs(sum(lengths), heads, width, groups, states, device=DEVICE)
-    given = [each.detach().requires_grad_() for each in given]
-    test_ssd.assert_alike(given, lengths, chunk, backend="triton")
+    operands = test_ssd.inputs(sum(lengths), heads, width, groups, states, device=DEVICE)
+    operands = [tensor.detach().requires_grad_() for tensor in operands]
+    test_ssd.assert_alike(operands, lengths, chunk, backend="triton")
 
 
 def test_scan_stays_exact_where_decays_are_extreme() -> None:
-    given = [each.detach() for each in test_ssd.inputs(60, heads=2, seed=3, device=DEVICE)]
-    given[1][::9] *= 1e5
-    test_ssd.assert_alike([each.requires_grad_() for each in given], (40, 20), chunk=64, backend="triton")
+    operands = [tensor.detach() for tensor in test_ssd.inputs(60, heads=2, seed=3, device=DEVICE)]
+    operands[1][::9] *= 1e5
+    test_ssd.assert_alike([tensor.requires_grad_() for tensor in operands], (40, 20), chunk=64, backend="triton")
 
 
 def test_scan_of_parts_of_a_larger_tensor_and_without_d() -> None:
     """As a model has them: x, B and C are slices of what the convolution gave, and a gradient may be expanded."""
     channels = torch.randn(40, 2 * 3 + 5 + 5, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    _, dt, A, *_ = (each.detach() for each in test_ssd.inputs(40, heads=2, device=DEVICE))
+    _, dt, A, *_ = (tensor.detach() for tensor in test_ssd.inputs(40, heads=2, device=DEVICE))
 
     def gradient(backend: str) -> torch.Tensor:
         x, B, C = channels.split((6, 5, 5), 1)
@@ -56,7 +56,7 @@ def test_scan_of_parts_of_a_larger_tensor_and_without_d() -> None:
 )
 def test_convolution_equals_a_loop(width: int, bias: bool, silu: bool) -> None:
     inputs = test_convolution.tensors(width, bias, device=DEVICE)
-    inputs = [None if each is None else each.detach().requires_grad_() for each in inputs]
+    inputs = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
     test_convolution.assert_alike(inputs, packing, silu, 1e-6, backend="triton")
 
@@ -65,31 +65,31 @@ def test_convolution_equals_a_loop(width: int, bias: bool, silu: bool) -> None:
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_convolution_in_runs_that_end_anywhere(monkeypatch: pytest.MonkeyPatch, width: int, run: int) -> None:
     monkeypatch.setattr("postlude.ops.kernels.convolution.RUN", run)
-    inputs = [each.detach().requires_grad_() for each in test_convolution.tensors(width, device=DEVICE)]
+    inputs = [tensor.detach().requires_grad_() for tensor in test_convolution.tensors(width, device=DEVICE)]
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
     test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")
 
 
 def test_convolution_of_parts_of_a_larger_tensor() -> None:
     wide = torch.randn(25, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    _, kernel, bias = (each.detach() for each in test_convolution.tensors(2, device=DEVICE))
+    _, kernel, bias = (tensor.detach() for tensor in test_convolution.tensors(2, device=DEVICE))
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
-    inputs = [each.requires_grad_() for each in (wide[:, 3:15:2], kernel.flip(1), bias)]
+    inputs = [tensor.requires_grad_() for tensor in (wide[:, 3:15:2], kernel.flip(1), bias)]
     test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")
 
 
 def test_a_sequence_does_not_see_another_even_if_that_is_not_finite() -> None:
-    inputs, kernel, bias = (each.detach() for each in test_convolution.tensors(4, device=DEVICE))
+    inputs, kernel, bias = (tensor.detach() for tensor in test_convolution.tensors(4, device=DEVICE))
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
 
     def parts() -> list[tuple[torch.Tensor, ...]]:
-        leaves = [each.clone().requires_grad_() for each in (inputs, kernel, bias)]
+        leaves = [tensor.clone().requires_grad_() for tensor in (inputs, kernel, bias)]
         output = convolve(*leaves, packing, silu=True, backend="triton")
         (gradient,) = torch.autograd.grad(output.sum(), leaves[:1])
-        return [each.split(test_convolution.LENGTHS) for each in (output, gradient)]
+        return [tensor.split(test_convolution.LENGTHS) for tensor in (output, gradient)]
 
     expected = parts()
     inputs.split(test_convolution.LENGTHS)[2].fill_(float("nan"))
-    for ours, theirs in zip(parts(), expected, strict=True):
-        for index in {*range(len(ours))} - {2}:
-            assert torch.equal(ours[index], theirs[index])
+    for actual, expected_part in zip(parts(), expected, strict=True):
+        for index in {*range(len(actual))} - {2}:
+            assert torch.equal(actual[index], expected_part[index])

@@ -40,17 +40,19 @@ def start(weight: Tensor, *, weights: str = "fp32", moments: str = "fp32") -> di
 
 def run(state: dict[str, Any], gradients: list[Tensor], **options: Any) -> dict[str, Any]:
     for number, gradient in enumerate(gradients, start=1):
-        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
-        given = [state["weight"], gradient, state["first"], state["second"]]
-        adamw_step(*given, now, RATES, low=state["low"], **options)
+        correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
+        arguments = [state["weight"], gradient, state["first"], state["second"]]
+        adamw_step(*arguments, correction, RATES, low=state["low"], **options)
     return state
 
 
 def tensors(state: dict[str, Any]) -> list[Tensor]:
-    found = []
-    for each in state.values():
-        found += [each.codes, each.scales] if isinstance(each, QuantizedMoment) else [] if each is None else [each]
-    return found
+    state_tensors = []
+    for value in state.values():
+        state_tensors += (
+            [value.codes, value.scales] if isinstance(value, QuantizedMoment) else [] if value is None else [value]
+        )
+    return state_tensors
 
 
 def test_in_fp32_it_is_torchs_adamw() -> None:
@@ -89,19 +91,23 @@ def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
 def test_weights_rounded_at_random_are_right_on_average() -> None:
     values = normal(40, 70)
     mean = mean_of(lambda values, drawn: adamw_storage.round_randomly(values, drawn[0]).double(), values)
-    apart = (adamw_storage.split_halves(values)[0].double() - values).abs().mean()
-    assert (mean - values).abs().mean() < 0.15 * apart  # 400 draws of a spread as wide as what is rounded away
-    assert (mean - values).mean().abs() < 0.005 * apart
+    rounding = (adamw_storage.split_halves(values)[0].double() - values).abs().mean()
+    assert (mean - values).abs().mean() < 0.15 * rounding  # 400 draws of a spread as wide as what is rounded away
+    assert (mean - values).mean().abs() < 0.005 * rounding
 
 
 def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
     state = start(torch.ones(64, 64, device=DEVICE), weights="rounded")
     rates = AdamWHyperparameters(lr=2.0**-12, betas=(0.0, 0.0), eps=1e-30, decay=0.0)  # bf16 below 1 has steps of 2^-8
     for number in range(1, 65):
-        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
         gradient = torch.ones(64, 64, device=DEVICE)
         adamw_step(
-            state["weight"].to(DEVICE), gradient, *(state[name].to(DEVICE) for name in ("first", "second")), now, rates
+            state["weight"].to(DEVICE),
+            gradient,
+            *(state[name].to(DEVICE) for name in ("first", "second")),
+            correction,
+            rates,
         )
     assert float(state["weight"].float().mean()) == pytest.approx(1 - 64 * 2.0**-12, abs=2e-4)
 
@@ -131,11 +137,11 @@ def test_what_steps_divide_by_is_never_rounded_to_zero() -> None:
     values[0, 0] = 1.0
     values[0, 1] = 0.0
     codes, scales = adamw_storage.quantize_second(values, torch.zeros(1, 70, dtype=torch.int64, device=DEVICE) + 65535)
-    found = adamw_storage.dequantize_second(codes, scales)
-    assert found[0, 1] == 0.0
-    assert found[0, 2] > 0.0
-    assert found[0, 0] == 1.0
-    assert float(found[0, 69]) == pytest.approx(1e-30, rel=0.1)  # in a block of its own
+    decoded = adamw_storage.dequantize_second(codes, scales)
+    assert decoded[0, 1] == 0.0
+    assert decoded[0, 2] > 0.0
+    assert decoded[0, 0] == 1.0
+    assert float(decoded[0, 69]) == pytest.approx(1e-30, rel=0.1)  # in a block of its own
 
 
 CUTS: dict[str, tuple[tuple[int, ...], tuple[slice, ...]]] = {
@@ -154,13 +160,13 @@ def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: py
     shape, region = CUTS[cut]
     weight, gradients = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2, 3)]
     options = {"weights": weights, "moments": "8bit"}
-    whole = run(start(weight, **options), gradients, seed=5)
+    full_state = run(start(weight, **options), gradients, seed=5)
     monkeypatch.setattr("postlude.ops.adamw.ROWS_AT_ONCE", 250)
     part = start(weight[region].contiguous(), **options)
-    run(part, [each[region].contiguous() for each in gradients], seed=5, bounds=TensorSlice.of(region, shape))
+    run(part, [gradient[region].contiguous() for gradient in gradients], seed=5, bounds=TensorSlice.of(region, shape))
     blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
-    for mine, all_of_it in zip(tensors(part), tensors(whole), strict=True):
-        assert torch.equal(mine, all_of_it[region if all_of_it.shape == shape else blocks])
+    for part_tensor, full_tensor in zip(tensors(part), tensors(full_state), strict=True):
+        assert torch.equal(part_tensor, full_tensor[region if full_tensor.shape == shape else blocks])
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
@@ -171,7 +177,7 @@ def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weig
     scaled = run(start(weight, **options), [4 * gradient], scale=torch.tensor([0.25, 1.0], device=DEVICE))
     plain = run(start(weight, **options), [gradient])
     assert all(map(torch.equal, tensors(scaled), tensors(plain)))
-    before = [each.clone() for each in tensors(plain)]
+    before = [tensor.clone() for tensor in tensors(plain)]
     run(plain, [gradient * torch.nan], scale=torch.tensor([torch.nan, 0.0], device=DEVICE))
     assert all(map(torch.equal, tensors(plain), before))
 
@@ -186,9 +192,9 @@ def test_average_of_eight_bits_follows_a_slow_change() -> None:
     gradient_later = gradient.clone()
     gradient_later[:, 1:] = 1.0
     for number in range(1, 1501):
-        now = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
+        correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
         moved = gradient if number <= 500 else gradient_later
-        adamw_step(state["weight"], moved, state["first"], state["second"], now, rates)
+        adamw_step(state["weight"], moved, state["first"], state["second"], correction, rates)
     second = adamw_storage.dequantize_second(state["second"].codes, state["second"].scales)[:, 1:]
     expected = (1 - 0.999**500) * 9 * 0.999**1000 + (1 - 0.999**1000)
     assert float(second.mean()) == pytest.approx(expected, rel=0.05)

@@ -50,24 +50,26 @@ class Layers:
         return [tensor.grad for tensor in tensors if tensor is not None]
 
 
-@pytest.mark.parametrize("how", [None, (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("recompute", [None, (False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_outputs_and_gradients_equal_the_formula(how: tuple[bool, bool] | None, deferred: bool, bias: bool) -> None:
+def test_outputs_and_gradients_equal_the_formula(
+    recompute: tuple[bool, bool] | None, deferred: bool, bias: bool
+) -> None:
     """With `how`, as on CUDA: adjacent weights are one product in the backward, and in the forward too."""
     expected, layers = Layers(bias=bias), Layers(bias=bias)
     queue: DeferredWgrads | None = [] if deferred else None
     with defer_wgrad(queue):
-        if how is None:
+        if recompute is None:
             outputs = layers.adapted(layers.rows)
         else:
-            given = (*layers.weights, *layers.biases, *layers.a, *layers.b)
-            outputs = _AdaptedLinears.apply(layers.rows, queue, how, SCALES, None, *given)
-    for actual, wanted in zip(outputs, expected.by_formula(), strict=True):
-        assert_equal(actual, wanted, "output", 1e-14)
+            operands = (*layers.weights, *layers.biases, *layers.a, *layers.b)
+            outputs = _AdaptedLinears.apply(layers.rows, queue, recompute, SCALES, None, *operands)
+    for actual, expected_output in zip(outputs, expected.by_formula(), strict=True):
+        assert_equal(actual, expected_output, "output", 1e-14)
     pairs = zip(layers.gradients(outputs, queue), expected.gradients(expected.by_formula()), strict=True)
-    for index, (actual, wanted) in enumerate(pairs):
-        assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+    for index, (actual, expected_output) in enumerate(pairs):
+        assert_equal(actual, expected_output, f"gradient {index}", 1e-14)
     assert queue is None or len(queue) == 7
 
 
@@ -75,10 +77,10 @@ def test_outputs_and_gradients_equal_the_formula(how: tuple[bool, bool] | None, 
 def test_recompute_changes_nothing(recompute: Recompute) -> None:
     """Selective recompute keeps the outputs, so no product of a layer is made again."""
     expected, layers = Layers(bias=True), Layers(bias=True)
-    wanted = expected.gradients(expected.adapted(expected.rows))
+    expected_gradients = expected.gradients(expected.adapted(expected.rows))
     with AdaptedLinearCount() as count:
-        found = layers.gradients(recomputed(layers.adapted, recompute, layers.rows))
-    for index, (actual, gradient) in enumerate(zip(found, wanted, strict=True)):
+        gradients = layers.gradients(recomputed(layers.adapted, recompute, layers.rows))
+    for index, (actual, gradient) in enumerate(zip(gradients, expected_gradients, strict=True)):
         assert torch.equal(actual, gradient), index
     assert count.calls == (1 if recompute == "selective" else 2)
 

@@ -50,8 +50,8 @@ def assert_alike(implementation, reference, inputs, queries, keys, scores, toler
     """Values and gradients equal those of the reference in float64. A fourth input is the sinks."""
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     actual, expected = (
-        attention(*each[:3], queries, keys, replace(scores, sinks=each[3] if len(each) > 3 else None))
-        for attention, each in ((implementation, inputs), (reference, exact))
+        attention(*operands[:3], queries, keys, replace(scores, sinks=operands[3] if len(operands) > 3 else None))
+        for attention, operands in ((implementation, inputs), (reference, exact))
     )
     assert actual.dtype == inputs[0].dtype
     assert_equal(actual, expected, tolerance=tolerance)
@@ -88,7 +88,7 @@ def test_sinks_and_values_of_another_width_equal_dense_float64(part, value_width
     scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     assert_alike(reference_attention, dense, inputs, queries, keys, scores)
     assert_alike(
-        reference_attention, dense, [each.detach().double().requires_grad_() for each in inputs],
+        reference_attention, dense, [tensor.detach().double().requires_grad_() for tensor in inputs],
         queries, keys, scores, tolerance=1e-12,
     )  # fmt: skip
 
@@ -110,9 +110,11 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> 
     none = Packing.from_lengths(())
     hidden = torch.zeros(0, 5)
     weights = [torch.randn(heads * width, 5, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 6))]
-    made = [(hidden @ weight.T).unflatten(-1, (heads, -1)) for weight, heads in zip(weights, (4, 2, 2), strict=True)]
+    projected = [
+        (hidden @ weight.T).unflatten(-1, (heads, -1)) for weight, heads in zip(weights, (4, 2, 2), strict=True)
+    ]
     sinks = torch.ones(4, requires_grad=True)
-    output = implementation(*made, none, none, ScoreConfig(scale=1.0, sinks=sinks))
+    output = implementation(*projected, none, none, ScoreConfig(scale=1.0, sinks=sinks))
     assert output.shape == (0, 4, 6)
     output.sum().backward()
     for weight in (*weights, sinks):
@@ -154,12 +156,17 @@ def test_this_torch_has_the_private_operators_of_flash_attention(sinks: bool) ->
     """Forward and backward on the meta device, where shapes alone are computed: their names and arguments are there."""
     packing = Packing.from_lengths(LENGTHS)
     packing = replace(packing, cu_seqlens=packing.cu_seqlens.to("meta"))
-    inputs = [each.detach().requires_grad_() for each in tensors(6, 2, 12, device="meta", dtype=torch.bfloat16)]
+    inputs = [tensor.detach().requires_grad_() for tensor in tensors(6, 2, 12, device="meta", dtype=torch.bfloat16)]
     scores = ScoreConfig(scale=1.0, window=2, sinks=inputs[3] if sinks else None)
     output = varlen_attention(*inputs[:3], packing, packing, scores)
     assert output.shape == inputs[0].shape
     output.sum().backward()
-    assert [each.grad is not None and each.grad.shape == each.shape for each in inputs] == [True, True, True, sinks]
+    assert [tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in inputs] == [
+        True,
+        True,
+        True,
+        sinks,
+    ]
 
 
 def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Tensor]:
@@ -178,7 +185,7 @@ def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Ten
 def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv_heads: int, window) -> None:
     """bf16 against float64 on the same bf16 inputs: 1e-2 of the scale, what bf16 outputs and gradients can hold."""
     lengths = (130, 1, 517, 64)
-    queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, lengths))
+    queries, keys = (Packing.from_lengths(packed_lengths, device="cuda") for packed_lengths in (part, lengths))
     inputs = on_cuda(widths, sinks, part, lengths, heads, kv_heads)
     scores = ScoreConfig(scale=0.125, window=window)
     for reference in (dense, reference_attention):
@@ -209,4 +216,6 @@ def test_on_cuda_of_nothing_the_gradients_are_zeros() -> None:
     none = Packing.from_lengths((), device="cuda")
     inputs = tensors(4, 2, 64, (), (), device="cuda", dtype=torch.bfloat16)
     output = attend(*inputs[:3], none, none, ScoreConfig(scale=1.0, sinks=inputs[3]))
-    assert [gradient.shape for gradient in torch.autograd.grad(output.sum(), inputs)] == [each.shape for each in inputs]
+    assert [gradient.shape for gradient in torch.autograd.grad(output.sum(), inputs)] == [
+        tensor.shape for tensor in inputs
+    ]

@@ -44,7 +44,7 @@ def test_equals_dense_float64(heads, kv_heads, widths, part, window, softcap, si
 
     And what is computed again is the same to the bit: there are no atomics.
     """
-    queries, keys = (Packing.from_lengths(each, device="cuda") for each in (part, LENGTHS))
+    queries, keys = (Packing.from_lengths(packed_lengths, device="cuda") for packed_lengths in (part, LENGTHS))
     inputs = on_cuda(widths, sinks, part, LENGTHS, heads, kv_heads)
     scores = ScoreConfig(scale=0.125, window=window, softcap=softcap)
     assert_alike(triton_packed_attention, dense, inputs, queries, keys, scores, tolerance=1e-2)

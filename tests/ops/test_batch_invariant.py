@@ -41,10 +41,12 @@ def test_without_a_gpu_a_row_of_a_product_has_the_same_bits_in_every_batch(dtype
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(size, 33, generator=generator).to(dtype) for size in (65, 70))
     with batch_invariant(True):
-        whole = linear(rows, weight)
+        full_output = linear(rows, weight)
         for start, stop in ((0, 1), (5, 12), (64, 65)):
-            assert torch.equal(linear(rows[start:stop], weight), whole[start:stop])
-    assert_equal(whole.float(), (rows.float() @ weight.float().t()), tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+            assert torch.equal(linear(rows[start:stop], weight), full_output[start:stop])
+    assert_equal(
+        full_output.float(), (rows.float() @ weight.float().t()), tolerance=1e-5 if dtype == torch.float32 else 1e-2
+    )
 
 
 def test_the_gradients_of_the_mode_are_the_ordinary_ones() -> None:

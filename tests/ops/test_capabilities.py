@@ -65,15 +65,15 @@ CASES: dict[Patch, str] = {
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Nothing is known, or said, from before."""
-    said = (
+    messages = (
         *(backend.why_no_triton, backend.why_unmeasured, backend._log_once, backend._warn_once),
         problem._warn_of_promotion,
     )
-    for each in said:
-        each.cache_clear()
+    for message in messages:
+        message.cache_clear()
     yield
-    for each in said:
-        each.cache_clear()
+    for message in messages:
+        message.cache_clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
@@ -88,9 +88,9 @@ def test_auto_falls_back_to_torch_with_one_warning(
         for name in ("linear_logprobs", "rms_norm", "convolve"):
             assert not backend.use_kernel(name, "auto", GPU, torch.bfloat16)
         assert not backend.use_kernel("adamw_step", "auto", GPU, torch.float32)
-    (said,) = caplog.records
-    assert said.levelno == logging.WARNING
-    assert said.getMessage() == f"operations run without Triton's kernels, and slower: {CASES[case]}"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"operations run without Triton's kernels, and slower: {CASES[case]}"
     assert not backend.use_kernel("rms_norm", "torch", GPU, torch.bfloat16)
     with pytest.raises(RuntimeError) as refused:
         backend.use_kernel("rms_norm", "triton", GPU, torch.bfloat16)
@@ -105,13 +105,13 @@ def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(name: str, monkeypatch
     assert backend.use_kernel("attention_softcap", "auto", GPU, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", [name for name, each in backend.KERNELS.items() if each.measured])
+@pytest.mark.parametrize("name", [name for name, kernel in backend.KERNELS.items() if kernel.measured])
 def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.6.0")
     assert backend.why_unmeasured(name, backend.GPUS["H200"]) is None
-    why = backend.why_unmeasured(name, backend.GPUS["B200"])
-    assert why is not None
-    assert why.endswith("and this is B200; set POSTLUDE_TRY_UNMEASURED=1 to try them")
+    reason = backend.why_unmeasured(name, backend.GPUS["B200"])
+    assert reason is not None
+    assert reason.endswith("and this is B200; set POSTLUDE_TRY_UNMEASURED=1 to try them")
     backend.why_unmeasured.cache_clear()
     monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
     assert backend.why_unmeasured(name, backend.GPUS["B200"]) is None
@@ -119,16 +119,16 @@ def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monke
 
 def test_a_kernel_that_cannot_run_is_not_tried_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
-    why = backend.why_unmeasured("linear_logprobs_fused", backend.GPUS["A100"])
-    assert why == "its kernels need compute capability 9.0, and A100 has 8.0"
+    reason = backend.why_unmeasured("linear_logprobs_fused", backend.GPUS["A100"])
+    assert reason == "its kernels need compute capability 9.0, and A100 has 8.0"
 
 
 def test_the_gated_delta_kernels_are_taken_with_the_triton_they_were_measured_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.7.1")
-    why = backend.why_unmeasured("gated_delta", backend.GPUS["H200"])
-    assert why == "its kernels were measured with triton 3.6, and this is 3.7.1"
+    reason = backend.why_unmeasured("gated_delta", backend.GPUS["H200"])
+    assert reason == "its kernels were measured with triton 3.6, and this is 3.7.1"
 
 
 def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
@@ -139,9 +139,9 @@ def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
     with caplog.at_level(logging.INFO, logger=backend.log.name):
         for _ in range(2):
             assert not backend.use_kernel("ssd", "auto", GPU, torch.bfloat16, shared_memory=110_000)
-    (said,) = caplog.records
-    assert said.levelno == logging.WARNING
-    assert said.getMessage() == (
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
         "ssd uses the torch backend: its kernels need 110000 bytes of shared memory, and L40S has 101376. "
         "The cost: torch takes 13 times as long on an H200"
     )
@@ -170,11 +170,11 @@ def test_a_machine_without_a_gpu_is_not_warned_of(caplog: pytest.LogCaptureFixtu
 def test_logits_that_are_promoted_to_fp32_on_a_gpu_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     wide, half = torch.float32, torch.bfloat16
     with caplog.at_level(logging.WARNING, logger=problem.log.name):
-        for given in ((half, half, half), (half, wide, half), (wide, wide, wide)):  # the second: by autocast
-            problem._warn_of_promotion(*given, "cuda")
+        for dtypes in ((half, half, half), (half, wide, half), (wide, wide, wide)):  # the second: by autocast
+            problem._warn_of_promotion(*dtypes, "cuda")
         problem._warn_of_promotion(wide, half, wide, "cpu")
         assert not caplog.records
         for _ in range(2):
             problem._warn_of_promotion(wide, half, wide, "cuda")
-    (said,) = caplog.messages
-    assert "hidden is torch.float32 and weight is torch.bfloat16, so logits are computed in fp32" in said
+    (message,) = caplog.messages
+    assert "hidden is torch.float32 and weight is torch.bfloat16, so logits are computed in fp32" in message

@@ -27,8 +27,8 @@ def loop(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, 
     rows = []
     for start, stop in packing.slices():
         for token in range(start, stop):
-            seen = range(max(start, token - width + 1), token + 1)
-            row = sum(inputs[other] * kernel[:, other - token + width - 1] for other in seen)
+            window = range(max(start, token - width + 1), token + 1)
+            row = sum(inputs[position] * kernel[:, position - token + width - 1] for position in window)
             rows.append(row if bias is None else row + bias)
     output = torch.stack(rows)
     return output * output.sigmoid() if silu else output
@@ -46,8 +46,8 @@ def assert_alike(
     references = torch.autograd.grad(
         expected, [tensor for tensor in exact if tensor is not None], upstream.cpu().double()
     )
-    for gradient, reference, what in zip(gradients, references, ("inputs", "kernel", "bias"), strict=False):
-        assert_equal(gradient.cpu(), reference, f"gradient of {what}", tolerance)
+    for gradient, reference, name in zip(gradients, references, ("inputs", "kernel", "bias"), strict=False):
+        assert_equal(gradient.cpu(), reference, f"gradient of {name}", tolerance)
 
 
 @pytest.mark.parametrize("silu", [False, True])
@@ -67,12 +67,12 @@ def test_low_precision_rounds_once() -> None:
 def test_token_by_token_from_a_state_equals_the_whole(width: int) -> None:
     inputs, kernel, bias = tensors(width, dtype=torch.float64)
     packing = Packing.from_lengths(LENGTHS)
-    whole = convolve(inputs, kernel, bias, packing, silu=True).split(LENGTHS)
+    full_outputs = convolve(inputs, kernel, bias, packing, silu=True).split(LENGTHS)
     halves = [length // 2 for length in LENGTHS]  # 0 of a sequence of 1: then the state is that of no token
     parts = [row[:half] for row, half in zip(inputs.split(LENGTHS), halves, strict=True) if half]
-    begun = Packing.from_lengths([len(part) for part in parts])
-    states = iter(last_inputs(torch.cat(parts), begun, width - 1))
-    for rows, expected, half in zip(inputs.split(LENGTHS), whole, halves, strict=True):
+    prefixes = Packing.from_lengths([len(part) for part in parts])
+    states = iter(last_inputs(torch.cat(parts), prefixes, width - 1))
+    for rows, expected, half in zip(inputs.split(LENGTHS), full_outputs, halves, strict=True):
         state = (next(states) if half else torch.zeros(width - 1, CHANNELS, dtype=torch.float64))[None]
         for token in range(half, len(rows)):
             output, state = convolve_step(rows[token : token + 1], state, kernel, bias, silu=True)
@@ -87,8 +87,8 @@ def test_a_sequence_does_not_see_another_even_if_that_is_not_finite() -> None:
     for index, rows in enumerate(inputs.split(LENGTHS)):
         rows.fill_(float("nan"))
         actual = convolve(inputs, kernel, bias, packing).split(LENGTHS)
-        for other in range(index + 1, len(LENGTHS)):
-            assert torch.equal(actual[other], expected[other])
+        for later in range(index + 1, len(LENGTHS)):
+            assert torch.equal(actual[later], expected[later])
 
 
 def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:

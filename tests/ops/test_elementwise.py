@@ -33,7 +33,7 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
     assert same is rows
     assert torch.equal(normed, expected)
     assert torch.equal(gated_activation(rows, rows, "silu"), torch.nn.functional.silu(rows) * rows)
-    assert all(torch.equal(each, rotate(rows, table)) for each in rotate_heads(rows, rows, table))
+    assert all(torch.equal(heads, rotate(rows, table)) for heads in rotate_heads(rows, rows, table))
     for call in (
         lambda: rms_norm(rows, weight, 1e-6, backend="triton"),
         lambda: gated_activation(rows, rows, "silu", backend="triton"),

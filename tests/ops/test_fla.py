@@ -59,9 +59,9 @@ def chunk_gated_delta_rule(
     """q and k [1, T, H, K], v [1, T, HV, V]; states [N, HV, K, V]."""
     assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
     if use_qk_l2norm_in_kernel:
-        q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        q, k = (tensor / (tensor.square().sum(-1, keepdim=True) + 1e-6).sqrt() for tensor in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k = (each[0].repeat_interleave(v.shape[2] // k.shape[2], 1) for each in (q, k))
+    q, k = (tensor[0].repeat_interleave(v.shape[2] // k.shape[2], 1) for tensor in (q, k))
     outputs, states = [], []
     for start, stop in Packing(tuple(cu_seqlens.diff().tolist()), cu_seqlens).slices():
         state = torch.zeros(v.shape[2], k.shape[2], v.shape[3])
@@ -81,13 +81,13 @@ def test_mamba_in_its_terms_equals_the_recurrence() -> None:
 
 @pytest.mark.usefixtures("present")
 def test_the_delta_rule_in_its_terms_equals_the_recurrence() -> None:
-    given = test_gated_delta.inputs(sum(LENGTHS), 4, 2, 6, 5, seed=0, decay=0.1)
-    test_gated_delta.check(given, list(LENGTHS), 64, test_gated_delta.FP32, backend="fla")
+    operands = test_gated_delta.inputs(sum(LENGTHS), 4, 2, 6, 5, seed=0, decay=0.1)
+    test_gated_delta.check(operands, list(LENGTHS), 64, test_gated_delta.FP32, backend="fla")
     packing = Packing.from_lengths(LENGTHS)
     options = {"scale": 0.7, "normalise": False}
-    found, states = gated_delta(*given, packing, **options, backend="fla")
+    outputs, states = gated_delta(*operands, packing, **options, backend="fla")
     assert states is None
-    test_gated_delta.assert_equal(found, gated_delta(*given, packing, **options)[0])
+    test_gated_delta.assert_equal(outputs, gated_delta(*operands, packing, **options)[0])
 
 
 @pytest.mark.usefixtures("present")
@@ -98,7 +98,7 @@ def test_no_tokens_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fla_version", "triton", "capability", "gradient", "said"),
+    ("fla_version", "triton", "capability", "gradient", "expected"),
     [
         ("0.6.0", "3.6.0", (9, 0), False, None),
         ("0.6.0", "3.7.1", (9, 0), True, None),
@@ -117,10 +117,10 @@ def test_no_tokens_are_no_trouble() -> None:
     ],
 )
 def test_versions_that_are_known_to_be_right(
-    fla_version: str, triton: str, capability: tuple[int, int], gradient: bool, said: str | None
+    fla_version: str, triton: str, capability: tuple[int, int], gradient: bool, expected: str | None
 ) -> None:
-    found = fla._refusal(fla_version, triton, capability, gradient)
-    assert (found is None) if said is None else (found is not None and said in found)
+    refusal = fla._refusal(fla_version, triton, capability, gradient)
+    assert (refusal is None) if expected is None else (refusal is not None and expected in refusal)
 
 
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +164,8 @@ def last_hidden(inputs: OutputInputs, _: Any) -> Tensor:
 
 @pytest.mark.thorough
 def test_an_engine_hands_the_choice_on(ranks: Any) -> None:
-    (said,) = ranks(1, refused_by_an_engine)
-    assert said.startswith('backend="fla" cannot run: ')
+    (message,) = ranks(1, refused_by_an_engine)
+    assert message.startswith('backend="fla" cannot run: ')
 
 
 def refused_by_an_engine(group: Any) -> str:
@@ -200,14 +200,14 @@ def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
 def test_auto_asks_where_its_own_kernels_were_not_checked(
     monkeypatch: pytest.MonkeyPatch, present: None, unwise: str | None, taken: bool
 ) -> None:
-    asked: list[str] = []
+    widths: list[str] = []
     monkeypatch.setattr("postlude.ops.gated_delta._unwise", lambda *_: unwise)
-    monkeypatch.setattr(fla, "steps_in", lambda name, own, *tensors, width: asked.append(own) is None)
+    monkeypatch.setattr(fla, "steps_in", lambda name, own_width, *tensors, width: widths.append(own_width) is None)
     monkeypatch.setattr(fla, "gated_delta", lambda *_: ("fla", None))
-    given, packing = test_gated_delta.inputs(5, 2, 1, 4, 4, seed=0), Packing.from_lengths([5])
-    assert (gated_delta(*given, packing)[0] == "fla") is taken
-    assert asked == [unwise] * taken
-    assert isinstance(gated_delta(*given, packing, backend="torch")[0], Tensor)
+    operands, packing = test_gated_delta.inputs(5, 2, 1, 4, 4, seed=0), Packing.from_lengths([5])
+    assert (gated_delta(*operands, packing)[0] == "fla") is taken
+    assert widths == [unwise] * taken
+    assert isinstance(gated_delta(*operands, packing, backend="torch")[0], Tensor)
 
 
 @pytest.mark.gpu
@@ -220,29 +220,29 @@ class TestOnTheGpu:
     def installed(self) -> None:
         pytest.importorskip("fla")
 
-    def compare(self, scan: Any, given: list[Tensor], halved: slice, names: tuple[str, ...]) -> None:
-        given = [each.detach() for each in given]
-        given[halved] = [each.bfloat16() for each in given[halved]]
+    def compare(self, scan: Any, operands: list[Tensor], halved: slice, names: tuple[str, ...]) -> None:
+        operands = [tensor.detach() for tensor in operands]
+        operands[halved] = [tensor.bfloat16() for tensor in operands[halved]]
         packing = Packing.from_lengths((700, 65, 1, 64, 130, 2), "cuda")
-        backward = fla.refusal(given[0], width=128, gradient=True) is None
+        backward = fla.refusal(operands[0], width=128, gradient=True) is None
         results = []
         for backend, dtype in (("fla", None), ("torch", torch.float64)):
-            leaves = [each.to(dtype or each.dtype).clone().requires_grad_(backward) for each in given]
-            found = scan(*leaves, packing, last_states=True, backend=backend)
+            leaves = [tensor.to(dtype or tensor.dtype).clone().requires_grad_(backward) for tensor in operands]
+            outputs = scan(*leaves, packing, last_states=True, backend=backend)
             if backward:
                 generator = torch.Generator().manual_seed(1)
-                upstream = [torch.randn(each.shape, generator=generator).to(each) for each in found]
-                found = *found, *torch.autograd.grad(found, leaves, upstream)
-            results.append(found)
-        for name, got, want in zip(("outputs", "states", *names), *results, strict=False):
-            off = float((got.double() - want).norm() / want.norm())
+                upstream = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in outputs]
+                outputs = *outputs, *torch.autograd.grad(outputs, leaves, upstream)
+            results.append(outputs)
+        for name, actual, want in zip(("outputs", "states", *names), *results, strict=False):
+            off = float((actual.double() - want).norm() / want.norm())
             assert off <= self.LIMIT, f"{name}: off by {off:.1e}"
 
     def test_mamba(self) -> None:
-        given = test_ssd.inputs(962, 16, 64, 2, 128, device="cuda")
+        operands = test_ssd.inputs(962, 16, 64, 2, 128, device="cuda")
         with torch.no_grad():
-            given[1].clamp_(max=1.0)
-        order = [given[0], given[3], given[4], given[1], given[2], given[5]]
+            operands[1].clamp_(max=1.0)
+        order = [operands[0], operands[3], operands[4], operands[1], operands[2], operands[5]]
 
         def scan(x, B, C, dt, A, D, packing: Packing, **options: Any) -> Any:
             return ssd(x, dt, A, B, C, D, packing, **options)
@@ -250,16 +250,16 @@ class TestOnTheGpu:
         self.compare(scan, order, slice(0, 3), ("x", "B", "C", "dt", "A", "D"))
 
     def test_the_delta_rule(self) -> None:
-        given = test_gated_delta.inputs(962, 8, 4, 128, 128, seed=0, decay=0.1, device="cuda")
+        operands = test_gated_delta.inputs(962, 8, 4, 128, 128, seed=0, decay=0.1, device="cuda")
 
         def scan(*arguments: Any, **options: Any) -> Any:
             return gated_delta(*arguments, normalise=True, **options)
 
-        self.compare(scan, given, slice(0, 3), test_gated_delta.NAMES)
+        self.compare(scan, operands, slice(0, 3), test_gated_delta.NAMES)
 
     def test_a_backward_that_it_refuses_is_a_sentence_before_it_begins(self) -> None:
-        given = [each.bfloat16() for each in test_gated_delta.inputs(5, 2, 1, 16, 16, seed=0, device="cuda")]
-        if fla.refusal(*given[:3], width=16, gradient=True) is None:
+        operands = [tensor.bfloat16() for tensor in test_gated_delta.inputs(5, 2, 1, 16, 16, seed=0, device="cuda")]
+        if fla.refusal(*operands[:3], width=16, gradient=True) is None:
             pytest.skip("it is right here")
         with pytest.raises(RuntimeError, match="refuses a backward on Hopper"):
-            gated_delta(*given, Packing.from_lengths([5], "cuda"), backend="fla")
+            gated_delta(*operands, Packing.from_lengths([5], "cuda"), backend="fla")

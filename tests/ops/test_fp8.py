@@ -46,22 +46,22 @@ def product_error(left: Tensor, right: Tensor) -> Tensor:
     return rounded + left.abs() @ right.abs().mT * 1e-6
 
 
-def assert_within(actual: Tensor, exact: Tensor, bound: Tensor, what: str) -> None:
+def assert_within(actual: Tensor, exact: Tensor, bound: Tensor, name: str) -> None:
     """Every number is within the bound, and the whole is off by more than another precision would be off."""
     error = (actual.double() - exact).abs()
-    assert (error <= bound).all(), f"{what}: {(error / bound).max():.3f} times the bound"
-    assert error.norm() / exact.norm() > 1e-3, f"{what}: {error.norm() / exact.norm():.1e}"
+    assert (error <= bound).all(), f"{name}: {(error / bound).max():.3f} times the bound"
+    assert error.norm() / exact.norm() > 1e-3, f"{name}: {error.norm() / exact.norm():.1e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rows_keep_four_bits(dtype: torch.dtype) -> None:
     matrix = random(40, 96).to(dtype)
     once = matrix.float().double()  # numbers are rounded to float32 first
-    for quantized, wanted in ((quantize_rows([matrix]), once), (quantize_columns([matrix]), once.T)):
+    for quantized, expected in ((quantize_rows([matrix]), once), (quantize_columns([matrix]), once.T)):
         assert quantized.values.dtype == E4M3
         assert quantized.values.is_contiguous()
         assert torch.equal(quantized.scales.log2(), quantized.scales.log2().round())
-        assert ((quantized.restored(torch.float64) - wanted).abs() <= rounding(wanted)).all()
+        assert ((quantized.restored(torch.float64) - expected).abs() <= rounding(expected)).all()
         largest = quantized.values.float().abs().amax(-1)
         assert ((largest > LARGEST / 2 - 16) & (largest <= LARGEST)).all()
 
@@ -69,9 +69,9 @@ def test_rows_keep_four_bits(dtype: torch.dtype) -> None:
 def test_parts_beside_each_other_are_rounded_as_one_matrix() -> None:
     matrix = random(8, 48).float()
     for quantize, dim in ((quantize_rows, 1), (quantize_columns, 0)):
-        whole, parts = quantize([matrix]), quantize(matrix.split([4, 2, 2] if dim == 0 else [16, 16, 16], dim))
-        assert torch.equal(whole.values.float(), parts.values.float())
-        assert torch.equal(whole.scales, parts.scales)
+        full, parts = quantize([matrix]), quantize(matrix.split([4, 2, 2] if dim == 0 else [16, 16, 16], dim))
+        assert torch.equal(full.values.float(), parts.values.float())
+        assert torch.equal(full.scales, parts.scales)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 448.0, 448.1, 3e38])
@@ -90,8 +90,8 @@ def test_what_is_not_finite_shows_in_its_row_alone(bad: float) -> None:
     rows[2, 7] = bad
     product = linear(rows, weight, fp8=ONE_RANK)
     assert product[2].isnan().all()
-    others = [0, 1, 3, 4, 5]
-    assert torch.equal(product[others], clean[others])
+    other_rows = [0, 1, 3, 4, 5]
+    assert torch.equal(product[other_rows], clean[other_rows])
     weight[3, 0] = bad
     assert linear(rows, weight, fp8=ONE_RANK)[:, 3].isnan().all()
 
@@ -105,10 +105,10 @@ def test_a_huge_number_does_not_change_other_rows() -> None:
         rows[1, 4] = 1e30
         upstream[3, 2] = -1e30
     (after,) = torch.autograd.grad((linear(rows, weight, fp8=ONE_RANK) * upstream).sum(), rows)
-    again = linear(rows, weight, fp8=ONE_RANK).detach()
-    for old, new, touched in ((product, again, 1), (before, after, 3)):
-        kept = [row for row in range(6) if row != touched]
-        assert torch.equal(old[kept], new[kept])
+    changed_output = linear(rows, weight, fp8=ONE_RANK).detach()
+    for old, new, touched in ((product, changed_output, 1), (before, after, 3)):
+        untouched = [row for row in range(6) if row != touched]
+        assert torch.equal(old[untouched], new[untouched])
         assert not torch.equal(old[touched], new[touched])
 
 
@@ -142,16 +142,18 @@ class Layers:
 def test_a_group_equals_float64() -> None:
     """Outputs and the gradient of the rows within the rounding of FP8, gradients of weights within that of float32."""
     layers, exact = Layers(), Layers(torch.float64)
-    exact.rows.data, exact.upstream = layers.rows.double().detach(), [each.double() for each in layers.upstream]
+    exact.rows.data, exact.upstream = layers.rows.double().detach(), [tensor.double() for tensor in layers.upstream]
     for weight, rounded in zip(exact.weights, layers.weights, strict=True):
         weight.data = rounded.double().detach()
-    outputs, wanted = layers.outputs(ONE_RANK), exact.outputs(None)
-    for output, right, weight in zip(outputs, wanted, exact.weights, strict=True):
+    outputs, expected_outputs = layers.outputs(ONE_RANK), exact.outputs(None)
+    for output, right, weight in zip(outputs, expected_outputs, exact.weights, strict=True):
         assert_within(output, right.detach(), product_error(exact.rows.detach(), weight.detach()), "output")
     of_rows, *of_weights = layers.gradients(outputs)
-    right_rows, *right_weights = exact.gradients(wanted)
-    together = torch.cat(exact.upstream, 1), torch.cat([weight.detach() for weight in exact.weights])
-    assert_within(of_rows, right_rows, product_error(together[0], together[1].T.contiguous()), "gradient of rows")
+    right_rows, *right_weights = exact.gradients(expected_outputs)
+    fused_operands = torch.cat(exact.upstream, 1), torch.cat([weight.detach() for weight in exact.weights])
+    assert_within(
+        of_rows, right_rows, product_error(fused_operands[0], fused_operands[1].T.contiguous()), "gradient of rows"
+    )
     for actual, right in zip(of_weights, right_weights, strict=True):
         assert_equal(actual, right, "gradient of a weight", 1e-6)
 
@@ -178,28 +180,28 @@ def test_one_layer_equals_a_group_of_one_and_a_bias_is_added() -> None:
 
 def test_adjacent_weights_change_nothing() -> None:
     """Weights that are one in memory, as on a GPU, and gradients that are columns of one tensor."""
-    apart, together = Layers(torch.float64), Layers(torch.float64)
-    joined = torch.cat([weight.detach() for weight in apart.weights])
-    for weight, part in zip(together.weights, joined.split(OUTS), strict=True):
+    separate, fused = Layers(torch.float64), Layers(torch.float64)
+    joined = torch.cat([weight.detach() for weight in separate.weights])
+    for weight, part in zip(fused.weights, joined.split(OUTS), strict=True):
         weight.data = part
-    together.upstream = list(torch.cat(together.upstream, 1).split(OUTS, 1))
-    for actual, wanted in zip(
-        together.gradients(together.outputs(ONE_RANK, one=True)), apart.gradients(apart.outputs(ONE_RANK)), strict=True
+    fused.upstream = list(torch.cat(fused.upstream, 1).split(OUTS, 1))
+    for actual, expected_gradient in zip(
+        fused.gradients(fused.outputs(ONE_RANK, one=True)), separate.gradients(separate.outputs(ONE_RANK)), strict=True
     ):
-        assert_equal(actual, wanted, "gradient", 1e-13)
+        assert_equal(actual, expected_gradient, "gradient", 1e-13)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_recompute_and_deferred_weight_gradients_change_no_bit(recompute: Any, deferred: bool) -> None:
     plain, layers = Layers(), Layers()
-    wanted = plain.gradients(plain.outputs(ONE_RANK))
+    expected_gradients = plain.gradients(plain.outputs(ONE_RANK))
     queue: DeferredWgrads | None = [] if deferred else None
     with defer_wgrad(queue):
         outputs = recomputed(
             lambda rows: linear_group(rows, layers.weights, [None] * 3, fp8=ONE_RANK), recompute, layers.rows
         )
-    for actual, right in zip(layers.gradients(outputs, queue), wanted, strict=True):
+    for actual, right in zip(layers.gradients(outputs, queue), expected_gradients, strict=True):
         assert torch.equal(actual, right)
     assert queue is None or len(queue) == 3
 
@@ -215,8 +217,10 @@ def test_adapters_are_added_as_they_are() -> None:
     base = linear(layers.rows, frozen, fp8=ONE_RANK)
     expected = base + 0.5 * (layers.rows @ a.T) @ b.T
     assert_equal(output, expected, "output", 1e-13)
-    for one, other in zip(actual, torch.autograd.grad(expected, (layers.rows, a, b), upstream), strict=True):
-        assert_equal(one, other, "gradient", 1e-13)
+    for gradient, expected_gradient in zip(
+        actual, torch.autograd.grad(expected, (layers.rows, a, b), upstream), strict=True
+    ):
+        assert_equal(gradient, expected_gradient, "gradient", 1e-13)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -227,13 +231,13 @@ def test_experts_equal_a_layer_each(deferred: bool) -> None:
         output = grouped_linear(rows, weight, torch.tensor(COUNTS), fp8=True)
     output.backward(upstream)
     flush_wgrad(queue or [])
-    other, matrices = rows.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    other_rows, matrices = rows.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     expected = torch.cat(
-        [linear(part, matrix, fp8=ONE_RANK) for part, matrix in zip(other.split(COUNTS), matrices, strict=True)]
+        [linear(part, matrix, fp8=ONE_RANK) for part, matrix in zip(other_rows.split(COUNTS), matrices, strict=True)]
     )
     expected.backward(upstream)
     assert_equal(output, expected, "output")
-    assert_equal(rows.grad, other.grad, "gradient of rows")
+    assert_equal(rows.grad, other_rows.grad, "gradient of rows")
     assert_equal(weight.grad, matrices.grad, "gradient of weights")
     exact = product_error(rows.detach()[: COUNTS[0]].double(), weight.detach()[0].double())
     assert_within(
@@ -250,47 +254,47 @@ def test_the_activation_before_a_product_equals_both() -> None:
 
 def run_parallel(group: dist.ProcessGroup, kind: str) -> dict[str, Any]:
     """A rank's part of a column- or row-parallel group of layers: outputs and gradients."""
-    whole, rank, size = Layers(torch.float64), dist.get_rank(group), dist.get_world_size(group)
+    full_layers, rank, size = Layers(torch.float64), dist.get_rank(group), dist.get_world_size(group)
     scaling = FP8Scaling(output_group=group) if kind == "column" else FP8Scaling(input_group=group)
     dim = 0 if kind == "column" else 1
     part = Layers(torch.float64)
-    part.weights = [weight.detach().chunk(size, dim)[rank].clone().requires_grad_() for weight in whole.weights]
+    part.weights = [weight.detach().chunk(size, dim)[rank].clone().requires_grad_() for weight in full_layers.weights]
     if kind == "column":
-        part.upstream = [each.chunk(size, 1)[rank] for each in whole.upstream]
+        part.upstream = [tensor.chunk(size, 1)[rank] for tensor in full_layers.upstream]
     else:
-        part.rows = whole.rows.detach().chunk(size, 1)[rank].clone().requires_grad_()
+        part.rows = full_layers.rows.detach().chunk(size, 1)[rank].clone().requires_grad_()
     outputs = part.outputs(scaling)
     of_rows, *of_weights = part.gradients(outputs)
-    return {"outputs": [each.detach() for each in outputs], "rows": of_rows, "weights": of_weights}
+    return {"outputs": [output.detach() for output in outputs], "rows": of_rows, "weights": of_weights}
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_tensor_parallel_layers_equal_one_rank(ranks: Ranks, kind: str) -> None:
     """To float64's rounding: with a rank's own scales, e4m3's rounding would differ."""
-    one = Layers(torch.float64)
-    outputs = one.outputs(ONE_RANK)
-    of_rows, *of_weights = one.gradients(outputs)
+    single = Layers(torch.float64)
+    outputs = single.outputs(ONE_RANK)
+    of_rows, *of_weights = single.gradients(outputs)
     parts = ranks(2, run_parallel, kind)
-    join: Callable[[list[Tensor]], Tensor] = (lambda each: torch.cat(each, 1)) if kind == "column" else sum
+    join: Callable[[list[Tensor]], Tensor] = (lambda parts: torch.cat(parts, 1)) if kind == "column" else sum
     for index, output in enumerate(outputs):
         assert_equal(join([part["outputs"][index] for part in parts]), output.detach(), "output", 1e-13)
     of_parts = [part["rows"] for part in parts]
     assert_equal(sum(of_parts) if kind == "column" else torch.cat(of_parts, 1), of_rows, "gradient of rows", 1e-13)
-    for index, wanted in enumerate(of_weights):
-        found = torch.cat([part["weights"][index] for part in parts], 0 if kind == "column" else 1)
-        assert_equal(found, wanted, "gradient of a weight", 1e-13)
+    for index, expected_weight in enumerate(of_weights):
+        gradient = torch.cat([part["weights"][index] for part in parts], 0 if kind == "column" else 1)
+        assert_equal(gradient, expected_weight, "gradient of a weight", 1e-13)
 
 
 def run_unshared(group: dist.ProcessGroup) -> Tensor:
-    whole, rank = Layers(torch.float64), dist.get_rank(group)
-    part = whole.rows.detach().chunk(2, 1)[rank], whole.weights[0].detach().chunk(2, 1)[rank]
+    full_layers, rank = Layers(torch.float64), dist.get_rank(group)
+    part = full_layers.rows.detach().chunk(2, 1)[rank], full_layers.weights[0].detach().chunk(2, 1)[rank]
     return linear(*part, fp8=ONE_RANK)
 
 
 def test_scales_of_each_rank_alone_would_differ(ranks: Ranks) -> None:
     """The test above can fail. Only numbers far below an outlier change: the scale does not move e4m3's four bits."""
-    one = Layers(torch.float64).outputs(ONE_RANK)[0].detach()
-    assert difference(sum(ranks(2, run_unshared)), one) > 1e-11
+    single_output = Layers(torch.float64).outputs(ONE_RANK)[0].detach()
+    assert difference(sum(ranks(2, run_unshared)), single_output) > 1e-11
 
 
 def run_broken(group: dist.ProcessGroup) -> Tensor:

@@ -62,8 +62,8 @@ def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -
 def counted(fused_forward: Any, taken: list[Any]) -> Any:
     """The same, and each time that it does something is appended."""
 
-    def call(*given: Any) -> Any:
-        done = fused_forward(*given)
+    def call(*arguments: Any) -> Any:
+        done = fused_forward(*arguments)
         if done is not None:
             taken.append(done.shape)
         return done

@@ -28,18 +28,18 @@ def inputs(
         return torch.randn(*shape, generator=generator)
 
     rate = 16 * decay * torch.rand(heads, generator=generator)
-    made = [draw(tokens, key_heads, dk), draw(tokens, key_heads, dk), draw(tokens, heads, dv)]
-    made += [-rate * F.softplus(draw(tokens, heads) - 1), draw(tokens, heads).sigmoid()]
-    return [each.to(device).requires_grad_() for each in made]
+    drawn = [draw(tokens, key_heads, dk), draw(tokens, key_heads, dk), draw(tokens, heads, dv)]
+    drawn += [-rate * F.softplus(draw(tokens, heads) - 1), draw(tokens, heads).sigmoid()]
+    return [tensor.to(device).requires_grad_() for tensor in drawn]
 
 
-def token_by_token(given: list[Tensor], lengths: list[int]) -> tuple[Tensor, Tensor]:
+def token_by_token(operands: list[Tensor], lengths: list[int]) -> tuple[Tensor, Tensor]:
     """The definition, one token after the other, queries and keys of length one."""
-    query, key, value, log_decay, beta = given
+    query, key, value, log_decay, beta = operands
     group = value.shape[1] // key.shape[1]
     query, key = (
-        (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(group, 1)
-        for each in (query, key)
+        (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(group, 1)
+        for tensor in (query, key)
     )
     query = query / query.shape[-1] ** 0.5
     outputs, states = [], []
@@ -48,8 +48,8 @@ def token_by_token(given: list[Tensor], lengths: list[int]) -> tuple[Tensor, Ten
         state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
         for token in range(start, start + length):
             state = state * log_decay[token].exp()[:, None, None]
-            held = torch.einsum("hkv,hk->hv", state, key[token])
-            change = beta[token][:, None] * (value[token] - held)
+            stored = torch.einsum("hkv,hk->hv", state, key[token])
+            change = beta[token][:, None] * (value[token] - stored)
             state = state + torch.einsum("hk,hv->hkv", key[token], change)
             outputs.append(torch.einsum("hkv,hk->hv", state, query[token]))
         states.append(state)
@@ -57,20 +57,20 @@ def token_by_token(given: list[Tensor], lengths: list[int]) -> tuple[Tensor, Ten
     return torch.stack(outputs), torch.stack(states)
 
 
-def check(given: list[Tensor], lengths: list[int], chunk: int, tolerance: float, backend: str = "auto") -> None:
-    packing = Packing.from_lengths(lengths, given[0].device)
-    exact = [each.detach().double().cpu().requires_grad_() for each in given]
+def check(operands: list[Tensor], lengths: list[int], chunk: int, tolerance: float, backend: str = "auto") -> None:
+    packing = Packing.from_lengths(lengths, operands[0].device)
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in operands]
     expected = token_by_token(exact, lengths)
-    found = gated_delta(*given, packing, normalise=True, chunk=chunk, last_states=True, backend=backend)
+    outputs = gated_delta(*operands, packing, normalise=True, chunk=chunk, last_states=True, backend=backend)
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(each.shape, generator=generator) for each in expected]
+    weights = [torch.randn(tensor.shape, generator=generator) for tensor in expected]
     weights[1] *= weights[0].numel() / weights[1].numel() ** 0.5 / 100  # neither drowns the other
-    for one, other, what in zip(found, expected, ("outputs", "states"), strict=True):
-        assert_equal(one.cpu(), other, what, tolerance)
-    gradients = torch.autograd.grad(found, given, [each.to(given[0].device) for each in weights])
-    wanted = torch.autograd.grad(expected, exact, [each.double() for each in weights])
-    for name, one, other in zip(NAMES, gradients, wanted, strict=True):
-        assert_equal(one.cpu(), other, f"gradient of {name}", tolerance)
+    for actual, expected_tensor, what in zip(outputs, expected, ("outputs", "states"), strict=True):
+        assert_equal(actual.cpu(), expected_tensor, what, tolerance)
+    gradients = torch.autograd.grad(outputs, operands, [weight.to(operands[0].device) for weight in weights])
+    expected_gradients = torch.autograd.grad(expected, exact, [weight.double() for weight in weights])
+    for name, actual, expected_tensor in zip(NAMES, gradients, expected_gradients, strict=True):
+        assert_equal(actual.cpu(), expected_tensor, f"gradient of {name}", tolerance)
 
 
 @settings(max_examples=14, derandomize=True)
@@ -104,36 +104,39 @@ def test_long_sequences_equal_the_recurrence(lengths: list[int], chunk: int, dec
 
 def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
     """Sums of log decays reach -2,000 within a chunk; the tokens after still tell apart what little they forget."""
-    given = inputs(150, 2, 1, 16, 8, seed=3, decay=0.01)
+    operands = inputs(150, 2, 1, 16, 8, seed=3, decay=0.01)
     with torch.no_grad():
-        given[3][20::40] = -500.0
-    check(given, [100, 50], 64, FP32)
+        operands[3][20::40] = -500.0
+    check(operands, [100, 50], 64, FP32)
 
 
 def test_float64_stays_float64() -> None:
-    given = [each.detach().double().requires_grad_() for each in inputs(40, 2, 1, 6, 7, seed=0)]
-    check(given, [23, 17], 8, 1e-12)
+    operands = [tensor.detach().double().requires_grad_() for tensor in inputs(40, 2, 1, 6, 7, seed=0)]
+    check(operands, [23, 17], 8, 1e-12)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_gradients_of_any_vectors_and_scale(normalise: bool) -> None:
-    query, key, value, log_decay, beta = (each.detach().double() for each in inputs(11, 2, 1, 3, 2, seed=0, decay=0.1))
+    query, key, value, log_decay, beta = (
+        tensor.detach().double() for tensor in inputs(11, 2, 1, 3, 2, seed=0, decay=0.1)
+    )
     packing = Packing.from_lengths([4, 7])
-    given = [each.requires_grad_() for each in (query, key / 2, value, log_decay, beta)]
+    operands = [tensor.requires_grad_() for tensor in (query, key / 2, value, log_decay, beta)]
     assert torch.autograd.gradcheck(
-        lambda *each: gated_delta(*each, packing, scale=0.7, normalise=normalise, chunk=3, last_states=True), given
+        lambda *arguments: gated_delta(*arguments, packing, scale=0.7, normalise=normalise, chunk=3, last_states=True),
+        operands,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
     """In bf16 both compute in fp32 from the same rounded inputs, and round the output once."""
-    given = [each.detach() for each in inputs(30, 4, 2, 8, 5, seed=1, decay=0.1)]
-    given[:3] = [each.to(dtype) for each in given[:3]]
-    expected, last = gated_delta(*given, Packing.from_lengths([15, 15]), normalise=True, chunk=4, last_states=True)
+    operands = [tensor.detach() for tensor in inputs(30, 4, 2, 8, 5, seed=1, decay=0.1)]
+    operands[:3] = [tensor.to(dtype) for tensor in operands[:3]]
+    expected, last = gated_delta(*operands, Packing.from_lengths([15, 15]), normalise=True, chunk=4, last_states=True)
     states = torch.zeros_like(last)
     for token in range(15):
-        output, states = gated_delta_step(*(each[token::15] for each in given), states, normalise=True)
+        output, states = gated_delta_step(*(tensor[token::15] for tensor in operands), states, normalise=True)
         assert output.dtype == expected.dtype == dtype
         assert states.dtype == torch.float32
         tolerance = FP32 if dtype == torch.float32 else 2**-8
@@ -142,30 +145,31 @@ def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
 
 
 def test_no_sequences_give_gradients_of_zero() -> None:
-    given = inputs(0, 4, 2, 8, 5, seed=1)
-    output, states = gated_delta(*given, Packing.from_lengths([]), last_states=True)
+    operands = inputs(0, 4, 2, 8, 5, seed=1)
+    output, states = gated_delta(*operands, Packing.from_lengths([]), last_states=True)
     assert output.shape == (0, 4, 5)
     assert states.shape == (0, 4, 8, 5)
     assert all(
-        each.shape == like.shape for each, like in zip(torch.autograd.grad(output.sum(), given), given, strict=True)
+        tensor.shape == like.shape
+        for tensor, like in zip(torch.autograd.grad(output.sum(), operands), operands, strict=True)
     )
 
 
 def test_the_host_never_waits_and_the_result_is_the_same_to_the_bit() -> None:
-    given = inputs(100, 2, 1, 8, 8, seed=2)
+    operands = inputs(100, 2, 1, 8, 8, seed=2)
     packing = Packing.from_lengths([30, 1, 69])
     results = []
     for _ in range(2):
         with Waits() as waits:
             # What the operator does inside is looked at too.
             inside = gated_delta_forward(
-                *(each.detach() for each in given), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16, True
+                *(tensor.detach() for tensor in operands), packing.cu_seqlens, [30, 1, 69], 1.0, True, 16, True
             )
-            output, _ = gated_delta(*given, packing, scale=1.0, normalise=True, chunk=16)  # without states
-            gradients = torch.autograd.grad(output.square().sum(), given)
+            output, _ = gated_delta(*operands, packing, scale=1.0, normalise=True, chunk=16)  # without states
+            gradients = torch.autograd.grad(output.square().sum(), operands)
         assert waits.sites == []
         results.append((output, *gradients, *inside))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
     assert torch.equal(results[0][0], results[0][-2])
 
 
@@ -183,13 +187,13 @@ def test_wrong_shapes_are_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1], [300, 65, 64, 1, 128]])
 def test_on_cuda_it_equals_the_recurrence_without_a_wait(lengths: list[int]) -> None:
-    given = inputs(sum(lengths), 4, 2, 64, 32, seed=0, decay=0.1, device="cuda")
-    check(given, lengths, 64, FP32)
+    operands = inputs(sum(lengths), 4, 2, 64, 32, seed=0, decay=0.1, device="cuda")
+    check(operands, lengths, 64, FP32)
     packing = Packing.from_lengths(lengths, "cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output, states = gated_delta(*given, packing, normalise=True, last_states=True)
-        torch.autograd.grad((output.sum(), states.sum()), given)
+        output, states = gated_delta(*operands, packing, normalise=True, last_states=True)
+        torch.autograd.grad((output.sum(), states.sum()), operands)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -22,11 +22,11 @@ def test_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
-    given = [each.detach().to(dtype) for each in inputs(5, 2, 1, 4, 4, seed=0)]
+    operands = [tensor.detach().to(dtype) for tensor in inputs(5, 2, 1, 4, 4, seed=0)]
     packing = Packing.from_lengths([3, 2])
-    assert torch.equal(gated_delta(*given, packing)[0], gated_delta(*given, packing, backend="torch")[0])
+    assert torch.equal(gated_delta(*operands, packing)[0], gated_delta(*operands, packing, backend="torch")[0])
     with pytest.raises(RuntimeError, match="the tensors are on cpu"):
-        gated_delta(*given, packing, backend="triton")
+        gated_delta(*operands, packing, backend="triton")
 
 
 @pytest.mark.gpu
@@ -43,24 +43,27 @@ class TestOnTheGpu:
     def made(
         self, lengths: list[int], heads: int = 8, key_heads: int = 4, dk: int = 128, dv: int = 128
     ) -> list[Tensor]:
-        given = [
-            each.detach() for each in inputs(sum(lengths), heads, key_heads, dk, dv, seed=0, decay=0.1, device="cuda")
+        operands = [
+            tensor.detach()
+            for tensor in inputs(sum(lengths), heads, key_heads, dk, dv, seed=0, decay=0.1, device="cuda")
         ]
-        return [each.bfloat16() if index < 3 else each for index, each in enumerate(given)]
+        return [tensor.bfloat16() if index < 3 else tensor for index, tensor in enumerate(operands)]
 
-    def results(self, given: list[Tensor], lengths: list[int], backend: str, normalise: bool = True) -> list[Tensor]:
-        given = [each.clone().requires_grad_() for each in given]
+    def results(self, operands: list[Tensor], lengths: list[int], backend: str, normalise: bool = True) -> list[Tensor]:
+        operands = [tensor.clone().requires_grad_() for tensor in operands]
         packing = Packing.from_lengths(lengths, "cuda")
-        found = gated_delta(*given, packing, normalise=normalise, last_states=True, backend=backend)
+        outputs = gated_delta(*operands, packing, normalise=normalise, last_states=True, backend=backend)
         generator = torch.Generator().manual_seed(1)
-        upstream = [torch.randn(each.shape, generator=generator).to(each) for each in found]
-        return [each.detach() for each in (*found, *torch.autograd.grad(found, given, upstream))]
+        upstream = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in outputs]
+        return [tensor.detach() for tensor in (*outputs, *torch.autograd.grad(outputs, operands, upstream))]
 
-    def compare(self, given: list[Tensor], lengths: list[int], names: tuple[str, ...], normalise: bool = True) -> None:
-        found = self.results(given, lengths, "triton", normalise)
-        exact = self.results([each.double() for each in given], lengths, "torch", normalise)
-        for name, got, want in zip(("outputs", "states", *NAMES), found, exact, strict=True):
-            off = float((got.double() - want).norm() / want.norm())
+    def compare(
+        self, operands: list[Tensor], lengths: list[int], names: tuple[str, ...], normalise: bool = True
+    ) -> None:
+        results = self.results(operands, lengths, "triton", normalise)
+        exact = self.results([tensor.double() for tensor in operands], lengths, "torch", normalise)
+        for name, actual, want in zip(("outputs", "states", *NAMES), results, exact, strict=True):
+            off = float((actual.double() - want).norm() / want.norm())
             assert name not in names or off <= self.LIMIT, f"{name}: off by {off:.1e}"
 
     def test_kernels(self) -> None:
@@ -72,38 +75,38 @@ class TestOnTheGpu:
         self.compare(self.made(lengths, *heads, *widths), lengths, ("outputs", "states", *NAMES))
 
     def test_vectors_as_they_are(self) -> None:
-        given = self.made([300, 20])
-        given[1] /= 16
-        self.compare(given, [300, 20], ("outputs", "states", *NAMES), normalise=False)
+        operands = self.made([300, 20])
+        operands[1] /= 16
+        self.compare(operands, [300, 20], ("outputs", "states", *NAMES), normalise=False)
 
     def test_sequences_of_one_token(self) -> None:
         """Nothing was there to decay: that gradient is zero."""
-        given = self.made([1, 1, 1])
-        self.compare(given, [1, 1, 1], tuple(name for name in ("outputs", "states", *NAMES) if name != "log_decay"))
-        assert not self.results(given, [1, 1, 1], "triton")[5].any()
+        operands = self.made([1, 1, 1])
+        self.compare(operands, [1, 1, 1], tuple(name for name in ("outputs", "states", *NAMES) if name != "log_decay"))
+        assert not self.results(operands, [1, 1, 1], "triton")[5].any()
 
     def test_states_that_are_forgotten_at_once(self) -> None:
-        given = self.made([300, 65])
-        given[3][20::40] = -500.0
-        self.compare(given, [300, 65], ("outputs", "states", *NAMES))
+        operands = self.made([300, 65])
+        operands[3][20::40] = -500.0
+        self.compare(operands, [300, 65], ("outputs", "states", *NAMES))
 
     def test_auto_takes_the_kernels_where_they_were_checked(self) -> None:
-        given = self.made([70])
-        taken = all(map(torch.equal, self.results(given, [70], "auto"), self.results(given, [70], "triton")))
-        assert taken == (_unwise(given[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
+        operands = self.made([70])
+        taken = all(map(torch.equal, self.results(operands, [70], "auto"), self.results(operands, [70], "triton")))
+        assert taken == (_unwise(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
 
     def test_the_result_is_the_same_to_the_bit_and_the_host_never_waits(self) -> None:
         lengths = [2000, 1, 129, 5000]
-        given = self.made(lengths)
-        first = self.results(given, lengths, "triton")
+        operands = self.made(lengths)
+        first = self.results(operands, lengths, "triton")
         for _ in range(5):
-            assert all(map(torch.equal, self.results(given, lengths, "triton"), first))
-        given = [each.requires_grad_() for each in given]
+            assert all(map(torch.equal, self.results(operands, lengths, "triton"), first))
+        operands = [tensor.requires_grad_() for tensor in operands]
         packing = Packing.from_lengths(lengths, "cuda")
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            output, _ = gated_delta(*given, packing, normalise=True, backend="triton")
-            torch.autograd.grad(output, given, torch.ones_like(output))
+            output, _ = gated_delta(*operands, packing, normalise=True, backend="triton")
+            torch.autograd.grad(output, operands, torch.ones_like(output))
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -33,7 +33,7 @@ class Kernel:
         def run(*arguments: Any, num_warps: int) -> SimpleNamespace:
             self.own.append((grid, *arguments, num_warps))
             return SimpleNamespace(
-                run=lambda *given: self.short.append(given), function="function", packed_metadata="metadata"
+                run=lambda *arguments: self.short.append(arguments), function="function", packed_metadata="metadata"
             )
 
         return run
@@ -71,9 +71,9 @@ def test_a_triton_that_was_not_looked_at_launches_itself_aloud(kernel, monkeypat
     with caplog.at_level(logging.WARNING):
         launched(kernel, monkeypatch, version)
     assert (len(kernel.own), kernel.short) == (3, [])
-    (said,) = caplog.messages  # once
-    assert version in said
-    assert "3.6 to 3.9" in said
+    (message,) = caplog.messages  # once
+    assert version in message
+    assert "3.6 to 3.9" in message
 
 
 def test_which_device_is_current(monkeypatch) -> None:
@@ -85,27 +85,27 @@ def test_which_device_is_current(monkeypatch) -> None:
 @pytest.mark.parametrize("current", [True, False])
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, current: bool) -> None:
     """Every way to launch one enters the device where it is not the current one, and only there."""
-    entered, inside, seen = [], [current], []
+    entered, inside, devices = [], [current], []
 
     @contextmanager
-    def device(given: torch.device) -> Iterator[None]:
-        entered.append(given)
+    def device(target: torch.device) -> Iterator[None]:
+        entered.append(target)
         inside[0] = True
         yield
         inside[0] = False
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launch, "is_current", lambda given: inside[0])
+    monkeypatch.setattr(launch, "is_current", lambda target: inside[0])
     tensor = torch.zeros(8)
     launch.Launcher(kernel)((2, 1, 1), (None, tensor), (3,), (64,), warps=4)
 
     class Function:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **options: seen.append((inside[0], grid, arguments, options))
+            return lambda *arguments, **options: devices.append((inside[0], grid, arguments, options))
 
     launch.Kernel(Function())[(5,)](None, tensor, 7, BLOCK=16)
     assert kernel.own == [((2, 1, 1), None, tensor, 3, 64, 4)]
-    assert seen == [(True, (5,), (None, tensor, 7), {"BLOCK": 16})]
+    assert devices == [(True, (5,), (None, tensor, 7), {"BLOCK": 16})]
     assert entered == ([] if current else [tensor.device] * 2)
 
 
@@ -132,8 +132,8 @@ def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:
             return lambda *arguments, **options: None
 
     for module in (convolution_kernels, ssd_device):
-        for name, each in vars(module).items():
-            if isinstance(each, launch.Kernel):
+        for name, value in vars(module).items():
+            if isinstance(value, launch.Kernel):
                 monkeypatch.setattr(module, name, Noted())
     tokens, heads, width = 5_000_000, 8, 16
     with torch.device("meta"):

@@ -32,10 +32,10 @@ def operands() -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
 def gradients(products, later: list | None = None) -> list[Tensor]:
     rows, weights, biases = operands()
     with defer_wgrad(later):
-        made = products(rows, weights, biases)
-    torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
+        outputs = products(rows, weights, biases)
+    torch.stack([product.square().sum() * index for index, product in enumerate(outputs, 1)]).sum().backward()
     flush_wgrad(later or [])
-    return [each.grad for each in (rows, *weights, *biases) if each is not None]
+    return [tensor.grad for tensor in (rows, *weights, *biases) if tensor is not None]
 
 
 @pytest.mark.parametrize("put", [False, True])
@@ -50,11 +50,11 @@ def test_products_of_the_same_rows(put: bool) -> None:
         return _Linears.apply(rows, later, False, False, None, len(weights), *weights, *biases)
 
     expected = gradients(one_by_one)
-    for index, (actual, wanted) in enumerate(zip(gradients(together, later), expected, strict=True)):
-        assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+    for index, (actual, expected_gradient) in enumerate(zip(gradients(together, later), expected, strict=True)):
+        assert_equal(actual, expected_gradient, f"gradient {index}", 1e-14)
     assert later is None or len(later) == 3
-    for actual, wanted in zip(gradients(linear_group), expected, strict=True):
-        assert torch.equal(actual, wanted)
+    for actual, expected_gradient in zip(gradients(linear_group), expected, strict=True):
+        assert torch.equal(actual, expected_gradient)
 
 
 def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
@@ -66,43 +66,47 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
         for weight, total in zip(weights, totals, strict=True):
             weight.main_grad = total
         with defer_wgrad(later):
-            made = linear_group(rows, weights, biases)
-        torch.stack([product.square().sum() * index for index, product in enumerate(made, 1)]).sum().backward()
+            outputs = linear_group(rows, weights, biases)
+        torch.stack([product.square().sum() * index for index, product in enumerate(outputs, 1)]).sum().backward()
         flush_wgrad(later or [])
         assert all(weight.grad is None for weight in weights)
-        found = [rows.grad, *(total - 1 for total in totals), *(bias.grad for bias in biases if bias is not None)]
-        for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(actual, wanted, f"gradient {index}", 1e-14)
+        gradients_found = [
+            rows.grad,
+            *(total - 1 for total in totals),
+            *(bias.grad for bias in biases if bias is not None),
+        ]
+        for index, (actual, expected_gradient) in enumerate(zip(gradients_found, expected, strict=True)):
+            assert_equal(actual, expected_gradient, f"gradient {index}", 1e-14)
 
 
 @pytest.mark.parametrize("put", [False, True])
-@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize(
     ("laid", "arrives", "products"), [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)]
 )
-def test_what_lies_together_is_one_product(put: bool, one: bool, laid: str, arrives: str, products: int) -> None:
+def test_what_lies_together_is_one_product(put: bool, single: bool, laid: str, arrives: str, products: int) -> None:
     """As on CUDA: weights, their sums, and gradients that are columns of one tensor; put off as it would be now."""
-    rows, apart, _ = operands()
+    rows, separate, _ = operands()
     upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected_rows = upstream @ torch.cat(apart).detach()
+    expected_rows = upstream @ torch.cat(separate).detach()
     expected_totals = 1 + upstream.T @ rows.detach()
-    together = torch.cat([weight.detach() for weight in apart]).split([6, 3, 2])
-    weights = [each.detach().clone() if laid == "apart" else each for each in together]
+    joint = torch.cat([weight.detach() for weight in separate]).split([6, 3, 2])
+    weights = [tensor.detach().clone() if laid == "apart" else tensor for tensor in joint]
     totals = torch.ones(11, 4, dtype=torch.float64).split([6, 3, 2])
     for weight, total in zip(weights, totals, strict=True):
         weight.requires_grad_().main_grad = total
     later: DeferredWgrads = []
     with Products() as forward:
-        made = _Linears.apply(rows, later if put else None, True, one, None, 3, *weights, *[None] * 3)
-    for product, weight in zip(made, weights, strict=True):
+        outputs = _Linears.apply(rows, later if put else None, True, single, None, 3, *weights, *[None] * 3)
+    for product, weight in zip(outputs, weights, strict=True):
         assert_equal(product, rows @ weight.T, "product", 1e-14)
-    parts = torch.cat(made, 1) if arrives == "columns" else torch.cat([each * 1.0 for each in made], 1)
+    parts = torch.cat(outputs, 1) if arrives == "columns" else torch.cat([tensor * 1.0 for tensor in outputs], 1)
     with Products() as backward:
         parts.backward(upstream)
         flush_wgrad(later)
     assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
     assert_equal(torch.cat(totals), expected_totals, "sums", 1e-14)
-    assert forward.count == (1 if one and laid == "weights" else 3)
+    assert forward.count == (1 if single and laid == "weights" else 3)
     assert backward.count == 2 * products
 
 
@@ -138,24 +142,26 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
     linear_group(rows[0], [weight], [None])[0].backward(gradients[0])
     linear(rows[1], weight).backward(gradients[1])
     assert weight.grad is None
-    products = [gradient.double().t() @ each.detach().double() for gradient, each in zip(gradients, rows, strict=True)]
+    products = [gradient.double().t() @ row.detach().double() for gradient, row in zip(gradients, rows, strict=True)]
     assert_equal(total, sum(products), "sum")
-    for gradient, each in zip(gradients, rows, strict=True):
-        assert_equal(each.grad, gradient.double() @ weight.detach().double(), "gradient of rows", 2**-8)
+    for gradient, row in zip(gradients, rows, strict=True):
+        assert_equal(row.grad, gradient.double() @ weight.detach().double(), "gradient of rows", 2**-8)
 
 
 def test_weights_that_lie_together_are_one_product() -> None:
     rows, weights, _ = operands()
-    apart = [weight.detach() for weight in weights]
-    whole = torch.cat(apart)
-    laid = whole.split([6, 3, 2])
-    assert adjacent_view(apart) is None
+    separate = [weight.detach() for weight in weights]
+    joint = torch.cat(separate)
+    laid = joint.split([6, 3, 2])
+    assert adjacent_view(separate) is None
     assert adjacent_view(laid[1:]) is not None
     assert adjacent_view((laid[0], laid[2])) is None
     assert adjacent_view((laid[1], laid[0])) is None
     joined = adjacent_view(laid)
     assert joined is not None
-    assert torch.equal(joined, whole)
+    assert torch.equal(joined, joint)
     with torch.no_grad():
-        for one, other in zip(linear_group(rows, laid, [None] * 3), linear_group(rows, apart, [None] * 3), strict=True):
-            assert_equal(one, other, "product")
+        for first, second in zip(
+            linear_group(rows, laid, [None] * 3), linear_group(rows, separate, [None] * 3), strict=True
+        ):
+            assert_equal(first, second, "product")

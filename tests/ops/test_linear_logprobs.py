@@ -127,19 +127,19 @@ def test_each_result_alone_has_its_gradient(part: int) -> None:
     operands = Operands.random(7, 4, 13)
     stats = fused(operands.hidden, operands.weight, operands.targets, entropy=True, lse=True)
     exact = dense(operands.hidden, operands.weight, operands.targets)
-    got = torch.autograd.grad((stats.logprob, stats.entropy, stats.lse)[part].sum(), operands.leaves())
+    gradients = torch.autograd.grad((stats.logprob, stats.entropy, stats.lse)[part].sum(), operands.leaves())
     want = torch.autograd.grad(exact[part].sum(), operands.leaves())
-    for name, ours, theirs in zip(("hidden", "weight"), got, want, strict=True):
-        assert_close(ours, theirs, name)
+    for name, gradient, expected_gradient in zip(("hidden", "weight"), gradients, want, strict=True):
+        assert_close(gradient, expected_gradient, name)
 
 
 def test_used_twice_gradients_add() -> None:
     operands = Operands.random(6, 4, 13)
     first, second = (fused(operands.hidden, operands.weight, operands.targets).logprob.sum() for _ in range(2))
     once = torch.autograd.grad(first, operands.leaves(), retain_graph=True)
-    again = torch.autograd.grad(first + 2 * second, operands.leaves())
-    for ours, theirs in zip(once, again, strict=True):
-        assert_close(theirs, 3 * ours, "gradient")
+    repeated = torch.autograd.grad(first + 2 * second, operands.leaves())
+    for gradient, repeated_gradient in zip(once, repeated, strict=True):
+        assert_close(repeated_gradient, 3 * gradient, "gradient")
 
 
 def test_strides_and_leading_dimensions() -> None:
@@ -249,10 +249,10 @@ def test_mixed_dtypes(hidden_dtype: torch.dtype, weight_dtype: torch.dtype) -> N
             assert row.dtype == torch.float32
             assert_close(row, expected, "result")
         gradients = operands.gradients((stats.logprob, stats.entropy, stats.lse))
-        for leaf, got, want in zip(operands.leaves(), gradients, operands.gradients(exact), strict=True):
-            assert got.dtype == leaf.dtype
+        for leaf, gradient, want in zip(operands.leaves(), gradients, operands.gradients(exact), strict=True):
+            assert gradient.dtype == leaf.dtype
             # One rounding to bf16 is half a unit in the last place, 2^-9 of the value.
-            assert_close(got, want, "gradient", within=1e-5 if leaf.dtype == torch.float32 else 2.0**-8)
+            assert_close(gradient, want, "gradient", within=1e-5 if leaf.dtype == torch.float32 else 2.0**-8)
 
 
 def test_autocast_does_not_touch_the_inside() -> None:
@@ -300,11 +300,11 @@ def test_a_frozen_operand_costs_no_gemm(frozen: str, backward: int, memory_budge
         getattr(operands, frozen).requires_grad_(False)
     with Watch() as forward:
         stats = fused(operands.hidden, operands.weight, operands.targets, memory_budget=memory_budget)
-    with Watch() as both:
+    with Watch() as watch:
         stats.logprob.sum().backward()
-    slabs = both.projections(8)
+    slabs = watch.projections(8)
     assert len(forward.products) == forward.projections(8)
-    assert len(both.products) == backward * slabs
+    assert len(watch.products) == backward * slabs
     assert (slabs == 1) == (memory_budget is None)
     frozen_gradients = [leaf.grad is None for leaf in operands.leaves()]
     assert frozen_gradients == [frozen == "hidden", frozen == "weight"]
@@ -455,7 +455,7 @@ def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
 
 def test_how_logits_are_made_is_said_once() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(LogitConfig)}
-    assert fields == {name: each.__forward_arg__ for name, each in LogitOptions.__annotations__.items()}
+    assert fields == {name: annotation.__forward_arg__ for name, annotation in LogitOptions.__annotations__.items()}
     assert LogitConfig.__doc__ is not None
     assert all(f"\n        {name}: " in LogitConfig.__doc__ for name in fields)
     for function in (linear_logprobs, linear_objective, linear_logprobs_at):
@@ -468,11 +468,11 @@ def test_a_value_and_keywords_say_the_same_and_an_unknown_one_is_refused(functio
     hidden, weight = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator)
     targets, ids = torch.tensor([0, 6, -100, 3, 2]), torch.tensor([[1], [0], [5], [6], [2]])
     call = {
-        "linear_logprobs": lambda **how: linear_logprobs(hidden, weight, targets, **how).logprob,
-        "linear_objective": lambda **how: (
-            linear_objective(hidden, weight, targets, lambda logprob, _, __: -logprob, **how).token_loss
+        "linear_logprobs": lambda **options: linear_logprobs(hidden, weight, targets, **options).logprob,
+        "linear_objective": lambda **options: (
+            linear_objective(hidden, weight, targets, lambda logprob, _, __: -logprob, **options).token_loss
         ),
-        "linear_logprobs_at": lambda **how: linear_logprobs_at(hidden, weight, targets, ids, **how)[1],
+        "linear_logprobs_at": lambda **options: linear_logprobs_at(hidden, weight, targets, ids, **options)[1],
     }[function]
     keywords = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "vocab_size": 7}
     expected = call(**keywords)

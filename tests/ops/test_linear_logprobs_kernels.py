@@ -60,17 +60,17 @@ class TestOnTheGpu:
         )
         results = (stats.logprob, stats.entropy, stats.lse)
         exact = dense(operands.hidden, operands.weight, operands.targets, **options)
-        for name, got, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
-            off = float((got.double() - want).norm() / want.norm())
+        for name, result, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
+            off = float((result.double() - want).norm() / want.norm())
             assert off <= 1e-6, f"{name} is off by {off:.1e}"
         gradients = operands.gradients(results)
-        for name, got, want in zip(("hidden", "weight"), gradients, operands.gradients(exact), strict=True):
-            off = float((got.double() - want.double()).norm() / want.double().norm())
+        for name, result, want in zip(("hidden", "weight"), gradients, operands.gradients(exact), strict=True):
+            off = float((result.double() - want.double()).norm() / want.double().norm())
             assert off <= 3e-3, f"gradient of {name} is off by {off:.1e}"
 
     def test_objective_accuracy(self) -> None:
         operands = self.operands()
-        kept = (operands.targets != -100).double()
+        has_target = (operands.targets != -100).double()
 
         def loss(logprob: torch.Tensor, entropy: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
             return logprob * columns + entropy
@@ -80,11 +80,11 @@ class TestOnTheGpu:
             arguments = (operands.hidden, operands.weight, operands.targets, loss, operands.upstream[0])
             result = linear_objective(*arguments, entropy=True, memory_budget=memory_budget)
             logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets)
-            exact = (loss(logprob, entropy, operands.upstream[0].double()) * kept).sum()
+            exact = (loss(logprob, entropy, operands.upstream[0].double()) * has_target).sum()
             assert abs(float(result.loss) - float(exact)) <= 1e-5 * abs(float(exact))
-            got, want = (torch.autograd.grad(total, operands.leaves()) for total in (result.loss, exact))
-            for name, ours, theirs in zip(("hidden", "weight"), got, want, strict=True):
-                off = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+            gradients, want = (torch.autograd.grad(total, operands.leaves()) for total in (result.loss, exact))
+            for name, gradient, expected_gradient in zip(("hidden", "weight"), gradients, want, strict=True):
+                off = float((gradient.double() - expected_gradient.double()).norm() / expected_gradient.double().norm())
                 print(f"budget {memory_budget}: gradient of {name} off by {off:.2e}")
                 assert off <= within, f"gradient of {name} is off by {off:.1e} with a budget of {memory_budget}"
 
@@ -105,8 +105,8 @@ class TestOnTheGpu:
                 gradients = torch.autograd.grad(swept.loss, operands.leaves())
                 swept_stats = (swept.token_loss, swept.stats.lse, swept.loss)
                 answers.append((*results, *operands.gradients(results), *swept_stats, *gradients))
-            for counted, given in zip(*answers, strict=True):
-                assert torch.equal(counted, given)
+            for counted, known in zip(*answers, strict=True):
+                assert torch.equal(counted, known)
 
     def test_the_host_waits_once_without_a_count_and_never_with_one(self) -> None:
         operands = self.operands()
@@ -121,7 +121,7 @@ class TestOnTheGpu:
                     stats.logprob.sum().backward()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-            return sum("synchroniz" in str(each.message) for each in caught)
+            return sum("synchroniz" in str(warning.message) for warning in caught)
 
         waits()  # compiles
         assert waits() == 1

@@ -87,10 +87,10 @@ def test_equals_two_passes(
     expected, losses = two_passes(operands, columns, **options)
     assert_close(result.loss, expected, "loss", scale=1.0)
     assert_close(result.token_loss, losses, "token losses", scale=1.0)
-    got = torch.autograd.grad(3 * result.loss, operands.leaves())
+    gradients = torch.autograd.grad(3 * result.loss, operands.leaves())
     want = torch.autograd.grad(3 * expected, operands.leaves())
-    for name, ours, theirs in zip(("hidden", "weight", "bias"), got, want, strict=False):
-        assert_close(ours, theirs, f"gradient of {name}", scale=1.0)
+    for name, gradient, expected_gradient in zip(("hidden", "weight", "bias"), gradients, want, strict=False):
+        assert_close(gradient, expected_gradient, f"gradient of {name}", scale=1.0)
 
 
 @pytest.mark.parametrize("memory_budget", [None, 20_000])
@@ -111,11 +111,11 @@ def test_bf16_gradients_are_summed_in_fp32_and_rounded_once(memory_budget: int |
     )
     expected, _ = two_passes(exact, columns)
     assert_close(result.loss, expected, "loss")
-    got = torch.autograd.grad(0.3 * result.loss, operands.leaves())
+    gradients = torch.autograd.grad(0.3 * result.loss, operands.leaves())
     want = torch.autograd.grad(0.3 * expected, exact.leaves())
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.dtype == torch.bfloat16
-        assert_close(ours, theirs, "gradient", within=2.0**-8)
+    for gradient, expected_gradient in zip(gradients, want, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert_close(gradient, expected_gradient, "gradient", within=2.0**-8)
 
 
 @pytest.mark.parametrize("memory_budget", [None, 20_000])
@@ -170,15 +170,15 @@ class Pair(NamedTuple):
 def test_columns_of_every_kind() -> None:
     operands = Operands.random(10, 4, 23)
     operands.targets[3] = -100
-    one, two, _ = operands.upstream
-    wide = torch.stack((one, two), 1)
+    first, two, _ = operands.upstream
+    wide = torch.stack((first, two), 1)
     kinds = {
         "tensor": (wide, lambda c: c[:, 0] + c[:, 1]),
-        "mapping": ({"one": one, "two": two}, lambda c: c["one"] + c["two"]),
-        "tuple": ((one, [two]), lambda c: c[0] + c[1][0]),
-        "named tuple": (Pair(one, two), lambda c: c.first + c.second),
-        "dataclass": (PolicyColumns(one, two), lambda c: c.old_logprobs + c.advantages),
-        "scalars too": ((one, two, torch.tensor(1.0), 1.0, None), lambda c: c[0] * c[2] + c[1] * c[3]),
+        "mapping": ({"one": first, "two": two}, lambda c: c["one"] + c["two"]),
+        "tuple": ((first, [two]), lambda c: c[0] + c[1][0]),
+        "named tuple": (Pair(first, two), lambda c: c.first + c.second),
+        "dataclass": (PolicyColumns(first, two), lambda c: c.old_logprobs + c.advantages),
+        "scalars too": ((first, two, torch.tensor(1.0), 1.0, None), lambda c: c[0] * c[2] + c[1] * c[3]),
     }
     losses = {}
     for kind, (columns, weigh) in kinds.items():

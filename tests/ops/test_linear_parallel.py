@@ -29,10 +29,10 @@ LAYOUTS = [(size, shards) for size, every in SHARDS.items() for shards in every]
 
 
 def operands() -> Operands:
-    made = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
-    made.targets %= REAL
-    made.targets[[2, 7]] = -100
-    return made
+    drawn = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
+    drawn.targets %= REAL
+    drawn.targets[[2, 7]] = -100
+    return drawn
 
 
 OPTIONS = {"temperature": torch.linspace(0.6, 1.4, TOKENS), "logit_scale": 1.2, "softcap": 5.0, "vocab_size": REAL}
@@ -59,12 +59,12 @@ def shard(group: dist.ProcessGroup, shards: tuple[int, ...]) -> tuple[int, slice
 
 def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_budget: int | None) -> dict[str, Any]:
     """One rank's part of the head: its results, its gradients, and the collectives they took."""
-    whole = operands()
+    full_operands = operands()
     rank, rows = shard(group, shards)
     size = len(shards)
-    weight = whole.weight.detach()[rows].clone().requires_grad_()
-    bias = whole.bias.detach()[rows].clone().requires_grad_()
-    hidden = whole.hidden.detach().clone()
+    weight = full_operands.weight.detach()[rows].clone().requires_grad_()
+    bias = full_operands.bias.detach()[rows].clone().requires_grad_()
+    hidden = full_operands.hidden.detach().clone()
     if form == "sequence":
         hidden = hidden.chunk(size)[rank].clone()
     hidden.requires_grad_()
@@ -73,7 +73,7 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
         stats = linear_logprobs(
             gathered,
             weight,
-            whole.targets,
+            full_operands.targets,
             bias=bias,
             vocab_start=rows.start,
             group=group,
@@ -85,7 +85,7 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
             **OPTIONS,
         )
     results = (stats.logprob, stats.entropy, stats.lse)
-    total = sum((row * up).sum() for row, up in zip(results, whole.upstream, strict=True))
+    total = sum((row * up).sum() for row, up in zip(results, full_operands.upstream, strict=True))
     with counted_collectives() as backward:
         gradients = torch.autograd.grad(total, (hidden, weight, bias))
     return {
@@ -104,17 +104,25 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
 def test_equals_one_rank(
     ranks: Ranks, size: int, shards: tuple[int, ...], memory_budget: int | None, form: str
 ) -> None:
-    whole = operands()
-    exact = dense(whole.hidden, whole.weight, whole.targets, bias=whole.bias, **OPTIONS)
-    expected = whole.gradients(exact)
-    one = linear_logprobs(whole.hidden, whole.weight, whole.targets, bias=whole.bias, topk=4, hit=True, **OPTIONS)
+    full_operands = operands()
+    exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, bias=full_operands.bias, **OPTIONS)
+    expected = full_operands.gradients(exact)
+    single = linear_logprobs(
+        full_operands.hidden,
+        full_operands.weight,
+        full_operands.targets,
+        bias=full_operands.bias,
+        topk=4,
+        hit=True,
+        **OPTIONS,
+    )
     answers = ranks(size, run, shards, form, memory_budget)
     for answer in answers:
-        for name, got, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
-            assert_close(got, want, name)
-        assert torch.equal(answer["hit"], one.hit)
-        assert torch.equal(answer["topk"][0], one.topk_ids)
-        assert_close(answer["topk"][1], one.topk_logprobs, "top-k")
+        for name, result, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
+            assert_close(result, want, name)
+        assert torch.equal(answer["hit"], single.hit)
+        assert torch.equal(answer["topk"][0], single.topk_ids)
+        assert_close(answer["topk"][1], single.topk_logprobs, "top-k")
     for part in (1, 2):
         assert_close(torch.cat([answer["gradients"][part] for answer in answers]), expected[part], "shards' gradients")
     hiddens: list[Tensor] = [answer["gradients"][0] for answer in answers]
@@ -132,12 +140,12 @@ def test_one_collective_however_many_slabs(ranks: Ranks, memory_budget: int | No
 
 
 def run_ignored(group: dist.ProcessGroup) -> tuple[list[str], Tensor]:
-    whole = operands()
+    full_operands = operands()
     _, rows = shard(group, (20, 17))
     with counted_collectives() as calls:
         stats = linear_logprobs(
-            whole.hidden,
-            whole.weight[rows],
+            full_operands.hidden,
+            full_operands.weight[rows],
             torch.full((TOKENS,), -100),
             vocab_start=rows.start,
             group=group,
@@ -158,18 +166,18 @@ def policy(logprob: Tensor, entropy: Tensor | None, columns: Tensor) -> Tensor:
 
 
 def run_objective(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str, Any]:
-    whole = operands()
+    full_operands = operands()
     _, rows = shard(group, shards)
-    weight = whole.weight.detach()[rows].clone().requires_grad_()
-    hidden = whole.hidden.detach().clone().requires_grad_()
+    weight = full_operands.weight.detach()[rows].clone().requires_grad_()
+    hidden = full_operands.hidden.detach().clone().requires_grad_()
     with counted_collectives() as calls:
         result = linear_objective(
             copy_to_group(hidden, group),
             weight,
-            whole.targets,
+            full_operands.targets,
             policy,
-            whole.upstream[0],
-            bias=whole.bias.detach()[rows],
+            full_operands.upstream[0],
+            bias=full_operands.bias.detach()[rows],
             vocab_start=rows.start,
             group=group,
             entropy=True,
@@ -182,14 +190,21 @@ def run_objective(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str
 
 @pytest.mark.parametrize(("size", "shards"), LAYOUTS)
 def test_objective_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, ...]) -> None:
-    whole = operands()
-    one = linear_objective(
-        whole.hidden, whole.weight, whole.targets, policy, whole.upstream[0], bias=whole.bias, entropy=True, **OPTIONS
+    full_operands = operands()
+    single = linear_objective(
+        full_operands.hidden,
+        full_operands.weight,
+        full_operands.targets,
+        policy,
+        full_operands.upstream[0],
+        bias=full_operands.bias,
+        entropy=True,
+        **OPTIONS,
     )
-    expected = torch.autograd.grad(one.loss, (whole.hidden, whole.weight))
+    expected = torch.autograd.grad(single.loss, (full_operands.hidden, full_operands.weight))
     answers = ranks(size, run_objective, shards)
     for answer in answers:
-        assert_close(answer["loss"], one.loss, "loss")
+        assert_close(answer["loss"], single.loss, "loss")
         assert_close(answer["gradients"][0], expected[0], "gradient of hidden")
         assert answer["calls"] == (["all_gather_into_tensor"] if size > 1 else [])
     assert_close(torch.cat([answer["gradients"][1] for answer in answers]), expected[1], "gradient of weight")
@@ -213,27 +228,30 @@ HALVES = (5000, 4000)  # of a vocabulary of 9000
 
 def half_precision() -> Operands:
     """Large enough for several tiles of the fused kernels, in bf16, without every fifth target."""
-    made = Operands.random(384, 512, sum(HALVES), seed=3, device="cuda")
-    made.hidden = made.hidden.detach().bfloat16().requires_grad_()
-    made.weight = made.weight.detach().bfloat16().requires_grad_()
-    made.targets[::5] = -100
-    return made
+    drawn = Operands.random(384, 512, sum(HALVES), seed=3, device="cuda")
+    drawn.hidden = drawn.hidden.detach().bfloat16().requires_grad_()
+    drawn.weight = drawn.weight.detach().bfloat16().requires_grad_()
+    drawn.targets[::5] = -100
+    return drawn
 
 
 def fused_head(softcap: float | None) -> dict[str, Any]:
     """This rank's part of the head on the GPU, and how often its fused kernels ran."""
     from postlude.ops.kernels import linear_logprobs_fused as fused
 
-    whole, group = half_precision(), dist.group.WORLD
+    full_operands, group = half_precision(), dist.group.WORLD
     assert group is not None
     _, rows = shard(group, HALVES)
-    hidden, weight = whole.hidden.detach().requires_grad_(), whole.weight.detach()[rows].clone().requires_grad_()
+    hidden, weight = (
+        full_operands.hidden.detach().requires_grad_(),
+        full_operands.weight.detach()[rows].clone().requires_grad_(),
+    )
     with (
         mock.patch.object(fused, "accumulate", wraps=fused.accumulate) as forward,
         mock.patch.object(fused, "differentiate", wraps=fused.differentiate) as backward,
     ):
         stats = linear_logprobs(
-            *(copy_to_group(hidden, group), weight, whole.targets),
+            *(copy_to_group(hidden, group), weight, full_operands.targets),
             entropy=True,
             lse=True,
             softcap=softcap,
@@ -242,11 +260,11 @@ def fused_head(softcap: float | None) -> dict[str, Any]:
             group=group,
         )
         results = (stats.logprob, stats.entropy, stats.lse)
-        total = sum((row * up).sum() for row, up in zip(results, whole.upstream, strict=True))
+        total = sum((row * up).sum() for row, up in zip(results, full_operands.upstream, strict=True))
         gradients = torch.autograd.grad(total, (hidden, weight))
     return {
         "results": [row.detach().cpu() for row in results],
-        "gradients": [each.cpu() for each in gradients],
+        "gradients": [gradient.cpu() for gradient in gradients],
         "fused": (forward.call_count, backward.call_count),
     }
 
@@ -256,15 +274,15 @@ def fused_head(softcap: float | None) -> dict[str, Any]:
 def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float | None) -> None:
     """As accurate as one rank is: see `test_linear_logprobs_kernels.py`."""
     answers = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
-    whole = half_precision()
-    exact = dense(whole.hidden, whole.weight, whole.targets, softcap=softcap)
-    of_hidden, of_weight = whole.gradients(exact)
+    full_operands = half_precision()
+    exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, softcap=softcap)
+    of_hidden, of_weight = full_operands.gradients(exact)
 
-    def off(got: Tensor, want: Tensor) -> float:
-        return float((got.double() - want.detach().cpu().double()).norm() / want.detach().cpu().double().norm())
+    def off(actual: Tensor, want: Tensor) -> float:
+        return float((actual.double() - want.detach().cpu().double()).norm() / want.detach().cpu().double().norm())
 
     for answer in answers:
-        assert all(off(got, want) <= 1e-6 for got, want in zip(answer["results"], exact, strict=True))
+        assert all(off(result, want) <= 1e-6 for result, want in zip(answer["results"], exact, strict=True))
         assert off(answer["gradients"][0], of_hidden) <= 5e-3  # two parts, each rounded to bf16, and so is their sum
         if torch.cuda.get_device_capability()[0] == HOPPER:
             assert min(answer["fused"]) > 0

@@ -23,52 +23,55 @@ OPTIONS = {"temperature": torch.linspace(0.6, 1.4, TOKENS), "logit_scale": 1.2, 
 
 
 def operands() -> tuple[Operands, Tensor, Tensor]:
-    made = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
-    made.targets %= REAL
-    made.targets[[2, 7]] = -100
+    drawn = Operands.random(TOKENS, FEATURES, VOCABULARY, bias=True, seed=5)
+    drawn.targets %= REAL
+    drawn.targets[[2, 7]] = -100
     generator = torch.Generator().manual_seed(6)
     ids = torch.randint(REAL, (TOKENS, K), generator=generator)
     ids[2] = -1  # nothing is asked of an ignored token's ids
     ids[3, 1] = ids[3, 0]
-    return made, ids, torch.randn(TOKENS, K, generator=generator)
+    return drawn, ids, torch.randn(TOKENS, K, generator=generator)
 
 
-def dense(whole: Operands, ids: Tensor) -> Tensor:
-    logits = OPTIONS["logit_scale"] * (whole.hidden.double() @ whole.weight.double().T + whole.bias.double())
+def dense(full_operands: Operands, ids: Tensor) -> Tensor:
+    logits = OPTIONS["logit_scale"] * (
+        full_operands.hidden.double() @ full_operands.weight.double().T + full_operands.bias.double()
+    )
     logits = OPTIONS["softcap"] * torch.tanh(logits / OPTIONS["softcap"]) / OPTIONS["temperature"].double()[:, None]
-    kept = (whole.targets != -100)[:, None]
-    return logits[:, :REAL].log_softmax(-1).gather(1, ids.clamp_min(0)).where(kept, 0.0)
+    has_target = (full_operands.targets != -100)[:, None]
+    return logits[:, :REAL].log_softmax(-1).gather(1, ids.clamp_min(0)).where(has_target, 0.0)
 
 
 def run(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str, Any]:
-    whole, ids, upstream = operands()
+    full_operands, ids, upstream = operands()
     rank = dist.get_rank(group) if len(shards) > 1 else 0
     rows = slice(sum(shards[:rank]), sum(shards[: rank + 1]))
     joined = group if len(shards) > 1 else None
     hidden, weight, bias = (
-        each.detach().clone().requires_grad_() for each in (whole.hidden, whole.weight[rows], whole.bias[rows])
+        tensor.detach().clone().requires_grad_()
+        for tensor in (full_operands.hidden, full_operands.weight[rows], full_operands.bias[rows])
     )
-    stats, found = linear_logprobs_at(
-        copy_to_group(hidden, joined), weight, whole.targets, ids, bias=bias, vocab_start=rows.start, group=joined,
-        **OPTIONS,
+    stats, logprobs = linear_logprobs_at(
+        copy_to_group(hidden, joined), weight, full_operands.targets, ids, bias=bias, vocab_start=rows.start,
+        group=joined, **OPTIONS,
     )  # fmt: skip
-    ((found * upstream).sum() + stats.logprob.sum()).backward()
-    return {"rows": rows, "found": found.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
+    ((logprobs * upstream).sum() + stats.logprob.sum()).backward()
+    return {"rows": rows, "found": logprobs.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
 
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_equals_the_dense_head(ranks: Ranks, shards: tuple[int, ...]) -> None:
-    whole, ids, upstream = operands()
-    wanted = dense(whole, ids)
-    target = dense(whole, whole.targets.clamp_min(0)[:, None])
-    (wanted.mul(upstream).sum() + target.sum()).backward()
-    for got in ranks(len(shards), run, shards) if len(shards) > 1 else [run(None, shards)]:
-        assert_equal(got["found"], wanted, "log-probs")
-        assert_equal(got["hidden"], whole.hidden.grad, "gradient of hidden")
+    full_operands, ids, upstream = operands()
+    expected = dense(full_operands, ids)
+    target = dense(full_operands, full_operands.targets.clamp_min(0)[:, None])
+    (expected.mul(upstream).sum() + target.sum()).backward()
+    for rank_result in ranks(len(shards), run, shards) if len(shards) > 1 else [run(None, shards)]:
+        assert_equal(rank_result["found"], expected, "log-probs")
+        assert_equal(rank_result["hidden"], full_operands.hidden.grad, "gradient of hidden")
         for name in ("weight", "bias"):
-            full = getattr(whole, name).grad
-            if got[name].numel():
-                off = (got[name] - full[got["rows"]]).abs().max() / full.abs().max()
+            full = getattr(full_operands, name).grad
+            if rank_result[name].numel():
+                off = (rank_result[name] - full[rank_result["rows"]]).abs().max() / full.abs().max()
                 assert off < 1e-5, f"gradient of {name} is off by {off}"
 
 
@@ -81,44 +84,55 @@ def test_few_tokens_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_frozen_parts_and_half_precision() -> None:
-    whole, ids, _ = operands()
-    frozen = whole.weight.detach()
-    _, found = linear_logprobs_at(whole.hidden, frozen, whole.targets, ids, vocab_size=REAL)
-    found.sum().backward()
+    full_operands, ids, _ = operands()
+    frozen = full_operands.weight.detach()
+    _, logprobs = linear_logprobs_at(full_operands.hidden, frozen, full_operands.targets, ids, vocab_size=REAL)
+    logprobs.sum().backward()
     assert frozen.grad is None
-    half = [each.detach().bfloat16().requires_grad_() for each in (whole.hidden, whole.weight)]
-    _, rounded = linear_logprobs_at(*half, whole.targets, ids, vocab_size=REAL)
-    exact = [each.detach().float() for each in half]
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in (full_operands.hidden, full_operands.weight)]
+    _, rounded = linear_logprobs_at(*half, full_operands.targets, ids, vocab_size=REAL)
+    exact = [tensor.detach().float() for tensor in half]
     assert rounded.dtype == torch.float32
-    assert_equal(rounded, linear_logprobs_at(*exact, whole.targets, ids, vocab_size=REAL)[1])
+    assert_equal(rounded, linear_logprobs_at(*exact, full_operands.targets, ids, vocab_size=REAL)[1])
     rounded.sum().backward()
-    assert {each.grad.dtype for each in half} == {torch.bfloat16}
+    assert {tensor.grad.dtype for tensor in half} == {torch.bfloat16}
 
 
 def test_what_is_refused() -> None:
-    whole, ids, _ = operands()
+    full_operands, ids, _ = operands()
     with pytest.raises(ValueError, match="id 33 is outside the vocabulary, 0 to 32"):
-        linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.clamp_min(33), vocab_size=REAL)
+        linear_logprobs_at(
+            full_operands.hidden, full_operands.weight, full_operands.targets, ids.clamp_min(33), vocab_size=REAL
+        )
     with pytest.raises(ValueError, match="integers of shape"):
-        linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids.float(), vocab_size=REAL)
+        linear_logprobs_at(
+            full_operands.hidden, full_operands.weight, full_operands.targets, ids.float(), vocab_size=REAL
+        )
 
 
 def test_a_promised_count_reads_nothing_back_and_an_id_outside_is_nan() -> None:
-    whole, ids, _ = operands()
-    count = int((whole.targets != -100).sum())
-    _, expected = linear_logprobs_at(whole.hidden, whole.weight, whole.targets, ids, vocab_size=REAL)
+    full_operands, ids, _ = operands()
+    count = int((full_operands.targets != -100).sum())
+    _, expected = linear_logprobs_at(
+        full_operands.hidden, full_operands.weight, full_operands.targets, ids, vocab_size=REAL
+    )
     with Waits() as watch:
-        _, found = linear_logprobs_at(
-            whole.hidden, whole.weight, whole.targets, ids, vocab_size=REAL, target_count=count
+        _, logprobs = linear_logprobs_at(
+            full_operands.hidden, full_operands.weight, full_operands.targets, ids, vocab_size=REAL, target_count=count
         )
         wrong = ids.clone()
         wrong[:, 0] = REAL
         _, spoilt = linear_logprobs_at(
-            whole.hidden, whole.weight, whole.targets, wrong, vocab_size=REAL, target_count=count
+            full_operands.hidden,
+            full_operands.weight,
+            full_operands.targets,
+            wrong,
+            vocab_size=REAL,
+            target_count=count,
         )
         spoilt.sum().backward()
     assert watch.sites == []
-    assert torch.equal(found, expected)
-    kept = whole.targets != -100
-    assert spoilt[kept, 0].isnan().all()
-    assert whole.hidden.grad[kept].isnan().all()
+    assert torch.equal(logprobs, expected)
+    has_target = full_operands.targets != -100
+    assert spoilt[has_target, 0].isnan().all()
+    assert full_operands.hidden.grad[has_target].isnan().all()

@@ -39,6 +39,6 @@ def test_bf16_stays_near_fp32(heads: tuple[int, int], width: int, rows: int) -> 
     lengths = torch.randint(1, 12 * PAGE_SIZE, (rows,), generator=generator, device="cuda")
     for scores in (ScoreConfig(scale=0.1), ScoreConfig(scale=0.1, window=100)):
         expected = attend_pages(query, key, value, *stores, table, lengths, scores, backend="torch")
-        half = (each.bfloat16() for each in (query, key, value, *stores))
+        half = (tensor.bfloat16() for tensor in (query, key, value, *stores))
         actual = attend_pages(*half, table, lengths, scores)
         assert_equal(actual.float(), expected, "bf16", tolerance=2e-2)

@@ -67,7 +67,7 @@ class TestOnTheGpu:
             normal(tokens, groups, states).to(dtype),
             normal(heads),
         ]
-        return [each.requires_grad_() for each in drawn]
+        return [tensor.requires_grad_() for tensor in drawn]
 
     @pytest.mark.parametrize(
         ("shape", "chunk", "dtype"),
@@ -81,24 +81,24 @@ class TestOnTheGpu:
         ids=str,
     )
     def test_scan(self, shape, chunk: int, dtype: torch.dtype) -> None:
-        given = self.operands(dtype, *shape)
-        exact = [each.detach().double().requires_grad_() for each in given]
+        operands = self.operands(dtype, *shape)
+        exact = [tensor.detach().double().requires_grad_() for tensor in operands]
         packing = Packing.from_lengths(self.LENGTHS, "cuda")
-        actual = ssd(*given, packing, chunk=chunk, backend="triton")[0]
+        actual = ssd(*operands, packing, chunk=chunk, backend="triton")[0]
         expected = ssd(*exact, packing, backend="torch")[0]
         upstream = torch.randn(actual.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
-        found = [actual, *torch.autograd.grad(actual, given, upstream)]
-        wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+        results = [actual, *torch.autograd.grad(actual, operands, upstream)]
+        expected_results = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
         tolerance = 2**-8 if dtype == torch.bfloat16 else 2**-11
         # A's is a sum over all tokens that may cancel: its scale is that of what is summed, which dt's gradient, and
         # x's, tell of.
         with torch.no_grad():
             x, dt, A, _, _, D = exact
-            summed = (dt * wanted[2] - (x * (wanted[1] - D[:, None] * upstream)).sum(-1)) / A
-            torch.testing.assert_close(summed.sum(0), wanted[3])
-            off = float(((found.pop(3) - wanted.pop(3)).abs() / summed.abs().sum(0)).max())
+            summed = (dt * expected_results[2] - (x * (expected_results[1] - D[:, None] * upstream)).sum(-1)) / A
+            torch.testing.assert_close(summed.sum(0), expected_results[3])
+            off = float(((results.pop(3) - expected_results.pop(3)).abs() / summed.abs().sum(0)).max())
             assert off <= tolerance, f"gradient of A is off by {off:.1e}"
-        self.compare(("y", "x", "dt", "B", "C", "D"), found, wanted, tolerance)
+        self.compare(("y", "x", "dt", "B", "C", "D"), results, expected_results, tolerance)
 
     @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-9), (torch.float32, 1e-6)])
     @pytest.mark.parametrize(("channels", "width"), [(1536, 4), (1537, 2)])
@@ -106,32 +106,34 @@ class TestOnTheGpu:
     def test_convolution(self, silu: bool, channels: int, width: int, dtype: torch.dtype, tolerance: float) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
         shapes = (sum(self.LENGTHS), channels), (channels, width), (channels,)
-        given = [torch.randn(shape, generator=generator, device="cuda").to(dtype).requires_grad_() for shape in shapes]
-        exact = [each.detach().double().requires_grad_() for each in given]
+        operands = [
+            torch.randn(shape, generator=generator, device="cuda").to(dtype).requires_grad_() for shape in shapes
+        ]
+        exact = [tensor.detach().double().requires_grad_() for tensor in operands]
         packing = Packing.from_lengths(self.LENGTHS, "cuda")
-        actual = convolve(*given, packing, silu=silu, backend="triton")
+        actual = convolve(*operands, packing, silu=silu, backend="triton")
         expected = convolve(*exact, packing, silu=silu, backend="torch")
         upstream = torch.randn(actual.shape, generator=generator, device="cuda").to(dtype)
-        found = [actual, *torch.autograd.grad(actual, given, upstream)]
-        wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
-        self.compare(("output", "inputs", "kernel", "bias"), found, wanted, tolerance)
+        results = [actual, *torch.autograd.grad(actual, operands, upstream)]
+        expected_results = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+        self.compare(("output", "inputs", "kernel", "bias"), results, expected_results, tolerance)
 
-    def compare(self, names: tuple[str, ...], found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    def compare(self, names: tuple[str, ...], actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
         """By norms: of what is off and of what is right."""
         off = {
-            name: float((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm())
-            for name, ours, theirs in zip(names, found, wanted, strict=True)
+            name: float((tensor.detach().double() - expected_tensor.detach()).norm() / expected_tensor.detach().norm())
+            for name, tensor, expected_tensor in zip(names, actual, expected, strict=True)
         }
-        print({name: f"{each:.1e}" for name, each in off.items()})
+        print({name: f"{error:.1e}" for name, error in off.items()})
         assert max(off.values()) <= tolerance, off
 
     def test_auto_takes_triton_for_half_precision_and_the_same_every_time(self) -> None:
-        given, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
+        operands, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
 
         def once(backend: str) -> list[Tensor]:
-            inputs = convolve(given[0].flatten(1), kernel, None, packing, silu=True, backend=backend)
-            y, _ = ssd(inputs.view_as(given[0]), *given[1:], packing, backend=backend)
-            return [y, *torch.autograd.grad(y.float().square().sum(), [*given, kernel])]
+            inputs = convolve(operands[0].flatten(1), kernel, None, packing, silu=True, backend=backend)
+            y, _ = ssd(inputs.view_as(operands[0]), *operands[1:], packing, backend=backend)
+            return [y, *torch.autograd.grad(y.float().square().sum(), [*operands, kernel])]
 
         kernel = torch.randn(8 * 64, 4, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for first, second, torchs in zip(once("auto"), once("triton"), once("torch"), strict=True):
@@ -139,12 +141,12 @@ class TestOnTheGpu:
             assert not torch.equal(first, torchs)
 
     def test_the_host_never_waits(self) -> None:
-        given, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
+        operands, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
         kernel = torch.randn(8 * 64, 4, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
         def step() -> None:
-            inputs = convolve(given[0].flatten(1), kernel, None, packing, silu=True)
-            ssd(inputs.view_as(given[0]), *given[1:], packing)[0].sum().backward()
+            inputs = convolve(operands[0].flatten(1), kernel, None, packing, silu=True)
+            ssd(inputs.view_as(operands[0]), *operands[1:], packing)[0].sum().backward()
 
         step()
         torch.cuda.set_sync_debug_mode("error")

@@ -31,7 +31,7 @@ def inputs(tokens: int, heads=4, width=3, groups=2, states=5, seed=0, strength=1
         normal(tokens, groups, states),
         normal(heads),
     ]
-    return [each.to(**options).requires_grad_() for each in drawn]
+    return [tensor.to(**options).requires_grad_() for tensor in drawn]
 
 
 def recurrence(x, dt, A, B, C, D, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -48,36 +48,38 @@ def recurrence(x, dt, A, B, C, D, packing: Packing) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), torch.stack(last)
 
 
-def assert_alike(given: list[Tensor], lengths, chunk: int, tolerance: float = 5e-7, backend: str = "auto") -> None:
+def assert_alike(operands: list[Tensor], lengths, chunk: int, tolerance: float = 5e-7, backend: str = "auto") -> None:
     """Outputs, last states (which Triton's kernels do not give) and every gradient, by the scale of each.
 
     All are sums that may cancel: their scale is that of what is summed, the same with magnitudes.
     """
-    packing = Packing.from_lengths(lengths, device=given[0].device)
-    exact = [each.detach().double() for each in given]
+    packing = Packing.from_lengths(lengths, device=operands[0].device)
+    exact = [tensor.detach().double() for tensor in operands]
     exact[2], exact[5] = (exact[i].expand(len(exact[0]), -1) for i in (2, 5))
-    exact = [each.clone().requires_grad_() for each in exact]
-    wanted = 1 if backend == "triton" else 2
-    actual = ssd(*given, packing, chunk=chunk, last_states=wanted == 2, backend=backend)[:wanted]
-    expected = recurrence(*exact, packing)[:wanted]
-    assert actual[0].dtype == given[0].dtype
+    exact = [tensor.clone().requires_grad_() for tensor in exact]
+    expected_calls = 1 if backend == "triton" else 2
+    actual = ssd(*operands, packing, chunk=chunk, last_states=expected_calls == 2, backend=backend)[:expected_calls]
+    expected = recurrence(*exact, packing)[:expected_calls]
+    assert actual[0].dtype == operands[0].dtype
     magnitudes = [
-        (each if name in ("dt", "A") else each.abs()).detach().requires_grad_()
-        for each, name in zip(exact, NAMES, strict=True)
+        (tensor if name in ("dt", "A") else tensor.abs()).detach().requires_grad_()
+        for tensor, name in zip(exact, NAMES, strict=True)
     ]
-    summed = recurrence(*magnitudes, packing)[:wanted]
-    for ours, theirs, scale, name in zip(actual, expected, summed, ("y", "last states"), strict=False):
-        off = (ours - theirs).abs().max() / scale.max()
+    summed = recurrence(*magnitudes, packing)[:expected_calls]
+    for output, expected_output, scale, name in zip(actual, expected, summed, ("y", "last states"), strict=False):
+        off = (output - expected_output).abs().max() / scale.max()
         assert off <= tolerance, f"{name} is off by {off:.2e} of what is summed"
     generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(each.shape, generator=generator).to(each) for each in actual]
-    gradients = torch.autograd.grad(actual, given, upstream)
-    references = torch.autograd.grad(expected, exact, [each.double() for each in upstream])
-    scales = torch.autograd.grad(summed, magnitudes, [each.double().abs() for each in upstream])
+    upstream = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in actual]
+    gradients = torch.autograd.grad(actual, operands, upstream)
+    references = torch.autograd.grad(expected, exact, [tensor.double() for tensor in upstream])
+    scales = torch.autograd.grad(summed, magnitudes, [tensor.double().abs() for tensor in upstream])
     for gradient, reference, scale, name in zip(gradients, references, scales, NAMES, strict=True):
         tokens = (0,) if gradient.ndim == 1 else ()  # A and D are the same for all of them
-        theirs, largest = (each.sum(tokens) if tokens else each for each in (reference, scale.abs()))
-        off = (gradient - theirs).abs().max() / largest.max().clamp_min(1e-12)
+        expected_output, largest = (
+            gradient.sum(tokens) if tokens else gradient for gradient in (reference, scale.abs())
+        )
+        off = (gradient - expected_output).abs().max() / largest.max().clamp_min(1e-12)
         assert off <= tolerance, f"the gradient of {name} is off by {off:.2e} of what is summed"
 
 
@@ -98,10 +100,10 @@ def test_equals_the_recurrence_in_float64(lengths, chunk, shape, seed) -> None:
 def test_stays_exact_where_decays_are_extreme(strength: float) -> None:
     """A token that forgets everything is followed by ones that forget nothing: sums of logarithms are huge, and what
     matters is a small difference of two of them."""
-    given = inputs(200, seed=3)
+    operands = inputs(200, seed=3)
     with torch.no_grad():
-        given[1][::9] *= strength
-    assert_alike(given, (120, 80), chunk=64)
+        operands[1][::9] *= strength
+    assert_alike(operands, (120, 80), chunk=64)
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
@@ -114,21 +116,21 @@ def test_float64_is_not_rounded_on_its_way(chunk: int) -> None:
 def test_heads_that_take_turns_give_the_same(monkeypatch, room: int) -> None:
     """One, three (a part of a group) or four heads (a group) at once."""
     lengths = (50, 1, 23)
-    given, packing = inputs(sum(lengths), heads=8), Packing.from_lengths(lengths)
-    expected = ssd(*given, packing, chunk=8, last_states=True)
+    operands, packing = inputs(sum(lengths), heads=8), Packing.from_lengths(lengths)
+    expected = ssd(*operands, packing, chunk=8, last_states=True)
     monkeypatch.setattr(module, "WORKSPACE", room)
-    actual = ssd(*given, packing, chunk=8, last_states=True)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert_equal(ours, theirs, tolerance=1e-6)
-    assert_alike(given, lengths, chunk=8)
+    actual = ssd(*operands, packing, chunk=8, last_states=True)
+    for output, expected_output in zip(actual, expected, strict=True):
+        assert_equal(output, expected_output, tolerance=1e-6)
+    assert_alike(operands, lengths, chunk=8)
 
 
 def test_is_the_same_every_time() -> None:
-    given, packing = inputs(74), Packing.from_lengths((50, 1, 23))
+    operands, packing = inputs(74), Packing.from_lengths((50, 1, 23))
 
     def once() -> tuple[Tensor, ...]:
-        y, _ = ssd(*given, packing, chunk=8)
-        return y, *torch.autograd.grad(y.square().sum(), given)
+        y, _ = ssd(*operands, packing, chunk=8)
+        return y, *torch.autograd.grad(y.square().sum(), operands)
 
     for first, second in zip(once(), once(), strict=True):
         assert torch.equal(first, second)
@@ -136,30 +138,30 @@ def test_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_token_by_token_from_the_last_states_equals_the_whole(dtype) -> None:
-    x, dt, A, B, C, D = (each.detach() for each in inputs(20))
-    x, B, C = (each.to(dtype) for each in (x, B, C))
+    x, dt, A, B, C, D = (tensor.detach() for tensor in inputs(20))
+    x, B, C = (tensor.to(dtype) for tensor in (x, B, C))
     wide = torch.promote_types(dtype, torch.float32)
-    dt, A, D = (each.to(wide) for each in (dt, A, D))
-    whole, last = ssd(x, dt, A, B, C, D, Packing.from_lengths([20]), chunk=4, last_states=True)
+    dt, A, D = (tensor.to(wide) for tensor in (dt, A, D))
+    full_output, last = ssd(x, dt, A, B, C, D, Packing.from_lengths([20]), chunk=4, last_states=True)
     _, states = ssd(x[:7], dt[:7], A, B[:7], C[:7], D, Packing.from_lengths([7]), chunk=4, last_states=True)
-    assert whole.dtype == dtype
+    assert full_output.dtype == dtype
     assert states.dtype == wide
     for t in range(7, 20):
-        one = slice(t, t + 1)
-        y, states = ssd_step(x[one], dt[one], A, B[one], C[one], D, states)
+        token = slice(t, t + 1)
+        y, states = ssd_step(x[token], dt[token], A, B[token], C[token], D, states)
         assert y.dtype == dtype
-        assert_equal(y, whole[one], f"token {t}", 2**-8 if dtype == torch.bfloat16 else 1e-13)
+        assert_equal(y, full_output[token], f"token {t}", 2**-8 if dtype == torch.bfloat16 else 1e-13)
     assert_equal(states, last, "states", 1e-6 if dtype == torch.bfloat16 else 1e-13)
 
 
 def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:
-    given = inputs(0)
-    y, states = ssd(*given, Packing.from_lengths(()), last_states=True)
+    operands = inputs(0)
+    y, states = ssd(*operands, Packing.from_lengths(()), last_states=True)
     assert y.shape == (0, 4, 3)
     assert states.shape == (0, 4, 3, 5)
     y.sum().backward()
-    for each in given:
-        assert torch.equal(each.grad, torch.zeros_like(each))
+    for tensor in operands:
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +175,9 @@ def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:
     ],
 )
 def test_shapes_that_do_not_belong_together_are_refused(changed, sentence: str) -> None:
-    given = [changed.get(place, each) for place, each in enumerate(inputs(10))]
+    operands = [changed.get(place, tensor) for place, tensor in enumerate(inputs(10))]
     with pytest.raises(ValueError, match=sentence):
-        ssd(*given, Packing.from_lengths([10]))
+        ssd(*operands, Packing.from_lengths([10]))
 
 
 @pytest.mark.gpu

@@ -75,10 +75,10 @@ def test_top_k_and_hit_equal_the_torch_backend() -> None:
     for backend in ("torch", "triton"):
         options = {"topk": 4, "hit": True, "softcap": 4.0, "backend": backend, "memory_budget": 900}
         results.append(linear_logprobs(operands.hidden, operands.weight, operands.targets, **options))
-    ours, theirs = results
-    assert torch.equal(ours.topk_ids, theirs.topk_ids)
-    assert torch.equal(ours.hit, theirs.hit)
-    best = fused(operands.hidden, operands.weight, ours.topk_ids[:, 0], hit=True)
+    triton_result, torch_result = results
+    assert torch.equal(triton_result.topk_ids, torch_result.topk_ids)
+    assert torch.equal(triton_result.hit, torch_result.hit)
+    best = fused(operands.hidden, operands.weight, triton_result.topk_ids[:, 0], hit=True)
     assert best.hit.all()
 
 
@@ -112,12 +112,16 @@ def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
     temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
     arguments = (targets, temperature if per_token else 0.7, 1.3)
     options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": None}
-    ours, theirs = (module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue))
-    assert ours.counts.tolist() == theirs.counts.tolist()
-    kept = slice(0, int(ours.counts[0]))
+    triton_selection, torch_selection = (
+        module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue)
+    )
+    assert triton_selection.counts.tolist() == torch_selection.counts.tolist()
+    selected = slice(0, int(triton_selection.counts[0]))
     for name in ("positions", "targets", "factor"):
         # A factor within two roundings: a number over a tensor is, in torch, its inverse times the number.
-        torch.testing.assert_close(getattr(ours, name)[kept], getattr(theirs, name)[kept], rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(
+            getattr(triton_selection, name)[selected], getattr(torch_selection, name)[selected], rtol=2.0**-22, atol=0
+        )
 
 
 @pytest.mark.parametrize("promised", [3, 4, 5])
@@ -133,38 +137,40 @@ def test_a_promise_about_targets_is_checked_on_the_device(promised: int, wrong: 
     options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": promised}
     for module in (triton_epilogue, torch_epilogue):
         selection = module.select(targets, temperature, 1.3, **options)
-        kept = wrong is None and promised == 4
-        assert bool(selection.broken) != kept
-        assert selection.factor[:promised].isnan().tolist() == [not kept] * promised
+        is_valid = wrong is None and promised == 4
+        assert bool(selection.broken) != is_valid
+        assert selection.factor[:promised].isnan().tolist() == [not is_valid] * promised
         assert ((selection.positions[:promised] >= 0) & (selection.positions[:promised] < 6)).all()
-        if kept:
+        if is_valid:
             assert selection.positions[:4].tolist() == [0, 2, 3, 5]
 
 
-@pytest.mark.parametrize("wanted", ["logprob", "entropy", "lse", "everything"])
+@pytest.mark.parametrize("requested", ["logprob", "entropy", "lse", "everything"])
 @pytest.mark.parametrize("inner", [None, 0.4])
-def test_results_and_coefficients_equal_torch(wanted: str, inner: float | None) -> None:
+def test_results_and_coefficients_equal_torch(requested: str, inner: float | None) -> None:
     """Upstream gradients with strides of their own, for some of the tokens alone."""
     count = triton_epilogue.ROW_BLOCK + 5
     generator = torch.Generator().manual_seed(2)
     state = torch.randn(4, count, generator=generator).exp().to(DEVICE)
     state[2].neg_()
     rows = TokenRows(torch.zeros(count, dtype=torch.int64, device=DEVICE), state[3].clone(), inner)
-    kept = torch.randperm(2 * count, generator=generator)[:count].sort().values.to(DEVICE)
+    positions = torch.randperm(2 * count, generator=generator)[:count].sort().values.to(DEVICE)
     arriving = torch.randn(2 * count, 3, generator=generator).to(DEVICE)
     gradients = dict(zip(("logprob", "entropy", "lse"), arriving.unbind(1), strict=True))
-    if wanted != "everything":
-        gradients = {name: row if name == wanted else None for name, row in gradients.items()}
+    if requested != "everything":
+        gradients = {name: row if name == requested else None for name, row in gradients.items()}
     answers = []
     for module in (triton_epilogue, torch_epilogue):
-        found = module.results(state)
-        for places in (None, kept):
+        results = module.results(state)
+        for places in (None, positions):
             upstream = {n: row if row is None or places is not None else row[:count] for n, row in gradients.items()}
-            made = module.coefficients(rows, found.normalizer, found.entropy, Upstream(**upstream), places)
-            answers.append((found.logprob, found.entropy, found.lse, made))
-    for ours, theirs in zip(answers[:2], answers[2:], strict=True):
-        for name, got, want in zip(("logprob", "entropy", "lse", "coefficients"), ours, theirs, strict=True):
-            assert_close(got, want, name)
+            coefficients = module.coefficients(rows, results.normalizer, results.entropy, Upstream(**upstream), places)
+            answers.append((results.logprob, results.entropy, results.lse, coefficients))
+    for triton_answer, torch_answer in zip(answers[:2], answers[2:], strict=True):
+        for name, actual, want in zip(
+            ("logprob", "entropy", "lse", "coefficients"), triton_answer, torch_answer, strict=True
+        ):
+            assert_close(actual, want, name)
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(4, 5)], ids=["some", "one"])
@@ -243,8 +249,8 @@ def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
             memory_budget=memory_budget,
         )
         answers.append((result.loss, result.token_loss, *torch.autograd.grad(result.loss, operands.leaves())))
-    for ours, theirs in zip(*answers, strict=True):
-        assert_close(ours, theirs, "loss or gradient", scale=0.1)
+    for triton_answer, torch_answer in zip(*answers, strict=True):
+        assert_close(triton_answer, torch_answer, "loss or gradient", scale=0.1)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
@@ -264,8 +270,8 @@ def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.
     empty_like = torch.empty_like
 
     def poisoned(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-        made = empty_like(tensor, **options)
-        return made.fill_(garbage) if made.dtype == torch.int64 else made
+        created = empty_like(tensor, **options)
+        return created.fill_(garbage) if created.dtype == torch.int64 else created
 
     monkeypatch.setattr(torch, "empty_like", poisoned)
     selection = triton_epilogue.select(
