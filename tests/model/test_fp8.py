@@ -33,8 +33,8 @@ def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
     model = load_model("tiny-hybrid")
     unfit = use_fp8(model.blocks, tp=1)
     assert unfit == ["layers.3.latent_attention.kv_a_proj", "layers.3.latent_attention.kv_b_proj"]
-    others = {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer)} - in_fp8(model)
-    kinds = {".".join(name.split(".")[-2:]) for name in others - set(unfit)}
+    other_layers = {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer)} - in_fp8(model)
+    kinds = {".".join(name.split(".")[-2:]) for name in other_layers - set(unfit)}
     assert kinds == {"mamba.dt_proj", "gated_delta.a_proj", "gated_delta.b_proj", "moe.router", "0.proj", "head"}
     assert any(name.endswith("experts.down_proj") for name in in_fp8(model))
     assert any(name.startswith("mtp.0.") for name in in_fp8(model))
@@ -48,8 +48,8 @@ def test_a_size_that_is_no_multiple_of_16_stays() -> None:
     assert not attention.can_fuse
     assert mlp.can_fuse
     rows = torch.randn(5, 32)
-    together = apply_linears(rows, attention.q_proj, attention.k_proj, attention.v_proj)
-    for output, layer in zip(together, (attention.q_proj, attention.k_proj, attention.v_proj), strict=True):
+    outputs = apply_linears(rows, attention.q_proj, attention.k_proj, attention.v_proj)
+    for output, layer in zip(outputs, (attention.q_proj, attention.k_proj, attention.v_proj), strict=True):
         assert torch.equal(output, layer(rows))
 
 

@@ -31,9 +31,9 @@ CONFIG = small_config(
 
 def differentiated(function: Any, inputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        again = [each.detach().requires_grad_() for each in inputs]
-        outputs = function(*again)
-        return torch.autograd.grad(outputs, again, upstream)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        outputs = function(*leaves)
+        return torch.autograd.grad(outputs, leaves, upstream)
 
 
 def added(gradient: Tensor, total: Tensor | None) -> Tensor | None:
@@ -45,8 +45,8 @@ def added(gradient: Tensor, total: Tensor | None) -> Tensor | None:
 
 def in_place_of_norms(module: Any) -> None:
     def backward(vectors, weight, eps, offset, gradient, beside, total):
-        found = differentiated(lambda x, w: norm._reference(x, w, eps, offset), (vectors, weight), (gradient,))
-        return found[0] if beside is None else found[0] + beside, added(found[1], total)
+        actual = differentiated(lambda x, w: norm._reference(x, w, eps, offset), (vectors, weight), (gradient,))
+        return actual[0] if beside is None else actual[0] + beside, added(actual[1], total)
 
     module.forward, module.backward = norm._reference, backward
 
@@ -57,10 +57,10 @@ def in_place_of_gating(module: Any) -> None:
 
     def backward(gate, up, activation, gradient, features):
         assert gate is not None
-        found = differentiated(lambda g, u: forward(g, u, activation), (gate, up), (gradient,))
+        actual = differentiated(lambda g, u: forward(g, u, activation), (gate, up), (gradient,))
         if features is not None:
             features.copy_(forward(gate, up, activation))
-        return found
+        return actual
 
     module.forward, module.backward = forward, backward
 
@@ -74,11 +74,11 @@ def in_place_of_turning(module: Any) -> None:
     def backward(query, key, table, weights, eps, offset, gradients, totals):
         if weights is None:
             zeros = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[1])
-            found = differentiated(lambda q, k: forward(q, k, table, None, eps, offset), zeros, gradients)
-            return *found, None, None
-        given = (query, key, *weights)
-        found = differentiated(lambda q, k, *w: forward(q, k, table, w, eps, offset), given, gradients)
-        return *found[:2], *(added(each, total) for each, total in zip(found[2:], totals, strict=True))
+            actual = differentiated(lambda q, k: forward(q, k, table, None, eps, offset), zeros, gradients)
+            return *actual, None, None
+        operands = (query, key, *weights)
+        actual = differentiated(lambda q, k, *w: forward(q, k, table, w, eps, offset), operands, gradients)
+        return *actual[:2], *(added(tensor, total) for tensor, total in zip(actual[2:], totals, strict=True))
 
     module.forward, module.backward = forward, backward
 
@@ -104,9 +104,9 @@ def losses_and_gradients(recompute: Any = "none", *, plan: bool = False, total: 
         parameter.main_grad = parameter.grad
     microbatch = small_microbatch(5, 1, 8, 3)
     if plan:
-        made = model.build_schedule_plan(microbatch, targets=True)
-        losses = interleave(made.forward_steps())[0]
-        interleave(made.backward_steps(losses.sum()))
+        plan_result = model.build_schedule_plan(microbatch, targets=True)
+        losses = interleave(plan_result.forward_steps())[0]
+        interleave(plan_result.backward_steps(losses.sum()))
     else:
         losses = model(microbatch, targets=True)
         losses.sum().backward()
@@ -125,6 +125,6 @@ def expected() -> list[Tensor]:
 )
 @pytest.mark.parametrize("total", [False, True])
 def test_fused_equals_unfused(expected: list[Tensor], fused: None, recompute: str, plan: bool, total: bool) -> None:
-    found = losses_and_gradients(recompute, plan=plan, total=total)
-    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert_equal(actual, wanted, f"result {index}")
+    results = losses_and_gradients(recompute, plan=plan, total=total)
+    for index, (actual, expected_tensor) in enumerate(zip(results, expected, strict=True)):
+        assert_equal(actual, expected_tensor, f"result {index}")

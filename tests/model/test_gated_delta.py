@@ -38,12 +38,12 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
 
 def test_chunks_change_nothing() -> None:
     (microbatch,) = pack(sequences(*LENGTHS), budget=64)
-    found = []
+    results = []
     for chunk in (1, 5, 64):
         model = LanguageModel(small_config("GG", blocks={"G": replace(KINDS["shared"], chunk=chunk)}))
-        found.append(model(microbatch))
-    assert_equal(found[0], found[2], "logits")
-    assert_equal(found[1], found[2], "logits")
+        results.append(model(microbatch))
+    assert_equal(results[0], results[2], "logits")
+    assert_equal(results[1], results[2], "logits")
 
 
 def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
@@ -56,13 +56,13 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
 
 def layouts() -> list[Any]:
     """Heads and tokens divided in `make test`, by kinds in turn; tests/verify has these blocks in the other layouts."""
-    found = []
+    results = []
     kinds = ("shared", "alone", "three")
     for turn, layout in enumerate(("tp=2", "cp=2", "pp=2", "dp_shard=2", "cp=2,tp=2", "cp=4", "pp=2,vpp=2,tp=2")):
         for kind in kinds[:2] if Layout.parse(layout).cp * Layout.parse(layout).tp > 2 else kinds:
             quick = layout in ("tp=2", "cp=2") and kind == kinds[turn % 3]
-            found.append(pytest.param(kind, layout, marks=() if quick else pytest.mark.thorough))
-    return found
+            results.append(pytest.param(kind, layout, marks=() if quick else pytest.mark.thorough))
+    return results
 
 
 @pytest.mark.parametrize(("kind", "layout"), layouts())
@@ -103,13 +103,13 @@ def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
 def test_answers_agree_with_a_forward_of_the_whole(kind: str) -> None:
     """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
     model = LanguageModel(config(kind))
-    asked = prompts(model.config.vocab_size)
+    prompt_list = prompts(model.config.vocab_size)
     sampling = SamplingParams(max_new_tokens=20, seed=5)
-    roomy = Generator(model).generate(asked, sampling, n=3)
+    roomy = Generator(model).generate(prompt_list, sampling, n=3)
     for completion, logprobs in zip(
-        (one for group in roomy for one in group), teacher_forced(model, asked, roomy), strict=True
+        (completion for group in roomy for completion in group), teacher_forced(model, prompt_list, roomy), strict=True
     ):
         torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, rtol=0, atol=1e-5)
-    tight = Generator(model, max_batch_tokens=80, max_sequences=3).generate(asked, sampling, n=3)
+    tight = Generator(model, max_batch_tokens=80, max_sequences=3).generate(prompt_list, sampling, n=3)
     assert tokens(tight) == tokens(roomy)
     assert len({tuple(answer) for group in tokens(roomy) for answer in group}) == 18

@@ -50,19 +50,19 @@ def test_no_sequence_sees_another_or_its_own_future(pattern: str) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("pattern", "count"), [("[*-]{4}", 2), ("[*-]{4}", 4), ("*-|*E|[S-]", 3), ("|[*-]{3}|", 3)])
 def test_stages_in_a_row_equal_the_whole_model(pattern: str, count: int, tied: bool) -> None:
-    whole = small_model(pattern, tied_head=tied)
+    full_model = small_model(pattern, tied_head=tied)
     stages = [small_model(pattern, tied_head=tied, stage=Stage(i, count)) for i in range(count)]
     microbatch = small_microbatch()
     hidden = None
     for stage in stages[:-1]:
         hidden = stage(microbatch, hidden)
     losses = stages[-1](microbatch, hidden, targets=True)
-    expected = whole(microbatch, targets=True)
+    expected = full_model(microbatch, targets=True)
     assert torch.equal(losses, expected)  # the same weights by name, so the same bits
 
     losses.sum().backward()
     expected.sum().backward()
-    whole_parameters = dict(whole.named_parameters())
+    whole_parameters = dict(full_model.named_parameters())
     gradients: dict[str, torch.Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -103,9 +103,9 @@ def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
 
 
 def test_reset_depends_on_seed_and_name_alone() -> None:
-    model, other = small_model("[*-]{3}"), small_model("[*-]{3}", stage=Stage(2, 3))
+    model, last_stage = small_model("[*-]{3}"), small_model("[*-]{3}", stage=Stage(2, 3))
     parameters = dict(model.named_parameters())
-    assert all(torch.equal(parameter, parameters[name]) for name, parameter in other.named_parameters())
+    assert all(torch.equal(parameter, parameters[name]) for name, parameter in last_stage.named_parameters())
     first, second = (parameters[f"layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1))
     assert not torch.equal(first, second)
     model.reset(seed=1)
@@ -151,22 +151,22 @@ def test_outside_blocks_are_passed_in_not_registered() -> None:
 def test_norms_around_zero_equal_norms_around_one(qk_norm: str) -> None:
     """The same function of a weight that is less by one: values, and the gradients of every parameter."""
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm=qk_norm)
-    one = small_model("[*-]{2}", blocks={"*": attention})
+    seeded = small_model("[*-]{2}", blocks={"*": attention})
     zero = small_model("[*-]{2}", blocks={"*": attention}, norm_offset=1.0)
     microbatch = small_microbatch()
-    assert_equal(zero(microbatch), one(microbatch))  # both start from the same function
+    assert_equal(zero(microbatch), seeded(microbatch))  # both start from the same function
     with torch.no_grad():
-        for (name, mine), other in zip(one.named_parameters(), zero.parameters(), strict=True):
+        for (name, parameter), zero_parameter in zip(seeded.named_parameters(), zero.parameters(), strict=True):
             if name.endswith("norm.weight"):
-                assert (other == 0).all()
-                mine.normal_(1.0, 0.3)
-            other.copy_(mine - 1 if name.endswith("norm.weight") else mine)
-    losses = [model(microbatch, targets=True).sum() for model in (one, zero)]
+                assert (zero_parameter == 0).all()
+                parameter.normal_(1.0, 0.3)
+            zero_parameter.copy_(parameter - 1 if name.endswith("norm.weight") else parameter)
+    losses = [model(microbatch, targets=True).sum() for model in (seeded, zero)]
     assert_equal(losses[1], losses[0])
     for loss in losses:
         loss.backward()
-    for (name, mine), other in zip(one.named_parameters(), zero.named_parameters(), strict=True):
-        assert_equal(other[1].grad, mine.grad, name)
+    for (name, parameter), zero_parameter in zip(seeded.named_parameters(), zero.named_parameters(), strict=True):
+        assert_equal(zero_parameter[1].grad, parameter.grad, name)
 
 
 def test_a_norm_around_zero_keeps_what_bf16_would_lose_beside_one() -> None:

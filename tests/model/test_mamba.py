@@ -40,12 +40,12 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
 
 def test_chunks_change_nothing() -> None:
     microbatches = pack(sequences(*LENGTHS), budget=64)
-    found = []
+    results = []
     for chunk in (1, 5, 64):
         model = LanguageModel(small_config("MM", blocks={"M": replace(KINDS["groups"], chunk=chunk)}))
-        found.append(model(microbatches[0]))
-    assert_equal(found[0], found[2], "logits")
-    assert_equal(found[1], found[2], "logits")
+        results.append(model(microbatches[0]))
+    assert_equal(results[0], results[2], "logits")
+    assert_equal(results[1], results[2], "logits")
 
 
 # --- layouts
@@ -56,14 +56,14 @@ def layouts() -> list[Any]:
 
     In `make test` heads and tokens are divided; tests/verify has these blocks in the other layouts.
     """
-    found = []
+    results = []
     quick = {("groups", "tp=2"), ("one", "cp=2")}
     for layout in ("tp=2", "cp=2", "cp=2,tp=2", "tp=4", "cp=4", "pp=2", "dp_shard=2", "pp=2,vpp=2,tp=2"):
         for kind in KINDS:
             marks = [] if (kind, layout) in quick else [pytest.mark.thorough]
             marks += [pytest.mark.slow] if Layout.parse(layout).world_size > 2 else []
-            found.append(pytest.param(kind, layout, marks=marks))
-    return found
+            results.append(pytest.param(kind, layout, marks=marks))
+    return results
 
 
 @pytest.mark.parametrize(("kind", "layout"), layouts())
@@ -114,21 +114,23 @@ def model(request: Any) -> LanguageModel:
 )
 @pytest.mark.slow
 def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str, int]) -> None:
-    asked = [each.tolist() for each in sequences(7, 1, 13, 2)]
+    prompt_list = [sequence.tolist() for sequence in sequences(7, 1, 13, 2)]
     sampling = [SamplingParams(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]
-    answered = Generator(model, **limits).generate(asked, sampling, n=3)
-    assert len({tuple(one.tokens) for group in answered for one in group}) == 12
-    expected = teacher_forced(model, asked, answered)
-    for completion, logprobs in zip((one for group in answered for one in group), expected, strict=True):
+    answered = Generator(model, **limits).generate(prompt_list, sampling, n=3)
+    assert len({tuple(completion.tokens) for group in answered for completion in group}) == 12
+    expected = teacher_forced(model, prompt_list, answered)
+    for completion, logprobs in zip((completion for group in answered for completion in group), expected, strict=True):
         assert_equal(torch.tensor(completion.logprobs), logprobs, "log-probs")
 
 
 def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]]:
     """Greedy answers, three at a time: with two ranks there is padding beside them."""
     model = load_model(source, mesh=mesh(layout))
-    asked = [each.tolist() for each in sequences(7, 1, 13, 2, 5)]
-    completions = Generator(model, max_sequences=3).generate(asked, SamplingParams(max_new_tokens=9, temperature=0.0))
-    return [one.tokens for (one,) in completions]
+    prompt_list = [sequence.tolist() for sequence in sequences(7, 1, 13, 2, 5)]
+    completions = Generator(model, max_sequences=3).generate(
+        prompt_list, SamplingParams(max_new_tokens=9, temperature=0.0)
+    )
+    return [completion.tokens for (completion,) in completions]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def pattern(depth_pattern: str, depths: int) -> str:
 
 def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
     """By sequence and depth: hidden states of the positions that have a token so far ahead, with a gradient."""
-    found = []
+    results = []
     for sequence in batch:
         (alone,) = pack([sequence], budget=64)
         hidden: Tensor = model(alone, output_processor=lambda inputs, _: inputs.hidden)
@@ -50,8 +50,8 @@ def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
                 hidden = layer(hidden, ForwardContext(shorter))
             hidden = module.norm(hidden)
             depths.append(hidden)
-        found.append(depths)
-    return found
+        results.append(depths)
+    return results
 
 
 def naive_loss(model: LanguageModel, batch: list[Tensor], weight: float, masks: list[Tensor] | None = None) -> Tensor:
@@ -63,14 +63,14 @@ def naive_loss(model: LanguageModel, batch: list[Tensor], weight: float, masks: 
     total = torch.zeros(())
     for depth in range(depths + 1):
         summed, count = torch.zeros(()), torch.zeros(())
-        for sequence, own, mask in zip(batch, hidden, weights, strict=True):
+        for sequence, own_hidden, mask in zip(batch, hidden, weights, strict=True):
             if len(sequence) < depth + 2:
                 continue
             if depth == 0:
                 (alone,) = pack([sequence], budget=64)
                 states = model(alone, output_processor=lambda inputs, _: inputs.hidden)[:-1]
             else:
-                states = own[depth - 1][:-1]
+                states = own_hidden[depth - 1][:-1]
             losses = F.cross_entropy(F.linear(states, head), sequence[depth + 1 :], reduction="none")
             summed, count = summed + (losses * mask[depth + 1 :]).sum(), count + mask[depth + 1 :].sum()
         total = total + summed / count.clamp_min(1.0) * (1.0 if depth == 0 else weight / depths)
@@ -88,9 +88,9 @@ def test_every_depth_equals_a_naive_one(kind: str, depths: int, repeated: bool) 
     outputs: list[OutputInputs] = model(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))
     expected = naive(model, batch)
     for depth, output in enumerate(outputs):
-        for own, (start, stop) in zip(expected, microbatch.packing.slices(), strict=True):
-            if depth < len(own):
-                assert_equal(output.hidden[start : stop - depth - 1], own[depth], f"depth {depth + 1}")
+        for sequence_expected, (start, stop) in zip(expected, microbatch.packing.slices(), strict=True):
+            if depth < len(sequence_expected):
+                assert_equal(output.hidden[start : stop - depth - 1], sequence_expected[depth], f"depth {depth + 1}")
 
 
 @pytest.mark.parametrize("depths", DEPTHS)
@@ -115,15 +115,15 @@ def test_losses_counts_and_gradients_equal_a_naive_model(depths: int, tied: bool
             float(mask[depth + 1 :].sum() if masked else max(0, len(mask) - depth - 1)) for mask in masks
         )
         assert scale.count(over, depth) == pytest.approx(expected_count)
-        microbatch_counts = sum(_at(each, depth).target_count for each in microbatches)
+        microbatch_counts = sum(_at(microbatch, depth).target_count for microbatch in microbatches)
         assert microbatch_counts == sum(max(0, length - depth - 1) for length in LENGTHS)
     expected = naive_loss(reference, batch, 0.3, masks if masked else None)
     expected.backward()
     assert_equal(loss, expected, "loss")
-    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, parameter), expected_parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert parameter.grad is not None
-        assert other.grad is not None
-        assert_equal(parameter.grad, other.grad, f"gradient of {name}")
+        assert expected_parameter.grad is not None
+        assert_equal(parameter.grad, expected_parameter.grad, f"gradient of {name}")
 
 
 def _at(microbatch: Microbatch, depth: int) -> Microbatch:
@@ -157,7 +157,9 @@ def test_stop_trunk_and_stop_head_stop_gradients() -> None:
         LossNormalizer([microbatch]).loss(
             model(microbatch, output_processor=lambda i, _: objective(i)), microbatch
         ).backward()
-        return {name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()}
+        return {
+            name for name, parameter in model.named_parameters() if parameter.grad is not None and parameter.grad.any()
+        }
 
     everything = {name for name, _ in small_model("[*-]{2}/[*-]").named_parameters()}
     depth = {name for name in everything if name.startswith("mtp.")}
@@ -172,30 +174,30 @@ def test_a_custom_loss_is_called_for_each_depth() -> None:
     masks = [torch.rand(len(sequence), generator=torch.Generator().manual_seed(3)) for sequence in batch]
     (microbatch,) = pack(batch, budget=64, columns={"mask": masks}, depths=2)
     model = small_model("[*-]{2}" + "/[*-]" * 2)
-    asked = []
+    requested_depths = []
 
     def processor(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
-        asked.append((depth, context))
+        requested_depths.append((depth, context))
         return -depth * inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
 
-    def loss(**own: Any) -> float:
-        objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, over="mask", **own)
+    def loss(**options: Any) -> float:
+        objective = MTP(objective=lambda inputs: 0.0 * SFT()(inputs), weight=1.0, over="mask", **options)
         with torch.no_grad():
-            found = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
-        return float(LossNormalizer([microbatch]).loss(found, microbatch))
+            actual = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
+        return float(LossNormalizer([microbatch]).loss(actual, microbatch))
 
     plain = [float(naive_part(model, batch, masks, depth).detach()) for depth in (1, 2)]
     assert loss() == pytest.approx((plain[0] + plain[1]) / 2, rel=1e-5)
     assert loss(processor=processor, context="mine") == pytest.approx((plain[0] + 2 * plain[1]) / 2, rel=1e-5)
-    assert asked == [(1, "mine"), (2, "mine")]
+    assert requested_depths == [(1, "mine"), (2, "mine")]
 
 
 def naive_part(model: LanguageModel, batch: list[Tensor], masks: list[Tensor], depth: int) -> Tensor:
     summed, count = torch.zeros(()), torch.zeros(())
-    for sequence, own, mask in zip(batch, naive(model, batch), masks, strict=True):
+    for sequence, own_losses, mask in zip(batch, naive(model, batch), masks, strict=True):
         if len(sequence) >= depth + 2:
             losses = F.cross_entropy(
-                F.linear(own[depth - 1][:-1], model.head.weight), sequence[depth + 1 :], reduction="none"
+                F.linear(own_losses[depth - 1][:-1], model.head.weight), sequence[depth + 1 :], reduction="none"
             )
             summed, count = summed + (losses * mask[depth + 1 :]).sum(), count + mask[depth + 1 :].sum()
     return summed / count
@@ -213,34 +215,34 @@ def test_a_stage_of_its_own_applies_the_final_norm() -> None:
     config = small_config("[*-]{2}|/[*-]")
     stages = [LanguageModel(config, stage=Stage(index, 2)) for index in range(2)]
     assert not stages[1].layers
-    whole = LanguageModel(small_config("[*-]{2}/[*-]"))
+    full_model = LanguageModel(small_config("[*-]{2}/[*-]"))
     (microbatch,) = pack(sequences(*LENGTHS), budget=64, depths=1)
     ahead = [
-        each(microbatch, hidden, output_processor=lambda inputs, _: (inputs.hidden, next(inputs.depths()).hidden))
-        for each, hidden in ((whole, None), (stages[1], stages[0](microbatch)))
+        model(microbatch, hidden, output_processor=lambda inputs, _: (inputs.hidden, next(inputs.depths()).hidden))
+        for model, hidden in ((full_model, None), (stages[1], stages[0](microbatch)))
     ]
-    for one, other in zip(*ahead, strict=True):
-        assert torch.equal(one, other)
+    for first_hidden, second_hidden in zip(*ahead, strict=True):
+        assert torch.equal(first_hidden, second_hidden)
 
 
 LAYOUTS = ["pp=2", "cp=2", "tp=2", "dp_shard=2,ep=2", "own stage", "pp=2,vpp=2", "tp=2,pp=2,cp=2"]
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.thorough if each.count("=") > 1 else ()) for each in LAYOUTS]
+    "layout", [pytest.param(layout, marks=pytest.mark.thorough if layout.count("=") > 1 else ()) for layout in LAYOUTS]
 )
 @pytest.mark.parametrize("depths", [pytest.param(1, marks=pytest.mark.thorough), 3])
 @pytest.mark.slow
 def test_every_layout_equals_one_rank(ranks: Any, layout: str, depths: int) -> None:
-    own = layout == "own stage"
-    where = Layout.parse("pp=2" if own else layout)
-    trunk = "[*-][*E]|" if own else "[*-][*E]{3}" if where.stages > 2 else "[*-][*E]"
+    is_own_stage = layout == "own stage"
+    parsed_layout = Layout.parse("pp=2" if is_own_stage else layout)
+    trunk = "[*-][*E]|" if is_own_stage else "[*-][*E]{3}" if parsed_layout.stages > 2 else "[*-][*E]"
     config = small_config(
         trunk + "/[*E]" * depths,
         tied_head=depths == 3,
         vocab_size=40,
         blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12)},
     )
-    report = ranks(where.world_size, verify, Case(config, where, "sft", initializer_range=0.1))[0]
+    report = ranks(parsed_layout.world_size, verify, Case(config, parsed_layout, "sft", initializer_range=0.1))[0]
     assert set(report.gradients) == set(LanguageModel(config).state_dict())
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

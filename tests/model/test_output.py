@@ -46,8 +46,8 @@ def test_the_model_returns_the_very_object_of_the_output_processor() -> None:
     result = {"anything": object()}
     calls = []
 
-    def processor(inputs: OutputInputs, given: object) -> object:
-        calls.append((inputs, given))
+    def processor(inputs: OutputInputs, context: object) -> object:
+        calls.append((inputs, context))
         return result
 
     assert model(microbatch, output_processor=processor, output_processor_context=context) is result
@@ -131,9 +131,11 @@ def test_logits_and_logprobs_apply_the_same_scale_and_softcap() -> None:
         return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
 
     stats = model(microbatch, output_processor=both)
-    kept = microbatch.targets >= 0
-    assert_equal(stats.logprob[kept], expected.gather(-1, microbatch.targets.clamp_min(0)[:, None])[:, 0][kept])
-    assert_equal(stats.entropy[kept], entropy_expected[kept])
+    has_target = microbatch.targets >= 0
+    assert_equal(
+        stats.logprob[has_target], expected.gather(-1, microbatch.targets.clamp_min(0)[:, None])[:, 0][has_target]
+    )
+    assert_equal(stats.entropy[has_target], entropy_expected[has_target])
 
 
 def test_topk_equals_sorted_log_softmax() -> None:

@@ -142,9 +142,9 @@ def raised(text, symbols=SYMBOLS):
 def test_broken_text_is_refused_at_its_column(text, character, column):
     error = raised(text)
     assert (error.text, error.column, text[column - 1]) == (text, column, character)
-    sentence, shown, caret = str(error).split("\n")
-    assert shown[caret.index("^")] == (character if character.isprintable() else " ")
-    assert len(shown) == len(text)
+    sentence, pattern_line, caret = str(error).split("\n")
+    assert pattern_line[caret.index("^")] == (character if character.isprintable() else " ")
+    assert len(pattern_line) == len(text)
     assert caret == " " * (column - 1) + "^"
     assert f"(column {column}). " in sentence
 
@@ -168,18 +168,18 @@ def test_error_is_the_sentence_of_the_style_guide():
 
 @many
 @given(st.text(MIXERS, max_size=5), st.text("E", min_size=1, max_size=4), st.text(sorted(SYMBOLS), min_size=1))
-def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, rest):
-    blocks = mixers + terminals + rest
+def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, others):
+    blocks = mixers + terminals + others
     error = raised(f"[{blocks}]")
-    whole, first = error.fix.removeprefix("Write ").removesuffix(".").split(" or ")
-    assert Pattern.parse(whole).blocks == blocks
+    full_fix, first = error.fix.removeprefix("Write ").removesuffix(".").split(" or ")
+    assert Pattern.parse(full_fix).blocks == blocks
     assert Pattern.parse(first).layers == (blocks[: error.column - 1],)
 
 
 def test_error_survives_pickling():
     error = raised("[*E-]")
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.text, again.column) == (str(error), error.text, error.column)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.text, copy.column) == (str(error), error.text, error.column)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"[*-]", ["*"]])

@@ -16,19 +16,21 @@ from tests.model.small import small_config, small_microbatch
 def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
     """Bytes that the graph holds on to besides parameters, and the gradients."""
     model = LanguageModel(small_config("[*-][S-][*E]*[M-]G"), recompute=recompute)
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    parameter_pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    kept_bytes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        if tensor.data_ptr() not in parameter_pointers:
+            kept_bytes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(small_microbatch(30, 20, 10), targets=True).sum()
-    held = sum(kept.values())
+    total_bytes = sum(kept_bytes.values())
     loss.backward()
-    return held, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total_bytes, {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def test_recompute_saves_fewer_activations_with_equal_gradients() -> None:

@@ -31,9 +31,9 @@ EXPERTS = MoEConfig(
 
 
 def model(pattern: str = "[*E][*-][*E]", recompute: Any = "none", experts: MoEConfig = EXPERTS) -> LanguageModel:
-    made = LanguageModel(small_config(pattern, blocks={"E": experts}), recompute=recompute)
-    made.reset(0)
-    return made
+    built = LanguageModel(small_config(pattern, blocks={"E": experts}), recompute=recompute)
+    built.reset(0)
+    return built
 
 
 def random_routing(routers: int, tokens: int, experts: int = 5, top_k: int = 2, seed: int = 0) -> Tensor:
@@ -44,8 +44,8 @@ def random_routing(routers: int, tokens: int, experts: int = 5, top_k: int = 2, 
 
 def microbatch(routing: Tensor | None = None, depths: int = 0) -> Microbatch:
     columns = {} if routing is None else {"routing": routing.split(LENGTHS)}
-    (made,) = pack(sequences(*LENGTHS), budget=64, columns=columns, depths=depths)
-    return made
+    (packed,) = pack(sequences(*LENGTHS), budget=64, columns=columns, depths=depths)
+    return packed
 
 
 def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict[str, Tensor]:
@@ -61,13 +61,15 @@ def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict
             batch, output_processor=lambda inputs, _: sum(part.values.sum() for part in objective(inputs).terms())
         )
         left.backward()
-    found = {name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None}
-    return {"output": left.detach()} | found | {name: buffer.clone() for name, buffer in of.named_buffers()}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None
+    }
+    return {"output": left.detach()} | gradients | {name: buffer.clone() for name, buffer in of.named_buffers()}
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert not [name for name in one if not torch.equal(one[name], other[name])]
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert not [name for name in first if not torch.equal(first[name], second[name])]
 
 
 def replayed(block: Any) -> tuple[float, float] | None:
@@ -82,12 +84,12 @@ def replayed(block: Any) -> tuple[float, float] | None:
 
 def own_choices(of: LanguageModel, batch: Microbatch, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """What the routers of the trunk choose, [T, routers, top_k]."""
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     choose = MoE.choose
     with monkeypatch.context() as patch:
-        patch.setattr(MoE, "choose", lambda self, scores: found.setdefault(self.name, choose(self, scores)))
+        patch.setattr(MoE, "choose", lambda self, scores: gradients.setdefault(self.name, choose(self, scores)))
         of(batch)
-    return torch.stack([found[name] for name in of.config.routers], 1)
+    return torch.stack([gradients[name] for name in of.config.routers], 1)
 
 
 def test_routers_are_those_of_the_trunk_in_order() -> None:
@@ -96,12 +98,12 @@ def test_routers_are_those_of_the_trunk_in_order() -> None:
 
 def test_own_choice_replayed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
-    own = own_choices(moe, microbatch(), monkeypatch)
+    router_choices = own_choices(moe, microbatch(), monkeypatch)
     expected = learned(moe, microbatch())
     moe.blocks[1].take_metric_sums()
-    assert_same(learned(moe, microbatch(own.short())), expected)
+    assert_same(learned(moe, microbatch(router_choices.short())), expected)
     assert replayed(moe.blocks[1]) == (0, TOKENS * 2)
-    assert_same(learned(moe, microbatch(torch.full_like(own, -1))), expected)
+    assert_same(learned(moe, microbatch(torch.full_like(router_choices, -1))), expected)
     assert replayed(moe.blocks[1]) == (0, 0)
 
 
@@ -112,27 +114,27 @@ def test_another_choice_equals_a_router_that_makes_it(monkeypatch: pytest.Monkey
     routing[3:6] = -1  # these choose
     routing[8, 1, 0] = -1  # as does one that is not told all
     chooses = (routing < 0).any(-1)
-    found = learned(moe, microbatch(routing))
+    gradients = learned(moe, microbatch(routing))
     choose = MoE.choose
 
     def forced(self: MoE, scores: Tensor) -> Tensor:
         place = list(moe.config.routers).index(self.name)
         return torch.where(chooses[:, place, None], choose(self, scores), routing[:, place].long())
 
-    assert not torch.equal(found["output"], moe(microbatch()))
+    assert not torch.equal(gradients["output"], moe(microbatch()))
     with monkeypatch.context() as patch:
         patch.setattr(MoE, "choose", forced)
-        assert_same(found, learned(moe, microbatch()))
+        assert_same(gradients, learned(moe, microbatch()))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_it_is_the_same_and_counted_once(recompute: Any) -> None:
     routing = random_routing(2, TOKENS)
-    plain, again = model(), model(recompute=recompute)
-    assert_same(learned(again, microbatch(routing)), learned(plain, microbatch(routing)))
-    for one, other in zip(plain.blocks, again.blocks, strict=True):
-        sums, again_sums = one.take_metric_sums(), other.take_metric_sums()
-        assert (sums is None) == (not isinstance(one, MoE))
+    plain, recomputed = model(), model(recompute=recompute)
+    assert_same(learned(recomputed, microbatch(routing)), learned(plain, microbatch(routing)))
+    for plain_block, recomputed_block in zip(plain.blocks, recomputed.blocks, strict=True):
+        sums, again_sums = plain_block.take_metric_sums(), recomputed_block.take_metric_sums()
+        assert (sums is None) == (not isinstance(plain_block, MoE))
         assert (again_sums is None) if sums is None else torch.equal(sums, again_sums)
 
 
@@ -140,10 +142,12 @@ def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts of the trunk are given; those of a depth's block are not, and count as none."""
     ahead = model("[*E]/[*E]")
     objective = MTP(objective=SFT())
-    own = own_choices(ahead, microbatch(depths=1), monkeypatch)
+    router_choices = own_choices(ahead, microbatch(depths=1), monkeypatch)
     for block in ahead.blocks:
         block.take_metric_sums()
-    assert_same(learned(ahead, microbatch(own, depths=1), objective), learned(ahead, microbatch(depths=1), objective))
+    assert_same(
+        learned(ahead, microbatch(router_choices, depths=1), objective), learned(ahead, microbatch(depths=1), objective)
+    )
     assert [replayed(block) for block in ahead.blocks] == [None, (0, 2 * TOKENS), None, (0, 0)]
 
 
@@ -152,7 +156,7 @@ def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     routing = own_choices(moe, microbatch(), monkeypatch)
     routing = routing.flip(-1)  # another order is no other choice
     for token in (2, 7):
-        routing[token, 0, 0] = next(each for each in range(5) if each not in routing[token, 0])
+        routing[token, 0, 0] = next(expert for expert in range(5) if expert not in routing[token, 0])
     routing[9:] = -1
     moe.blocks[1].take_metric_sums()  # of the forward above
     learned(moe, microbatch(routing))

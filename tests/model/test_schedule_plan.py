@@ -81,13 +81,13 @@ def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Pro
 
 def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     """All forwards, all backwards, and only then the gradients of weights."""
-    how = {"output_processor": processor, "output_processor_context": 0.1}
-    plans = [model.build_schedule_plan(microbatch, **how) for microbatch in microbatches]
+    options = {"output_processor": processor, "output_processor_context": 0.1}
+    plans = [model.build_schedule_plan(microbatch, **options) for microbatch in microbatches]
     results = [plan.forward() for plan in plans]
     completed: list[list[Any]] = [[], []]
     for plan, result in zip(plans, results, strict=True):
         interleave(plan.backward_steps(result["loss"], complete=completed[0].append, compute_wgrads=False))
-    products = [name for name, each in model.named_parameters() if "attention" in name and each.ndim == 2]
+    products = [name for name, parameter in model.named_parameters() if "attention" in name and parameter.ndim == 2]
     assert products
     assert all(gradients(model)[name] is None for name in products)
     for plan in plans:
@@ -98,14 +98,14 @@ def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     return results
 
 
-def assert_alike(one: LanguageModel, other: LanguageModel, results: list[Any], others: list[Any]) -> None:
-    for result, expected in zip(others, results, strict=True):
+def assert_alike(plain: LanguageModel, planned: LanguageModel, results: list[Any], planned_results: list[Any]) -> None:
+    for result, expected in zip(planned_results, results, strict=True):
         assert torch.equal(result["loss"], expected["loss"])
         assert torch.equal(result["parts"][0], expected["parts"][0])
         assert result["parts"][1] == expected["parts"][1]
     unequal = [
         name
-        for (name, before), after in zip(gradients(one).items(), gradients(other).values(), strict=True)
+        for (name, before), after in zip(gradients(plain).items(), gradients(planned).values(), strict=True)
         if (before is None) != (after is None) or (before is not None and not torch.equal(before, after))
     ]
     assert not unequal
@@ -116,26 +116,26 @@ def assert_alike(one: LanguageModel, other: LanguageModel, results: list[Any], o
 @pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", pytest.param("M[G-][S+E]/[*E]", marks=pytest.mark.slow)])
 def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) -> None:
     config = small_config(pattern, tied_head=tied)
-    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(one, other, at_once(one, microbatches), planned(other, microbatches))
+    assert_alike(plain, other, at_once(plain, microbatches), planned(other, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.thorough), "full"])
 @pytest.mark.parametrize("pattern", ["[*E]{2}", "M[G-][S+E]/[*E]"])
 def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: Any) -> None:
     config = small_config(pattern, tied_head=True)
-    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    plain, planned = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(one, other, at_once(one, microbatches), put_off(other, microbatches))
+    assert_alike(plain, planned, at_once(plain, microbatches), put_off(planned, microbatches))
 
 
-@pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
-@pytest.mark.parametrize("asked", [Processor(), Processor(mtp_options=None)], ids=["said", "not said"])
-def test_one_depth_used_again_has_one_gradient(asked: Processor, recompute: Any) -> None:
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
+@pytest.mark.parametrize("processor_type", [Processor(), Processor(mtp_options=None)], ids=["said", "not said"])
+def test_one_depth_used_again_has_one_gradient(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
-    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(one, other, at_once(one, batch(3), asked), planned(other, batch(3), asked))
+    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(plain, other, at_once(plain, batch(3), processor_type), planned(other, batch(3), processor_type))
 
 
 def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
@@ -149,13 +149,13 @@ def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
     plan.backward(plan.forward()["loss"], complete=complete)
     first, second = model.mtp.layers
     assert [module for module, _ in done] == [second, first, *model.layers.values(), model]
-    for module, then in done:
-        assert all(map(torch.equal, then, (parameter.grad for parameter in module.parameters())))
+    for module, finished in done:
+        assert all(map(torch.equal, finished, (parameter.grad for parameter in module.parameters())))
 
 
-@pytest.mark.parametrize("recompute", ["none", *(pytest.param(each, marks=pytest.mark.thorough) for each in AGAIN)])
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
 @pytest.mark.parametrize(
-    "asked",
+    "processor_type",
     [
         Processor(),
         pytest.param(Processor(mtp_options=None), marks=pytest.mark.thorough),
@@ -164,10 +164,10 @@ def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
     ],
     ids=["said", "not said", "stop_trunk", "stop_head"],
 )
-def test_planned_mtp_depths_equal_those_of_a_forward(asked: Processor, recompute: Any) -> None:
+def test_planned_mtp_depths_equal_those_of_a_forward(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*E]/[*E]/[*E]", tied_head=True)
-    one, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(one, other, at_once(one, batch(2), asked), planned(other, batch(2), asked))
+    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(plain, other, at_once(plain, batch(2), processor_type), planned(other, batch(2), processor_type))
 
 
 def exchanges(model: LanguageModel, processor: Any) -> list[str]:
@@ -177,11 +177,18 @@ def exchanges(model: LanguageModel, processor: Any) -> list[str]:
 
 def test_a_plan_overlaps_the_exchanges_of_mtp_depths_if_the_processor_has_mtp_options() -> None:
     model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": FarMoE})
-    own = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
-    assert exchanges(model, processor) == [*own, "mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"]
-    assert exchanges(model, Processor(mtp_options=None)) == own
-    again = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": FarMoE})
-    assert exchanges(again, processor) == [*own, *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2]
+    trunk_exchanges = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
+    assert exchanges(model, processor) == [
+        *trunk_exchanges,
+        "mtp.0.layers.0 moe.dispatch",
+        "mtp.0.layers.0 moe.combine",
+    ]
+    assert exchanges(model, Processor(mtp_options=None)) == trunk_exchanges
+    repeated = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": FarMoE})
+    assert exchanges(repeated, processor) == [
+        *trunk_exchanges,
+        *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2,
+    ]
 
 
 def test_a_processor_that_requests_depths_unlike_its_mtp_options_is_refused() -> None:
@@ -201,17 +208,17 @@ class Result:
 
 def test_any_result_passes_as_it_is() -> None:
     model = LanguageModel(small_config("[*E]"))
-    made: list[Result] = []
+    results: list[Result] = []
 
     def whole(inputs: OutputInputs, context: Any) -> Result:
         loss = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.sum()
-        made.append(Result(loss, {"context": context, "index": inputs.microbatch.index}))
-        return made[-1]
+        results.append(Result(loss, {"context": context, "index": inputs.microbatch.index}))
+        return results[-1]
 
     marker = object()
     plan = model.build_schedule_plan(batch()[0], output_processor=whole, output_processor_context=marker)
     result = plan.forward()
-    assert result is made[0]
+    assert result is results[0]
     assert result.nested["context"] is marker
     plan.backward(result.loss)
     assert all(gradient is not None for gradient in gradients(model).values())
@@ -245,7 +252,7 @@ class LoggedWay:
     def reverse(self) -> LoggedWay:
         return self
 
-    def __call__(self, rows: Tensor, *told: Any) -> Tensor:
+    def __call__(self, rows: Tensor, *arguments: Any) -> Tensor:
         return rows * 1.0
 
     def start(self, rows: Tensor, kind: str, name: str, heard: Heard) -> Callable[[], Tensor]:
@@ -287,30 +294,32 @@ class FarMoE(MoE):
 def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repeated: bool) -> None:
     """In a turn of two nobody arrives, nor hears how many rows come, before the other has computed something."""
     config = small_config(pattern, mtp_repeated=repeated)
-    one, other = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
+    plain, far = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
     first, second, *_ = batch(len(config.pattern.mtp))
     log: list[tuple[int, str, str]] = []
     plans = [
-        other.build_schedule_plan(
-            each, output_processor=processor, output_processor_context=0.1, recorder=Heard(log, number)
+        far.build_schedule_plan(
+            model, output_processor=processor, output_processor_context=0.1, recorder=Heard(log, number)
         )
-        for number, each in enumerate((first, second))
+        for number, model in enumerate((first, second))
     ]
     results = [plans[0].forward()]
     log.clear()
     results.append(interleave(plans[1].forward_steps(), plans[0].backward_steps(results[0]["loss"]))[0])
-    found, log = log.copy(), []
+    events, log = log.copy(), []
     plans[1].backward(results[1]["loss"])
-    assert_alike(one, other, at_once(one, [first, second]), results)
-    starts = [index for index, (_, kind, _) in enumerate(found) if kind == "start"]
+    assert_alike(plain, far, at_once(plain, [first, second]), results)
+    starts = [index for index, (_, kind, _) in enumerate(events) if kind == "start"]
     assert len(starts) == 4 * pattern.replace("{3}", "[*E]" * 2).count("E")
     for index in starts:
-        who, _, name = found[index]
-        arrived = found.index((who, "arrived", name), index)
-        assert any(each[0] != who and each[1] in ("forward", "backward") for each in found[index:arrived]), name
-    waits = [index for index, (_, kind, name) in enumerate(found) if kind == "forward" and name.endswith("moe.plan")]
+        microbatch_name, _, name = events[index]
+        arrived = events.index((microbatch_name, "arrived", name), index)
+        assert any(
+            event[0] != microbatch_name and event[1] in ("forward", "backward") for event in events[index:arrived]
+        ), name
+    waits = [index for index, (_, kind, name) in enumerate(events) if kind == "forward" and name.endswith("moe.plan")]
     for index in waits[1:]:  # the first time a backward has not begun
-        assert found[index - 1][0] == 0
+        assert events[index - 1][0] == 0
 
 
 class WideMergeMoE(FarMoE):
@@ -349,7 +358,7 @@ def test_modules_are_done_at_the_same_place_whatever_experts_got() -> None:
         options = {"output_processor": processor, "output_processor_context": 0.1, "recorder": Heard(log)}
         plan = model.build_schedule_plan(batch()[0], **options)
         plan.backward(plan.forward()["loss"], complete=lambda module: log.append((0, "done", type(module).__name__)))
-        return [each for each in log if each[1] in ("start", "arrived", "done")]
+        return [event for event in log if event[1] in ("start", "arrived", "done")]
 
     expected = heard(WideMergeMoE)
     assert heard(RowlessMoE) == expected
