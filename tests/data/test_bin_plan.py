@@ -40,7 +40,7 @@ def cheapest_fit_decreasing(lengths, budget, count):
     """Longest first, each into the cheapest bin with room: the evening, without its heaps."""
     bins = [[] for _ in range(count)]
     for member in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        fitting = [members for members in bins if sum(lengths[other] for other in members) + lengths[member] <= budget]
+        fitting = [members for members in bins if sum(lengths[index] for index in members) + lengths[member] <= budget]
         if not fitting:
             return None
         min(fitting, key=lambda members: bin_cost(members, lengths)).append(member)

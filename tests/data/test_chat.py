@@ -59,24 +59,24 @@ REWRITES = "{{ messages | length }}" + CHAT_TEMPLATE
 
 
 def tokenizer(template: str | None = CHAT_TEMPLATE) -> Any:
-    made = byte_tokenizer()
-    made.chat_template = template
-    return made
+    byte_level = byte_tokenizer()
+    byte_level.chat_template = template
+    return byte_level
 
 
 def encoder(template: str | None = CHAT_TEMPLATE, **settings: Any) -> Encoder:
     return Encoder(tokenizer=tokenizer(template), **settings)
 
 
-def talked(one: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> EncodedSequence:
+def talked(chat_encoder: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> EncodedSequence:
     """A conversation that is one sequence."""
-    (encoded,) = one.conversation(messages, row, **settings)
+    (encoded,) = chat_encoder.conversation(messages, row, **settings)
     return encoded
 
 
 def learned(encoded: EncodedSequence) -> str:
-    kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
-    return str(byte_tokenizer().decode(kept))
+    trained_tokens = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
+    return str(byte_tokenizer().decode(trained_tokens))
 
 
 def text(tokens: list[int]) -> str:
@@ -97,11 +97,11 @@ def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 def test_a_learned_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
-    one = encoder(template)
-    encoded, start = one.completion([USER, HELLO, MORE], "Bye"), one.prompt([USER, HELLO, MORE])
+    chat_encoder = encoder(template)
+    encoded, start = chat_encoder.completion([USER, HELLO, MORE], "Bye"), chat_encoder.prompt([USER, HELLO, MORE])
     assert encoded.tokens[: len(start)] == start
     assert encoded.mask[: len(start) + 1] == [0] * len(start) + [1]
-    assert one.completion([USER, HELLO, MORE], [{"role": "assistant", "content": "Bye"}]) == encoded
+    assert chat_encoder.completion([USER, HELLO, MORE], [{"role": "assistant", "content": "Bye"}]) == encoded
 
 
 def test_without_a_template_a_conversation_is_plain_text() -> None:
@@ -124,27 +124,29 @@ def test_a_template_that_rewrites_what_comes_before_a_turn_is_refused() -> None:
 
 def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
     """As Qwen3's does before a user's message, and not before a tool's."""
-    one = encoder(THINKS_SINCE_ASKED)
+    chat_encoder = encoder(THINKS_SINCE_ASKED)
     for heard in ("Go on", [MORE], [{"role": "tool", "content": "4"}, MORE]):
         with pytest.raises(
             ValueError, match=r"removes the assistant\'s reasoning of earlier turns once a message of user follows"
         ):
-            one.observation(heard, [], chat=True)
-        assert one.observation(heard, [], chat=True, keep_reasoning=True)[-len(b"assistant\n") :] == [*b"assistant\n"]
+            chat_encoder.observation(heard, [], chat=True)
+        assert chat_encoder.observation(heard, [], chat=True, keep_reasoning=True)[-len(b"assistant\n") :] == [
+            *b"assistant\n"
+        ]
     assert b"tool\n4" in bytes(
-        token for token in one.observation([{"role": "tool", "content": "4"}], [], chat=True) if token < 256
+        token for token in chat_encoder.observation([{"role": "tool", "content": "4"}], [], chat=True) if token < 256
     )
 
 
 def test_an_answer_of_several_turns_learns_what_is_said() -> None:
-    one = encoder(None)
-    encoded = one.completion("1+1:", ["?1+1", "=2;", "2"])
+    chat_encoder = encoder(None)
+    encoded = chat_encoder.completion("1+1:", ["?1+1", "=2;", "2"])
     assert text(encoded.tokens) == "1+1:?1+1<|end|>=2;2<|end|>"
     assert learned(encoded) == "?1+1<|end|>2<|end|>"
-    assert one.completion("1+1:", ["2"]) == one.completion("1+1:", "2")
+    assert chat_encoder.completion("1+1:", ["2"]) == chat_encoder.completion("1+1:", "2")
     refusal = "the completion of row 3 has 2 turns, but it begins and ends with the model's"
     with pytest.raises(ValueError, match=refusal):
-        one.completion("1+1:", ["?1+1", "=2;"], "row 3")
+        chat_encoder.completion("1+1:", ["?1+1", "=2;"], "row 3")
 
 
 def test_marks_are_believed_whatever_else_a_template_does() -> None:
@@ -181,12 +183,12 @@ def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -
     assert len(fast("\n\n")["input_ids"]) == 1
     assert len(fast("\n\nUser")["input_ids"]) == 3
     fast.chat_template = template
-    one = Encoder(tokenizer=fast)
-    encoded, plain = talked(one, TALK), talked(encoder(template), TALK)
+    chat_encoder = Encoder(tokenizer=fast)
+    encoded, plain = talked(chat_encoder, TALK), talked(encoder(template), TALK)
     assert fast.decode(encoded.tokens) == text(plain.tokens)
-    kept = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
-    assert fast.decode(kept) == learned(plain)
-    start = one.prompt(TALK[:3])
+    trained_tokens = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
+    assert fast.decode(trained_tokens) == learned(plain)
+    start = chat_encoder.prompt(TALK[:3])
     assert encoded.tokens[: len(start)] == start
 
 
@@ -203,39 +205,39 @@ def test_a_plain_pair_is_its_parts_and_an_end() -> None:
 
 def with_bos(template: str = CHAT_TEMPLATE) -> Any:
     """A tokenizer that begins every text with "<s>"."""
-    made = tokenizer(template)
-    made.add_special_tokens({"bos_token": "<s>"})
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+    chat_tokenizer = tokenizer(template)
+    chat_tokenizer.add_special_tokens({"bos_token": "<s>"})
+    chat_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", chat_tokenizer.bos_token_id)]
     )
-    return made
+    return chat_tokenizer
 
 
 @pytest.mark.parametrize("prompt", ["q", "<s>q"])
 @pytest.mark.parametrize("answer", ["a", "a<|end|>"])
 def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: str, answer: str) -> None:
-    made = with_bos()
-    one, bos = Encoder(tokenizer=made), made.bos_token_id
-    assert one.completion(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
-    assert one.prompt(prompt) == [bos, *b"q"]
+    chat_tokenizer = with_bos()
+    chat_encoder, bos = Encoder(tokenizer=chat_tokenizer), chat_tokenizer.bos_token_id
+    assert chat_encoder.completion(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
+    assert chat_encoder.prompt(prompt) == [bos, *b"q"]
     assert (
-        one.completion("", f"<s>{answer}")
-        == one.completion("", answer)
+        chat_encoder.completion("", f"<s>{answer}")
+        == chat_encoder.completion("", answer)
         == EncodedSequence([bos, *b"a", END], [0, 1, 1])
     )
 
 
 @pytest.mark.parametrize("marks", [True, False])
 def test_what_a_template_already_begins_and_ends_with_is_not_written_twice(marks: bool) -> None:
-    own = "{{ bos_token }}" + (MARKED if marks else CHAT_TEMPLATE).replace("<|im_start|>", "")
-    made = with_bos(own.replace("<|im_end|>", "{{ eos_token }}"))
-    one = Encoder(tokenizer=made)
+    own_template = "{{ bos_token }}" + (MARKED if marks else CHAT_TEMPLATE).replace("<|im_start|>", "")
+    chat_tokenizer = with_bos(own_template.replace("<|im_end|>", "{{ eos_token }}"))
+    chat_encoder = Encoder(tokenizer=chat_tokenizer)
     talk = [{"role": "<s>user", "content": "q"}, {"role": "assistant", "content": "a<|end|>"}]
-    encoded = talked(one, talk)
-    assert made.decode(encoded.tokens) == "<s>user\nq<|end|>\nassistant\na<|end|>\n"
+    encoded = talked(chat_encoder, talk)
+    assert chat_tokenizer.decode(encoded.tokens) == "<s>user\nq<|end|>\nassistant\na<|end|>\n"
     assert learned(encoded).endswith("a<|end|>")
-    assert encoded.tokens[:2].count(made.bos_token_id) == 1
-    assert one.prompt(talk[:1])[:2].count(made.bos_token_id) == 1
+    assert encoded.tokens[:2].count(chat_tokenizer.bos_token_id) == 1
+    assert chat_encoder.prompt(talk[:1])[:2].count(chat_tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(
@@ -254,13 +256,13 @@ def test_the_forms_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, reje
 
 
 def test_batches_carry_the_columns_that_objectives_read() -> None:
-    one = encoder()
-    batch = sft_batch([*one.conversation(TALK), one.completion("a", "b")])
+    chat_encoder = encoder()
+    batch = sft_batch([*chat_encoder.conversation(TALK), chat_encoder.completion("a", "b")])
     assert list(batch.columns) == ["loss_mask"]
     (microbatch,) = pack(batch.sequences, columns=batch.columns, budget=1000)
     targets = microbatch.targets[microbatch.column("loss_mask") == 1]
     assert text(targets.tolist()) == "Hello.<|im_end|>Bye\n<|im_end|>b<|end|>"
-    pairs = preference_batch([one.preference("a", "b", "c"), one.preference("d", "e", "f")])
+    pairs = preference_batch([chat_encoder.preference("a", "b", "c"), chat_encoder.preference("d", "e", "f")])
     assert (list(pairs.columns), pairs.groups) == (["response_mask"], [0, 0, 1, 1])
     assert [bytes(sequence[:2]) for sequence in pairs.sequences] == [b"ab", b"ac", b"de", b"df"]
 
@@ -291,10 +293,10 @@ def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
         ),
         *(
             (
-                lambda e, said=said: e.conversation([USER, said], "row 1"),
+                lambda e, message=message: e.conversation([USER, message], "row 1"),
                 "message 1 .* of row 1 has tool calls, which the",
             )
-            for said in (CALLING, {**CALLING, "content": ""}, {**CALLING, "content": "Well,"})
+            for message in (CALLING, {**CALLING, "content": ""}, {**CALLING, "content": "Well,"})
         ),
         (
             lambda e: e.conversation([SEEN, HELLO], "row 1"),
@@ -367,7 +369,7 @@ REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('No sy
 
 @pytest.mark.parametrize("template", [REFUSES_SYSTEM, REFUSES_SYSTEM.replace(CHAT_TEMPLATE, MARKED)])
 def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> None:
-    one = encoder(template)
+    chat_encoder = encoder(template)
     broken = {"role": "assistant", "content": "bad \ud83d end"}
     names = [f"row {number}" for number in range(3)]
     template_fails, tokenizer_fails = (
@@ -375,12 +377,21 @@ def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> N
         for part in ("chat template fails: No system.", "tokenizer fails: ")
     )
     for call, sentence in (
-        (lambda: one.prompt([SYSTEM, USER], "row 1"), template_fails),
-        (lambda: one.conversation([SYSTEM, *TALK], "row 1"), template_fails),
-        (lambda: one.encode_rows("conversation", [(TALK,), ([SYSTEM, *TALK],), (TALK,)], names), template_fails),
-        (lambda: one.conversation([USER, broken], "row 1"), tokenizer_fails),
-        (lambda: one.encode_rows("conversation", [(TALK,), ([USER, broken],), (TALK,)], names), tokenizer_fails),
-        (lambda: one.encode_rows("completion", [("q", "a"), ("q", broken["content"])], names[:2]), tokenizer_fails),
+        (lambda: chat_encoder.prompt([SYSTEM, USER], "row 1"), template_fails),
+        (lambda: chat_encoder.conversation([SYSTEM, *TALK], "row 1"), template_fails),
+        (
+            lambda: chat_encoder.encode_rows("conversation", [(TALK,), ([SYSTEM, *TALK],), (TALK,)], names),
+            template_fails,
+        ),
+        (lambda: chat_encoder.conversation([USER, broken], "row 1"), tokenizer_fails),
+        (
+            lambda: chat_encoder.encode_rows("conversation", [(TALK,), ([USER, broken],), (TALK,)], names),
+            tokenizer_fails,
+        ),
+        (
+            lambda: chat_encoder.encode_rows("completion", [("q", "a"), ("q", broken["content"])], names[:2]),
+            tokenizer_fails,
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()
@@ -390,24 +401,24 @@ def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> N
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_texts_of_a_content_are_joined_in_every_role(template: str, role: str) -> None:
     """Whatever the template makes of a list: its Python form, all of its texts, or the first of them."""
-    parts, joined = ([*TALK[:2], {"role": role, "content": each}, BYE] for each in (TEXTS, "one two"))
+    parts, joined = ([*TALK[:2], {"role": role, "content": content}, BYE] for content in (TEXTS, "one two"))
     assert encoder(template).conversation(parts) == encoder().conversation(joined)
 
 
 @pytest.mark.parametrize("template", [PARTS, NULL_CALLS])
 @pytest.mark.parametrize("content", [None, "", "missing"])
 def test_tool_calls_are_learned_however_their_content_is_empty(template: str, content: str | None) -> None:
-    said = {key: value for key, value in {**CALLING, "content": content}.items() if value != "missing"}
-    called = talked(encoder(template), [USER, said])
+    message = {key: value for key, value in {**CALLING, "content": content}.items() if value != "missing"}
+    called = talked(encoder(template), [USER, message])
     assert learned(called) == "<call>look</call><|im_end|>"
     assert "None" not in text(called.tokens)
 
 
 def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
-    said = {**CALLING, "content": "Well, "}
-    assert learned(talked(encoder(PARTS), [USER, said])) == "Well, <call>look</call><|im_end|>"
+    message = {**CALLING, "content": "Well, "}
+    assert learned(talked(encoder(PARTS), [USER, message])) == "Well, <call>look</call><|im_end|>"
     with pytest.raises(ValueError, match=r"message 1 .* row 1 has tool calls, .* does not write beside a text"):
-        encoder(NULL_CALLS).conversation([USER, said], "row 1")
+        encoder(NULL_CALLS).conversation([USER, message], "row 1")
     with pytest.raises(ValueError, match=r"message 0 \(user\) of row 3 is null\. Give it text"):
         encoder(PARTS).conversation([SILENT, HELLO], "row 3")
 
@@ -415,50 +426,50 @@ def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
 @pytest.mark.parametrize("template", [KNOWS_TOOLS, {"default": CHAT_TEMPLATE, "tool_use": KNOWS_TOOLS}])
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tools_are_written_by_the_template(template: Any, tools: Any) -> None:
-    one = encoder(template)
-    assert text(talked(one, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
-    assert text(one.completion([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
-    pair = one.preference([USER], "Hi", "Bye", tools=tools)
+    chat_encoder = encoder(template)
+    assert text(talked(chat_encoder, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
+    assert text(chat_encoder.completion([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
+    pair = chat_encoder.preference([USER], "Hi", "Bye", tools=tools)
     assert all(text(side.tokens).startswith("[look]<|im_start|>user") for side in pair)
-    assert one.encode_rows("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[0] == one.conversation(
-        TALK, tools=tools
-    )
-    assert one.conversation(TALK, tools=[]) == encoder().conversation(TALK)
+    assert chat_encoder.encode_rows("conversation", [(TALK, tools), (TALK, None)], ["a", "b"])[
+        0
+    ] == chat_encoder.conversation(TALK, tools=tools)
+    assert chat_encoder.conversation(TALK, tools=[]) == encoder().conversation(TALK)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 @pytest.mark.parametrize("turns", ["all", "last"])
 def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any) -> None:
-    one = encoder(template, turns=turns, max_length=50)
+    chat_encoder = encoder(template, turns=turns, max_length=50)
     talks = [(TALK[:2],), (TALK,), ([HELLO, MORE, BYE],), (TALK[:2],)]
     pairs = [([USER], "Hello.", "Go away"), ("a", "b", "c"), (None, [USER, HELLO], [USER, BYE])]
     for form, rows in (
         ("conversation", talks),
-        ("completion", [each[:2] for each in pairs[:2]]),
+        ("completion", [pair[:2] for pair in pairs[:2]]),
         ("preference", pairs),
     ):
         names = [f"row {number}" for number in range(len(rows))]
-        together = one.encode_rows(form, rows, names)  # type: ignore[arg-type]
-        for made, row, name in zip(together, rows, names, strict=True):
-            if isinstance(made, TooLongError):
-                assert made.row == name
-                with pytest.raises(TooLongError, match=f"{name} has {made.length} tokens"):
-                    getattr(one, form)(*row, name)
+        in_one_call = chat_encoder.encode_rows(form, rows, names)  # type: ignore[arg-type]
+        for encoded, row, name in zip(in_one_call, rows, names, strict=True):
+            if isinstance(encoded, TooLongError):
+                assert encoded.row == name
+                with pytest.raises(TooLongError, match=f"{name} has {encoded.length} tokens"):
+                    getattr(chat_encoder, form)(*row, name)
             else:
-                alone = getattr(one, form)(*row, name)
-                assert made == ([alone] if form == "completion" else alone)
-    assert isinstance(one.encode_rows("conversation", talks, "abcd")[1], TooLongError)
+                alone = getattr(chat_encoder, form)(*row, name)
+                assert encoded == ([alone] if form == "completion" else alone)
+    assert isinstance(chat_encoder.encode_rows("conversation", talks, "abcd")[1], TooLongError)
     with pytest.raises(ValueError, match="the content of message 0"):
-        one.encode_rows("conversation", [([SILENT, HELLO],)], ["row 0"])
+        chat_encoder.encode_rows("conversation", [([SILENT, HELLO],)], ["row 0"])
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 def test_an_observation_is_what_the_template_writes_between_two_turns(template: str | None) -> None:
-    one = encoder(template)
-    first = one.completion([USER], "Hello.")
+    chat_encoder = encoder(template)
+    first = chat_encoder.completion([USER], "Hello.")
     end = len(first) - first.mask[::-1].index(1)  # what was sampled ends with the token that ends a turn
-    between = one.observation("Go on\n", first.tokens[:end], chat=True)
-    assert first.tokens[:end] + between == one.prompt([USER, HELLO, MORE])
+    between = chat_encoder.observation("Go on\n", first.tokens[:end], chat=True)
+    assert first.tokens[:end] + between == chat_encoder.prompt([USER, HELLO, MORE])
     unended = first.tokens[: end - 1]
-    assert unended + one.observation([MORE], unended, chat=True) == one.prompt([USER, HELLO, MORE])
-    assert one.observation("raw", [], chat=False) == [*b"raw"]
+    assert unended + chat_encoder.observation([MORE], unended, chat=True) == chat_encoder.prompt([USER, HELLO, MORE])
+    assert chat_encoder.observation("raw", [], chat=False) == [*b"raw"]

@@ -37,9 +37,9 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def tokenizer(template: str) -> Any:
-    made = byte_tokenizer()
-    made.chat_template = template
-    return made
+    byte_level = byte_tokenizer()
+    byte_level.chat_template = template
+    return byte_level
 
 
 def texts(data: Examples | Pairs, template: str = CHAT_TEMPLATE) -> list[str]:

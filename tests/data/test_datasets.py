@@ -51,7 +51,7 @@ def test_parquet_leaves_out_the_keys_that_other_rows_have(tmp_path: Path) -> Non
     from pyarrow import parquet
 
     calls = [[{"function": {"name": "look", "arguments": arguments}}] for arguments in ({"a": 1}, {"b": "x"})]
-    nested = [{"messages": [{"role": "assistant", "tool_calls": each}], "other": None} for each in calls]
+    nested = [{"messages": [{"role": "assistant", "tool_calls": call}], "other": None} for call in calls]
     nested.append({"messages": [{"role": "user", "content": "hi"}], "other": "x"})
     parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "train.parquet")
     assert list(read_rows(tmp_path / "train.parquet")) == nested
@@ -175,9 +175,9 @@ def test_every_epoch_visits_every_row_once() -> None:
 
 
 def test_how_rows_are_taken_does_not_change_their_order() -> None:
-    whole = Sampler(10, seed=1).take(57)
+    expected = Sampler(10, seed=1).take(57)
     pieces = Sampler(10, seed=1)
-    assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == whole
+    assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == expected
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
@@ -193,10 +193,10 @@ def test_a_resumed_order_is_the_uninterrupted_one(taken: int) -> None:
     assert second.take(20) == first.take(20)
 
 
-@pytest.mark.parametrize("other", [Sampler(8, seed=5), Sampler(7, seed=6)])
-def test_another_order_is_not_resumed(other: Sampler) -> None:
+@pytest.mark.parametrize("other_sampler", [Sampler(8, seed=5), Sampler(7, seed=6)])
+def test_another_order_is_not_resumed(other_sampler: Sampler) -> None:
     with pytest.raises(ValueError, match=r"the saved order has (size|seed) \w+, but this one has \w+"):
-        other.restore(Sampler(7, seed=5).state())
+        other_sampler.restore(Sampler(7, seed=5).state())
 
 
 def test_a_damaged_state_and_impossible_settings_are_sentences() -> None:

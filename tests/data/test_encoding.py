@@ -23,8 +23,8 @@ from postlude.recipes.dataset import EncodedRows
 
 
 def talk(number: int) -> list[dict[str, Any]]:
-    said = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "é" * (number % 7 + 1)}]
-    return said * (number % 3 + 1)
+    messages = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "é" * (number % 7 + 1)}]
+    return messages * (number % 3 + 1)
 
 
 TALKS = [[talk(number)] for number in range(30)]
@@ -38,11 +38,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def whole(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], list[int], list[tuple[int, str, int]]]:
-    found = list(chunks)
+    read_chunks = list(chunks)
     columns = [
-        np.concatenate([getattr(each, name) for each in found]).tolist() for name in ("tokens", "mask", "lengths")
+        np.concatenate([getattr(chunk, name) for chunk in read_chunks]).tolist()
+        for name in ("tokens", "mask", "lengths")
     ]
-    return columns[0], columns[1], columns[2], [each for chunk in found for each in chunk.too_long]
+    return columns[0], columns[1], columns[2], [row for chunk in read_chunks for row in chunk.too_long]
 
 
 @pytest.mark.slow
@@ -52,8 +53,12 @@ def test_the_number_of_processes_changes_nothing() -> None:
     assert alone[3]  # some do not fit
     assert len(alone[2]) + len(alone[3]) == len(TALKS)
     assert whole(encode(encoder, "conversation", TALKS, NAMES, processes=3)) == alone
-    each = [encoder.encode_rows("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)]
-    assert alone[0] == [token for made in each if isinstance(made, list) for one in made for token in one.tokens]
+    encoded_rows = [
+        encoder.encode_rows("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)
+    ]
+    assert alone[0] == [
+        token for row in encoded_rows if isinstance(row, list) for sequence in row for token in sequence.tokens
+    ]
 
 
 @pytest.mark.slow
@@ -98,8 +103,8 @@ def dataset(path: Path, count: int = 10) -> Path:
     return path
 
 
-def rows_of(kept: EncodedRows[Any]) -> list[Any]:
-    return [kept[index] for index in range(len(kept))]
+def rows_of(encoded_rows: EncodedRows[Any]) -> list[Any]:
+    return [encoded_rows[index] for index in range(len(encoded_rows))]
 
 
 def test_cached_rows_equal_newly_encoded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +118,9 @@ def test_cached_rows_equal_newly_encoded_ones(tmp_path: Path, monkeypatch: pytes
     two = EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")
     two.store()
     monkeypatch.setattr("postlude.recipes.dataset.encode", lambda *_, **__: pytest.fail("it was kept"))
-    again = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
-    assert rows_of(again) == rows_of(fresh)
-    assert (str(again), again.largest) == (str(fresh), fresh.largest)
+    reopened = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
+    assert rows_of(reopened) == rows_of(fresh)
+    assert (str(reopened), reopened.largest) == (str(fresh), fresh.largest)
     assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
 
 
@@ -136,7 +141,7 @@ def test_the_cache_key_has_everything_that_the_tokens_depend_on(tmp_path: Path) 
 
     base = digest()
     assert digest() == base
-    others = [
+    other_settings = [
         digest(budget=401),
         digest(template="#" + CHAT_TEMPLATE),
         digest(added="é"),
@@ -149,8 +154,8 @@ def test_the_cache_key_has_everything_that_the_tokens_depend_on(tmp_path: Path) 
         digest(data.model_copy(update={"path": dataset(tmp_path / "b.jsonl", 9)})),
     ]
     path.write_text(path.read_text().replace("3?", "4?"))
-    others.append(digest())
-    assert len({base, *others}) == 1 + len(others)
+    other_settings.append(digest())
+    assert len({base, *other_settings}) == 1 + len(other_settings)
     moved = dataset(tmp_path / "elsewhere.jsonl")
     assert digest(data.model_copy(update={"path": moved})) == base  # where it lies changes nothing
 
@@ -162,30 +167,30 @@ def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCapt
     fresh.store()
     (folder,) = (tmp_path / "cache").iterdir()
     tokens = folder / "tokens.npy"
-    whole = tokens.read_bytes()
+    complete_bytes = tokens.read_bytes()
     match damage:
         case "cut":
-            tokens.write_bytes(whole[:-7])
+            tokens.write_bytes(complete_bytes[:-7])
         case "flipped":
-            tokens.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            tokens.write_bytes(complete_bytes[:-1] + bytes([complete_bytes[-1] ^ 1]))
         case "unreadable":
             (folder / "about.json").write_text("{")
         case "missing":
             (folder / "mask.npy").unlink()
     with caplog.at_level(logging.WARNING):
-        again = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
+        reopened = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
     assert "are damaged" in caplog.text
     assert "encoded again" in caplog.text
-    assert rows_of(again) == rows_of(fresh)
-    again.store()
-    assert EncodedDataset.load(tmp_path / "cache", again.digest) is not None
+    assert rows_of(reopened) == rows_of(fresh)
+    reopened.store()
+    assert EncodedDataset.load(tmp_path / "cache", reopened.digest) is not None
 
 
 def test_only_the_newest_rows_are_kept(tmp_path: Path) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
     for budget in (500, 600):
         EncodedRows(data, byte_tokenizer(), budget, tmp_path / "cache").store()
-    assert [each.name.startswith("rows-") for each in (tmp_path / "cache").iterdir()] == [True]
+    assert [path.name.startswith("rows-") for path in (tmp_path / "cache").iterdir()] == [True]
 
 
 def rows_in(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -220,21 +225,23 @@ def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.L
     path = rows_in(tmp_path / "a.jsonl", [{"messages": known}])
     EncodedRows(Examples(path=path), byte_tokenizer(), 400)
     assert not caplog.text
-    other = [{"role": "human", "content": "x"}, *known]
+    unknown_role = [{"role": "human", "content": "x"}, *known]
     EncodedRows(
-        Examples(path=rows_in(path, [{"messages": each} for each in (known, other, other)])), byte_tokenizer(), 400
+        Examples(path=rows_in(path, [{"messages": messages} for messages in (known, unknown_role, unknown_role)])),
+        byte_tokenizer(),
+        400,
     )
     assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: chat templates' in caplog.text
 
 
 def test_pairs_of_equal_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pairs = [{"prompt": "a", "chosen": "b", "rejected": other} for other in ("c", "b", "b")]
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": rejected} for rejected in ("c", "b", "b")]
     path = rows_in(tmp_path / "a.jsonl", pairs[:1])
     EncodedRows(Pairs(path=path), byte_tokenizer(), 400)
     assert not caplog.text
-    kept = EncodedRows(Pairs(path=rows_in(path, pairs)), byte_tokenizer(), 400)
-    assert len(kept) == 3
+    encoded_rows = EncodedRows(Pairs(path=rows_in(path, pairs)), byte_tokenizer(), 400)
+    assert len(encoded_rows) == 3
     assert "line 2 of a.jsonl has the same tokens chosen and rejected, as have 1 more pairs: nothing" in caplog.text
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    EncodedRows(Pairs(path=rows_in(path, [{"chosen": said, "rejected": said}])), byte_tokenizer(), 400)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    EncodedRows(Pairs(path=rows_in(path, [{"chosen": messages, "rejected": messages}])), byte_tokenizer(), 400)
     assert "line 1 of a.jsonl has the same tokens" in caplog.text

@@ -32,26 +32,26 @@ def work(packing: Any, tensor: Tensor) -> Tensor:
 
 def swapped(group: Any, size: int) -> list[Any]:
     mesh = Mesh(Layout(cp=size))
-    (whole,) = pack(sequences(), budget=64)
-    microbatch = shard_context(whole, mesh.cp)
+    (full,) = pack(sequences(), budget=64)
+    microbatch = shard_context(full, mesh.cp)
     head_exchange = microbatch.head_exchange
-    own = features(microbatch.tokens, microbatch.positions).requires_grad_()
-    entered = head_exchange.to_heads(own)
+    local_features = features(microbatch.tokens, microbatch.positions).requires_grad_()
+    entered = head_exchange.to_heads(local_features)
     heads = head_exchange.local_heads(torch.arange(HEADS))
     back = head_exchange.to_sequences(work(head_exchange.packing, entered))
     weights = microbatch.tokens.float() + 1
     (back * weights[:, None, None]).sum().backward()
-    return [microbatch.batch_indices, heads, entered.detach(), back.detach(), own.grad]
+    return [microbatch.batch_indices, heads, entered.detach(), back.detach(), local_features.grad]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.thorough
 def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> None:
-    (whole,) = pack(sequences(), budget=64)
-    one = features(whole.tokens, whole.positions).requires_grad_()
-    expected = work(whole.head_exchange.packing, whole.head_exchange.to_heads(one))
-    (whole.head_exchange.to_sequences(expected) * (whole.tokens.float() + 1)[:, None, None]).sum().backward()
-    seen = torch.zeros(len(whole), dtype=torch.bool)
+    (full,) = pack(sequences(), budget=64)
+    expected_features = features(full.tokens, full.positions).requires_grad_()
+    expected = work(full.head_exchange.packing, full.head_exchange.to_heads(expected_features))
+    (full.head_exchange.to_sequences(expected) * (full.tokens.float() + 1)[:, None, None]).sum().backward()
+    covered = torch.zeros(len(full), dtype=torch.bool)
     for rank, (places, heads, entered, back, gradient) in enumerate(ranks(size, swapped, size)):
         assert heads.tolist() == list(range(rank * HEADS // size, (rank + 1) * HEADS // size))
         assert entered.shape[1] == HEADS // size
@@ -59,15 +59,15 @@ def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> Non
         torch.testing.assert_close(back[real], expected[places[real]])
         # Padding weighs 1 and comes after what is real: each padded position of a sequence adds 1 to all before it.
         padding = _padding(size)
-        extra = padding[_sequence(whole)[places[real]]][:, None, None]
-        torch.testing.assert_close(gradient[real], one.grad[places[real]] + extra)
-        seen[places[real]] = True
-    assert seen.all()
+        extra = padding[_sequence(full)[places[real]]][:, None, None]
+        torch.testing.assert_close(gradient[real], expected_features.grad[places[real]] + extra)
+        covered[places[real]] = True
+    assert covered.all()
 
 
 def _padding(size: int) -> Tensor:
     return torch.tensor([float(-length % (2 * size)) for length in LENGTHS])
 
 
-def _sequence(whole: Any) -> Tensor:
-    return whole.packing.sequence_index()
+def _sequence(packed: Any) -> Tensor:
+    return packed.packing.sequence_index()

@@ -181,13 +181,15 @@ def test_shapes_that_disagree_are_refused(microbatch, changes, sentence):
 
 def test_column_stats_are_computed_for_a_device_and_not_for_a_cp_shard():
     weights = [[0.0, 1.0, 0.0, 1e-60], [1.0, 0.5, 0.0, 0.0, 2.0], [3.0]]
-    ids = [torch.arange(2 * len(each)).view(-1, 2) - 1 for each in weights]
-    (microbatch,) = pack([[1] * len(each) for each in weights], budget=16, columns={"weights": weights, "ids": ids})
+    ids = [torch.arange(2 * len(sequence)).view(-1, 2) - 1 for sequence in weights]
+    (microbatch,) = pack(
+        [[1] * len(sequence) for sequence in weights], budget=16, columns={"weights": weights, "ids": ids}
+    )
     assert microbatch.column_stats == {}
-    there = microbatch.to("cpu")
-    assert there.target_count == 7  # every token but the first of a sequence is predicted
-    assert there.column_stats["weights"].nonzero == 3  # 1e-60 is none in fp32
-    assert (there.column_stats["weights"].minimum, there.column_stats["weights"].maximum) == (0.0, 2.0)
-    assert (there.column_stats["ids"].minimum, there.column_stats["ids"].maximum) == (1, 8)
-    assert shard_context(there, Axis(), multiple_of=8).column_stats == {}
+    copied = microbatch.to("cpu")
+    assert copied.target_count == 7  # every token but the first of a sequence is predicted
+    assert copied.column_stats["weights"].nonzero == 3  # 1e-60 is none in fp32
+    assert (copied.column_stats["weights"].minimum, copied.column_stats["weights"].maximum) == (0.0, 2.0)
+    assert (copied.column_stats["ids"].minimum, copied.column_stats["ids"].maximum) == (1, 8)
+    assert shard_context(copied, Axis(), multiple_of=8).column_stats == {}
     assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").column_stats["weights"].nonzero == 0

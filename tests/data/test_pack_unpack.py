@@ -35,11 +35,11 @@ def test_each_sequence_is_packed_once_with_its_positions_and_next_tokens(batch):
     assert len(microbatches) % multiple_of == 0
     assert all(len(microbatch) <= budget for microbatch in microbatches)
     assert sorted(index for index, _, _ in by_sequence(microbatches)) == list(range(len(sequences)))
-    for index, microbatch, where in by_sequence(microbatches):
+    for index, microbatch, span in by_sequence(microbatches):
         tokens = sequences[index].tolist()
-        assert microbatch.tokens[where].tolist() == tokens
-        assert microbatch.targets[where].tolist() == [*tokens[1:], IGNORE]
-        assert microbatch.positions[where].tolist() == list(range(len(tokens)))
+        assert microbatch.tokens[span].tolist() == tokens
+        assert microbatch.targets[span].tolist() == [*tokens[1:], IGNORE]
+        assert microbatch.positions[span].tolist() == list(range(len(tokens)))
 
 
 @settings(max_examples=50)
@@ -77,12 +77,12 @@ def test_columns_lie_where_their_token_is_predicted(batch, trailing):
     per_sequence = [float(index + 1) for index in range(len(sequences))]
     columns = {"per_token": per_token, "per_sequence": per_sequence}
     microbatches = pack(sequences, budget=budget, columns=columns, multiple_of=multiple_of)
-    for index, microbatch, where in by_sequence(microbatches):
-        column = microbatch.column("per_token")[where]
+    for index, microbatch, span in by_sequence(microbatches):
+        column = microbatch.column("per_token")[span]
         for i in range(1, len(sequences[index])):
             assert torch.equal(column[i - 1], per_token[index][i])
         assert not column[-1].any()
-        spread = microbatch.column("per_sequence")[where].tolist()
+        spread = microbatch.column("per_sequence")[span].tolist()
         assert spread == [per_sequence[index]] * (len(sequences[index]) - 1) + [0.0]
 
 
@@ -201,9 +201,9 @@ def test_columns_are_aligned_alike_in_every_dtype(dtype):
     sequences = [[1, 2, 3], [4], [5, 6, 7, 8]]
     values = [torch.arange(1, len(sequence) + 1) * (index + 1) for index, sequence in enumerate(sequences)]
     (plain,) = pack(sequences, budget=8, columns={"x": values})
-    (other,) = pack(sequences, budget=8, columns={"x": [sequence.to(dtype) for sequence in values]})
-    assert other.column("x").dtype == dtype
-    assert torch.equal(other.column("x"), plain.column("x").to(dtype))
+    (cast,) = pack(sequences, budget=8, columns={"x": [sequence.to(dtype) for sequence in values]})
+    assert cast.column("x").dtype == dtype
+    assert torch.equal(cast.column("x"), plain.column("x").to(dtype))
 
 
 def test_scalars_and_per_token_values_may_share_a_column():

@@ -67,13 +67,13 @@ def tokenizer(template: str) -> Any:
     return fast
 
 
-def shown(one: Encoder, encoded: EncodedSequence) -> str:
+def shown(chat_encoder: Encoder, encoded: EncodedSequence) -> str:
     """The text of a sequence, with what is learned in «»."""
     text, tokens = "", []
     for place, (token, mask) in enumerate(zip(encoded.tokens, encoded.mask, strict=True)):
         tokens.append(token)
         if place + 1 == len(encoded) or encoded.mask[place + 1] != mask:
-            piece = one.tokenizer.decode(tokens)
+            piece = chat_encoder.tokenizer.decode(tokens)
             text, tokens = text + (f"«{piece}»" if mask else piece), []
     return text
 
@@ -198,25 +198,25 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_turn_is_learned_as_it_is_written_when_it_is_the_last(case: str) -> None:
     template, messages, expected = CASES[case]
-    one = Encoder(tokenizer=tokenizer(template))
-    made = one.conversation(messages)
-    assert [shown(one, each) for each in made] == expected
-    (last,) = Encoder(tokenizer=one.tokenizer, turns="last").conversation(messages)
+    chat_encoder = Encoder(tokenizer=tokenizer(template))
+    made = chat_encoder.conversation(messages)
+    assert [shown(chat_encoder, encoded) for encoded in made] == expected
+    (last,) = Encoder(tokenizer=chat_encoder.tokenizer, turns="last").conversation(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    assert shown(one, last).split("«")[-1] == expected[-1].split("«")[-1]
+    assert shown(chat_encoder, last).split("«")[-1] == expected[-1].split("«")[-1]
     # Each turn follows exactly what a rollout begins from.
     sequences = made if len(made) == len(turns) else made * len(turns)
     for index, encoded in zip(turns, sequences, strict=True):
-        prompt = one.prompt(messages[:index])
+        prompt = chat_encoder.prompt(messages[:index])
         assert encoded.tokens[: len(prompt)] == prompt
         assert encoded.mask[len(prompt)] == 1
 
 
 @pytest.mark.parametrize("template", [QWEN3, R1, PHI3])
 def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
-    one = Encoder(tokenizer=tokenizer(template))
-    pair = one.preference(THOUGHT[:3], "3", "4")
-    turns = [one.conversation([*THOUGHT[:3], said(answer)])[-1] for answer in ("3", "4")]
+    chat_encoder = Encoder(tokenizer=tokenizer(template))
+    pair = chat_encoder.preference(THOUGHT[:3], "3", "4")
+    turns = [chat_encoder.conversation([*THOUGHT[:3], said(answer)])[-1] for answer in ("3", "4")]
     if template == PHI3:  # earlier turns are in the same sequence there
         assert [side.tokens for side in pair] == [turn.tokens for turn in turns]
     else:
@@ -224,37 +224,37 @@ def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
 
 
 def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
-    one = Encoder(tokenizer=tokenizer(QWEN3))
+    chat_encoder = Encoder(tokenizer=tokenizer(QWEN3))
     refusal = r"the completion of row 3 \(chosen\) has 2 turns, and the chat template writes"
     with pytest.raises(ValueError, match=refusal):
-        one.preference(TALK[:1], TALK[1:], "2", "row 3")
-    assert len(one.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
+        chat_encoder.preference(TALK[:1], TALK[1:], "2", "row 3")
+    assert len(chat_encoder.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
 
 
 def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path: Path) -> None:
     fast = tokenizer(QWEN3)
-    lengths = [len(each) for each in Encoder(tokenizer=fast).conversation(TALK)]
-    one = Encoder(tokenizer=fast, max_length=lengths[0])
+    lengths = [len(sequence) for sequence in Encoder(tokenizer=fast).conversation(TALK)]
+    chat_encoder = Encoder(tokenizer=fast, max_length=lengths[0])
     with pytest.raises(TooLongError, match=rf"row 3 \(up to message 3\) has {lengths[1]} tokens"):
-        one.conversation(TALK, "row 3")
-    fits, too_long = one.encode_rows("conversation", [(TALK,)], ["row 3"])[0]
+        chat_encoder.conversation(TALK, "row 3")
+    fits, too_long = chat_encoder.encode_rows("conversation", [(TALK,)], ["row 3"])[0]
     assert isinstance(fits, EncodedSequence)
     assert isinstance(too_long, TooLongError)
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2], TALK)))
-    whole = EncodedRows(Examples(path=path), fast, 1000)
-    assert str(whole) == "5 rows of 3 conversations, one per turn"
-    assert [whole.rows.first_of(index) for index in range(5)] == [0, 0, 2, 3, 3]
-    kept = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
-    assert str(kept) == "3 rows, 2 more are too long and dropped"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (TALK, TALK[:2], TALK)))
+    all_rows = EncodedRows(Examples(path=path), fast, 1000)
+    assert str(all_rows) == "5 rows of 3 conversations, one per turn"
+    assert [all_rows.rows.first_of(index) for index in range(5)] == [0, 0, 2, 3, 3]
+    short_rows = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
+    assert str(short_rows) == "3 rows, 2 more are too long and dropped"
 
 
 def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path) -> None:
     talks = [[user(f"{number}?"), *TALK[1:]] for number in range(4)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     rows = EncodedRows(Examples(path=path), tokenizer(QWEN3), 1000)
     course: ShuffledRows[Any] = ShuffledRows(rows, held_out=2, seed=0)
     trained = course.take(course.size)
-    assert sorted(each.tokens for each in trained) == sorted(rows[index].tokens for index in range(4))
-    assert [each.tokens for each in course.held_out] == [rows[5].tokens, rows[7].tokens]
+    assert sorted(sequence.tokens for sequence in trained) == sorted(rows[index].tokens for index in range(4))
+    assert [sequence.tokens for sequence in course.held_out] == [rows[5].tokens, rows[7].tokens]

@@ -71,11 +71,11 @@ def test_a_stream_is_the_rows_in_order(files: list[Path]) -> None:
 
 
 def test_any_position_continues_with_the_row_that_follows(files: list[Path]) -> None:
-    whole = RowStream(files).read(100)
+    all_rows = RowStream(files).read(100)
     for count in range(len(ROWS)):
         first = RowStream(files)
         first.read(count)
-        assert RowStream(files, first.position).read(100) == whole[count:]
+        assert RowStream(files, first.position).read(100) == all_rows[count:]
 
 
 @pytest.mark.parametrize("buffer", [None, 1, 5, 100])
@@ -87,8 +87,8 @@ def test_every_epoch_has_each_row_once(files: list[Path], buffer: int | None) ->
         assert epochs == [EPOCH] * 3
     else:
         assert epochs[0] != epochs[1] != EPOCH
-    other = stream(files, seed=4, buffer=buffer)
-    assert (other.take(len(EPOCH)) == epochs[0]) == (buffer in (None, 1)), "the seed decides the order"
+    other_seed = stream(files, seed=4, buffer=buffer)
+    assert (other_seed.take(len(EPOCH)) == epochs[0]) == (buffer in (None, 1)), "the seed decides the order"
 
 
 def test_a_buffer_is_a_permutation_of_successive_rows(tmp_path: Path) -> None:
@@ -102,28 +102,28 @@ def test_a_buffer_is_a_permutation_of_successive_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("buffer", [None, 5, 100])
 def test_a_restored_stream_continues_to_the_row(files: list[Path], buffer: int | None) -> None:
-    whole = stream(files, seed=3, buffer=buffer).take(3 * len(EPOCH))
+    expected = stream(files, seed=3, buffer=buffer).take(3 * len(EPOCH))
     for count in range(2 * len(EPOCH)):
         first, second = (stream(files, seed=3, buffer=buffer) for _ in range(2))
         first.take(count)
         second.restore(json.loads(json.dumps(first.state())))
-        assert second.take(7) == whole[count : count + 7]
+        assert second.take(7) == expected[count : count + 7]
 
 
 def test_how_many_rows_are_taken_at_once_changes_nothing(files: list[Path]) -> None:
-    one, many = (stream(files, seed=3, buffer=6) for _ in range(2))
-    assert [row for _ in range(40) for row in one.take(1)] == many.take(17) + many.take(23)
+    single, many = (stream(files, seed=3, buffer=6) for _ in range(2))
+    assert [row for _ in range(40) for row in single.take(1)] == many.take(17) + many.take(23)
 
 
 def test_the_first_rows_are_held_out_with_all_that_equal_them(files: list[Path]) -> None:
     rows = stream(files, held_out=2, buffer=4)
     assert rows.held_out == [0, 1]
     assert rows.held_out_contents == {b"\0", b"\1"}
-    kept = [number for number in EPOCH if number % 11 > 1]
-    assert sorted(rows.take(len(kept))) == sorted(kept)
+    kept_numbers = [number for number in EPOCH if number % 11 > 1]
+    assert sorted(rows.take(len(kept_numbers))) == sorted(kept_numbers)
     rows = stream(files)
     rows.exclude({b"\0", b"\1"})
-    assert rows.take(len(kept)) == kept
+    assert rows.take(len(kept_numbers)) == kept_numbers
 
 
 def test_a_stream_without_a_row_to_train_on_ends(tmp_path: Path) -> None:

@@ -26,26 +26,26 @@ def made(prefix: bool) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(special_tokens=["?"], vocab_size=300, show_progress=False)
     words.train_from_iterator(["a ab bab the cat under", "<sep <s > ü\n"] * 4, trainer)
     flags: dict[str, Any] = {" <lean>": {"lstrip": True}, "<wide>": {"rstrip": True}}
-    words.add_special_tokens([AddedToken(each, normalized=False, **flags.get(each, {})) for each in SPECIAL])
+    words.add_special_tokens([AddedToken(token, normalized=False, **flags.get(token, {})) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_join_to_the_tokens_of_the_whole(prefix: bool) -> None:
     tokenizer, drawn = made(prefix), random.Random(0)
-    asked: list[str] = []
+    texts_encoded: list[str] = []
 
     def encode(texts: list[str]) -> list[list[int]]:
-        asked.extend(texts)
-        return [list(each) for each in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        texts_encoded.extend(texts)
+        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     pieces = PiecewiseTokenizer(encode, list(tokenizer.added_tokens_decoder.values()))
     texts = ["".join(drawn.choices(WORDS, k=drawn.randrange(12))) for _ in range(400)]
     assert pieces(texts) == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert len(asked) < 3 * len(texts)
-    asked.clear()
+    assert len(texts_encoded) < 3 * len(texts)
+    texts_encoded.clear()
     pieces(["<s>one<sep>two", "<s>one", "<s>one<sep>two<s>one"])
-    assert asked == ["<s>one", "<sep>two"]
+    assert texts_encoded == ["<s>one", "<sep>two"]
 
 
 def test_a_tokenizer_that_looks_across_a_cut_is_given_whole_texts() -> None:
@@ -84,13 +84,13 @@ def test_the_tokens_of_a_prompt_and_its_answer_are_their_text(scheme: str, turns
     tokenizer = with_spaces(scheme)
     encoder = Encoder(tokenizer=tokenizer)  # type: ignore[arg-type]
     prompt, *answers = turns
-    encoded, begun = encoder.completion(prompt, answers), encoder.prompt(prompt)
+    encoded, prompt_tokens = encoder.completion(prompt, answers), encoder.prompt(prompt)
     text = tokenizer.decode(encoded.tokens).replace("</s>", "")
     assert text.removeprefix("" if scheme == "never" else " ") == "".join(turns)
-    assert encoded.tokens[: len(begun)] == begun
-    whole = tokenizer("".join(turns))["input_ids"]
-    if whole[: len(begun)] == begun and len(answers) == 1:
-        assert encoded.tokens[:-1] == whole
+    assert encoded.tokens[: len(prompt_tokens)] == prompt_tokens
+    expected = tokenizer("".join(turns))["input_ids"]
+    if expected[: len(prompt_tokens)] == prompt_tokens and len(answers) == 1:
+        assert encoded.tokens[:-1] == expected
     heard = encoder.observation(" c", [], chat=False)
-    assert tokenizer.decode([*begun, *heard]) == tokenizer.decode(begun) + " c"
+    assert tokenizer.decode([*prompt_tokens, *heard]) == tokenizer.decode(prompt_tokens) + " c"
     assert encoder.completion("", "four").tokens[:-1] == tokenizer("four")["input_ids"]
