@@ -1,4 +1,4 @@
-"""Postlude: a PyTorch-native post-training core. The names here are the public, stable ones.
+"""Postlude trains language models after pre-training. The names here are the public, stable ones.
 
 Each is imported when it is first used: `from postlude import linear_logprobs` needs torch alone, and nothing waits for
 transformers but what reads or writes its models.

@@ -40,9 +40,13 @@ DTYPES = tuple(TOLERANCES)
 MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file, or a built-in model: " + ", ".join(
     [*BUILTIN, *PACKAGED]
 )
+DESCRIPTION = (
+    "Trains language models after pre-training: SFT, DPO, GRPO, PPO and distillation. Start with `postlude demo`. "
+    "`postlude COMMAND --help` lists the options of a command."
+)
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
 DEMO = "demo"  # a command, and the packaged config that it runs
-DEMO_RECIPE = replace(RECIPES["grpo"], help="train a small policy on rewards, on a CPU: `grpo demo`")
+DEMO_RECIPE = replace(RECIPES["grpo"], help="train a small model with GRPO on a CPU, in minutes: `grpo demo`")
 Command = Callable[[argparse.Namespace], int | None]
 
 
@@ -113,10 +117,12 @@ class _Parser(argparse.ArgumentParser):
             from postlude.recipes.config.load import describe
             from postlude.recipes.config.packaged import config_names
 
+            summary, names = self.recipe.help, ", ".join(name for name in config_names() if "/" not in name)
             self.description = (
-                "CONFIG is a YAML file, or the name of a config that comes with Postlude: "
-                f"{', '.join(name for name in config_names() if '/' not in name)}.\n"
-                "Fields are set there, or by --field value, which overrides it:\n\n"
+                f"{summary[:1].upper()}{summary[1:]}.\n\n"
+                f"CONFIG is a YAML file, or the name of a config that comes with Postlude: {names}.\n"
+                "Each field below is a key of that file. --field value sets it too, and overrides the file.\n"
+                "--dry-run checks a run and prints its config without starting it; other options are at the end.\n\n"
             )
             self.description += describe(self.recipe.config)
         return super().format_help()
@@ -156,7 +162,7 @@ def _user_recipe(name: str) -> Recipe:
 
 def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
     """Returns the parser and the names of the commands."""
-    parser = _Parser(prog="postlude", description="A PyTorch-native post-training core.")
+    parser = _Parser(prog="postlude", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
@@ -167,18 +173,18 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
 
     add(
         "info",
-        "show pattern, parameters by block, memory by dtype",
+        "show a model's pattern, parameters by block, and memory by dtype",
         lambda command: _add_model(command, "; or an adapter of peft"),
     )
     add("convert", "convert any model source to a model directory", _add_convert)
     add("logprobs", "print the log-prob of every token of a text", _add_logprobs)
-    add("verify", "prove that a parallel layout equals one rank", _add_verify)
+    add("verify", "check that a parallel layout gives the results of one rank", _add_verify)
     add("generate", "sample completions of prompts", _add_generate)
     add("chat", "chat with a model in the terminal", _add_sampling)
-    add("serve", "serve a model over HTTP: rollouts, OpenAI's API", _add_serve)
-    add("tinker", "serve base models for training over HTTP: the Tinker API", _add_tinker)
-    add("trace", "draw a timeline of all ranks in a real step", _add_trace)
-    add("plan", "estimate time and memory of a step in a layout", _add_plan)
+    add("serve", "serve a model over HTTP, with OpenAI's API", _add_serve)
+    add("tinker", "serve models for training over HTTP, with the Tinker API", _add_tinker)
+    add("trace", "run a training step and draw a timeline of all ranks", _add_trace)
+    add("plan", "estimate time and memory of a training step in a layout", _add_plan)
     for name, recipe in recipes.items():
         command = commands.add_parser(
             name,
