@@ -26,15 +26,15 @@ COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
 class Depth(nn.Module):
     """norm(W [norm(embedding); norm(hidden)]), with layers before the last norm."""
 
-    def __init__(self, config: PretrainedConfig, layers: Sequence[nn.Module], one: float) -> None:
+    def __init__(self, config: PretrainedConfig, layers: Sequence[nn.Module], norm_offset: float) -> None:
         super().__init__()
         size = config.hidden_size
-        self.one, self.eps = one, getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.one, self.eps = norm_offset, getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.layers = nn.ModuleList(layers)
         self.proj = nn.Parameter(torch.zeros(size, 2 * size))
         # Named so that `randomise` knows what they are, and around which value.
         self.embedding_norm, self.hidden_norm, self.norm = (
-            nn.Parameter(torch.full((size,), 1.0 - one)) for _ in range(3)
+            nn.Parameter(torch.full((size,), 1.0 - norm_offset)) for _ in range(3)
         )
 
     def rms(self, values: Tensor, weight: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class Depth(nn.Module):
     def forward(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module | None) -> Tensor:
         """Both [T, H] -> [T, H], of one sequence."""
         count = len(hidden)
-        both = torch.cat((self.rms(embedded, self.embedding_norm), self.rms(hidden, self.hidden_norm)), dim=-1)
-        states = (both @ self.proj.T)[None]
+        joined = torch.cat((self.rms(embedded, self.embedding_norm), self.rms(hidden, self.hidden_norm)), dim=-1)
+        states = (joined @ self.proj.T)[None]
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         positions = torch.arange(count)[None]
         # Qwen3.5's has places in time, height and width; those of text are the same in all three.
@@ -70,13 +70,13 @@ class Published:
     def logits(self, tokens: Tensor) -> list[Tensor]:
         """What each depth says of one sequence, where there is a token so far ahead."""
         decoder = self.trunk.model
-        hidden, found = decoder(tokens[None]).last_hidden_state[0], []
+        hidden, depth_outputs = decoder(tokens[None]).last_hidden_state[0], []
         for number, depth in enumerate(self.depths, start=1):
             ahead = tokens[number:]
             embedded = self.trunk.get_input_embeddings()(ahead)
             hidden = depth(hidden[: len(ahead)], embedded, getattr(decoder, "rotary_emb", None))
-            found.append(self.trunk.lm_head(hidden))
-        return found
+            depth_outputs.append(self.trunk.lm_head(hidden))
+        return depth_outputs
 
 
 def publish(
@@ -91,13 +91,13 @@ def publish(
     if kind == "nemotron_h":
         config.mtp_layers_block_type = list(mixers)
     trunk = saved(config, directory)
-    made = [_depth(trunk, number) for number in range(depths)]
+    mtp_depths = [_depth(trunk, number) for number in range(depths)]
     tensors = {}
-    for number, depth in enumerate(made):
+    for number, depth in enumerate(mtp_depths):
         randomise(depth, seed=number + 1)
         tensors |= dict(_named(trunk, depth, number))
     save(directory, {**load_file(directory / FILE), **tensors})
-    return Published(directory, trunk, made, tensors)
+    return Published(directory, trunk, mtp_depths, tensors)
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -120,19 +120,19 @@ def _named(trunk: PreTrainedModel, depth: Depth, number: int) -> Iterator[tuple[
     """The tensors of a depth by their published names."""
     kind, count = trunk.config.model_type, len(depth.layers)
     if kind.startswith("qwen3"):
-        own = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+        mtp_names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
         prefixes = ["mtp.layers.0"]
     elif kind == "nemotron_h":
         prefixes = [f"mtp.layers.{number * count + index}" for index in range(count)]
-        own = tuple(f"{prefixes[0]}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
-        own = (*own, f"{prefixes[-1]}.final_layernorm")
+        mtp_names = tuple(f"{prefixes[0]}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
+        mtp_names = (*mtp_names, f"{prefixes[-1]}.final_layernorm")
     else:
         prefixes = [f"model.layers.{trunk.config.num_hidden_layers + number}"]
-        own = tuple(f"{prefixes[0]}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-        whole = trunk.state_dict()
-        yield from ((f"{prefixes[0]}.{copy}.weight", whole[f"{of}.weight"]) for copy, of in COPIES.items())
+        mtp_names = tuple(f"{prefixes[0]}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+        trunk_state = trunk.state_dict()
+        yield from ((f"{prefixes[0]}.{copy}.weight", trunk_state[f"{of}.weight"]) for copy, of in COPIES.items())
     weights = (depth.embedding_norm, depth.hidden_norm, depth.proj, depth.norm)
-    yield from zip((f"{name}.weight" for name in own), weights, strict=True)
+    yield from zip((f"{name}.weight" for name in mtp_names), weights, strict=True)
     for prefix, layer in zip(prefixes, depth.layers, strict=True):
         for name, tensor in layer.state_dict().items():
             yield from _one_by_one(f"{prefix}.{name}", tensor)

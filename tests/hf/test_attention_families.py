@@ -22,8 +22,8 @@ def test_layers_of_multi_token_prediction_are_left_out_aloud(name: str, tmp_path
     extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2), "model.layers.3.enorm.weight": torch.ones(2)}
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match=r"2 tensor\(s\) .* named model\.layers\.3\.… \(multi-token prediction, "):
-        found = load_model(tmp_path).state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        state = load_model(tmp_path).state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
     # A layer with nothing of a depth in it is one of a trunk that is longer than the config says.
     longer = {"model.layers.4.input_layernorm.weight": torch.ones(48)}
     save_file(load_file(file) | longer, file, metadata={"format": "pt"})
@@ -35,8 +35,8 @@ def test_layers_of_multi_token_prediction_are_left_out_aloud(name: str, tmp_path
 
 
 def test_gemmas_scale_is_rounded_with_its_embedding(tmp_path: Path) -> None:
-    theirs = saved(CONFIGS["gemma3"](), tmp_path).bfloat16()
-    ours = load_model(tmp_path, dtype=torch.bfloat16)
-    tokens = torch.arange(theirs.config.vocab_size)
-    assert torch.equal(ours._embed(tokens), theirs.model.embed_tokens(tokens))
-    assert ours.config.embedding_scale != torch.tensor(ours.config.embedding_scale).bfloat16().item()
+    hf_model = saved(CONFIGS["gemma3"](), tmp_path).bfloat16()
+    model = load_model(tmp_path, dtype=torch.bfloat16)
+    tokens = torch.arange(hf_model.config.vocab_size)
+    assert torch.equal(model._embed(tokens), hf_model.model.embed_tokens(tokens))
+    assert model.config.embedding_scale != torch.tensor(model.config.embedding_scale).bfloat16().item()

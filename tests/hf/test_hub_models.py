@@ -22,8 +22,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.chdir(tmp_path)
     export_hf(load_model("tiny-dense", seed=3), tmp_path / "local", tokenizer=byte_tokenizer())
     files = {file.name: file.read_bytes() for file in (tmp_path / "local").iterdir()}
-    others = {"original/model.safetensors": b"unread", "consolidated.safetensors": b"unread", "flax.msgpack": b"unread"}
-    repos = {("models", NAME): files | others, ("models", "org/torch"): {"config.json": b"{}", "model.bin": b"x"}}
+    unread_files = {
+        "original/model.safetensors": b"unread",
+        "consolidated.safetensors": b"unread",
+        "flax.msgpack": b"unread",
+    }
+    repos = {("models", NAME): files | unread_files, ("models", "org/torch"): {"config.json": b"{}", "model.bin": b"x"}}
     with serve_hub(repos) as hub:
         use_hub(monkeypatch, hub.url, tmp_path / "cache")
         yield hub
@@ -34,9 +38,9 @@ def test_a_name_is_read_as_its_directory(hub: Hub, tmp_path: Path, monkeypatch: 
     assert load_tokenizer(NAME).get_vocab() == byte_tokenizer().get_vocab()
     assert not any("safetensors" in request for request in hub.requests), "no weight is downloaded for a config"
     assert check_weights(NAME) == check_weights(tmp_path / "local")
-    ours, theirs = load_model(f"{NAME}@main").state_dict(), load_model(tmp_path / "local").state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    hub_state, local_state = load_model(f"{NAME}@main").state_dict(), load_model(tmp_path / "local").state_dict()
+    assert hub_state.keys() == local_state.keys()
+    assert all(torch.equal(hub_state[name], local_state[name]) for name in hub_state)
     assert not any(part in request for request in hub.requests for part in ("original", "consolidated", "msgpack"))
     hub.requests.clear()
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)

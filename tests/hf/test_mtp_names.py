@@ -53,9 +53,15 @@ def depth_logits(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]
         return [depth.head.logits(depth.hidden) for depth in inputs.depths()]
 
     with torch.no_grad():
-        by_depth = [unpack([microbatch], [each], shifted=False) for each in model(microbatch, output_processor=logits)]
+        by_depth = [
+            unpack([microbatch], [logits_of_depth], shifted=False)
+            for logits_of_depth in model(microbatch, output_processor=logits)
+        ]
     return [
-        [each[index][: len(sequence) - depth] for depth, each in enumerate(by_depth, start=1)]
+        [
+            depth_logits_of_batch[index][: len(sequence) - depth]
+            for depth, depth_logits_of_batch in enumerate(by_depth, start=1)
+        ]
         for index, sequence in enumerate(batch)
     ]
 
@@ -63,17 +69,17 @@ def depth_logits(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]
 @pytest.mark.parametrize(("name", "depths"), CASES)
 def test_depths_are_what_their_authors_compute_and_come_back_to_the_bit(name: str, depths: int, tmp_path: Path) -> None:
     source = publish(name, tmp_path / "published", depths, mixers=MIXERS.get(name, ("full_attention", "moe")))
-    ours = load_model(source.directory, mtp=True)
-    assert len(ours.config.pattern.mtp) == depths
-    batch = sequences(ours.config.vocab_size)
-    for sequence, found in zip(batch, depth_logits(ours, batch), strict=True):
-        for actual, expected in zip(found, source.logits(sequence), strict=True):
+    model = load_model(source.directory, mtp=True)
+    assert len(model.config.pattern.mtp) == depths
+    batch = sequences(model.config.vocab_size)
+    for sequence, sequence_logits in zip(batch, depth_logits(model, batch), strict=True):
+        for actual, expected in zip(sequence_logits, source.logits(sequence), strict=True):
             assert_equal(actual, expected, "logits of a depth")
 
-    exported = export_hf(ours, tmp_path / "exported")
+    exported = export_hf(model, tmp_path / "exported")
     before, after = load_file(source.directory / FILE), load_file(exported / FILE)
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[each], after[each]) for each in before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
     config = json.loads((exported / "config.json").read_text())
     assert config == json.loads((source.directory / "config.json").read_text())
 
@@ -91,23 +97,23 @@ def test_without_mtp_the_depths_are_ignored_with_a_warning(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "gone"), [("glm4_moe", "model.layers.3.eh_proj"), ("qwen3_next", "mtp.layers.0.mlp.gate")]
+    ("name", "missing"), [("glm4_moe", "model.layers.3.eh_proj"), ("qwen3_next", "mtp.layers.0.mlp.gate")]
 )
-def test_an_incomplete_mtp_depth_is_refused(name: str, gone: str, tmp_path: Path) -> None:
+def test_an_incomplete_mtp_depth_is_refused(name: str, missing: str, tmp_path: Path) -> None:
     source = publish(name, tmp_path)
     tensors = load_file(source.directory / FILE)
-    lacking = {name: tensor for name, tensor in tensors.items() if name != f"{gone}.weight"}
+    lacking = {name: tensor for name, tensor in tensors.items() if name != f"{missing}.weight"}
     save(source.directory, lacking)
     depths = Recast(source.directory, read_model_with_mtp(source.directory)[1].pattern)
     for read in (lambda: load_model(source.directory, mtp=True), lambda: check_weights(depths)):
-        with pytest.raises(ValueError, match=rf"the source lacks 1 tensor\(s\) of .*/.*: {gone}\.weight"):
+        with pytest.raises(ValueError, match=rf"the source lacks 1 tensor\(s\) of .*/.*: {missing}\.weight"):
             read()
-    save(source.directory, {**lacking, f"{gone}.weight": torch.zeros(3, 2)})
+    save(source.directory, {**lacking, f"{missing}.weight": torch.zeros(3, 2)})
     for read in (lambda: load_model(source.directory, mtp=True), lambda: check_weights(depths)):
-        with pytest.raises(ValueError, match=rf"{gone}\.weight is \(3, 2\) in the source, but the config needs \("):
+        with pytest.raises(ValueError, match=rf"{missing}\.weight is \(3, 2\) in the source, but the config needs \("):
             read()
-    save(source.directory, {**tensors, f"{gone}.bias": torch.zeros(3)})
-    with pytest.raises(ValueError, match=rf"has no place for: {gone}\.bias"):
+    save(source.directory, {**tensors, f"{missing}.bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match=rf"has no place for: {missing}\.bias"):
         load_model(source.directory, mtp=True)
     save(source.directory, tensors)
     assert check_weights(depths) == len(tensors)
@@ -116,7 +122,7 @@ def test_an_incomplete_mtp_depth_is_refused(name: str, gone: str, tmp_path: Path
 def test_what_is_left_of_a_depth_is_no_reason_for_a_fresh_one(tmp_path: Path) -> None:
     source = publish("qwen3_next", tmp_path)
     tensors = load_file(source.directory / FILE)
-    save(source.directory, {name: each for name, each in tensors.items() if not name.startswith("mtp.layers")})
+    save(source.directory, {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.layers")})
     with pytest.raises(ValueError, match=r"the source lacks .*: mtp\.layers\.0\.input_layernorm\.weight"):
         load_model(source.directory, mtp=True)
     save(source.directory, {**tensors, "mtp.layers.1.input_layernorm.weight": torch.zeros(48)})
@@ -128,7 +134,7 @@ def test_copies_of_embedding_and_head_may_be_missing_and_differing_ones_warn(tmp
     source = publish("glm4_moe", tmp_path / "published")
     tensors = load_file(source.directory / FILE)
     copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
-    save(source.directory, {name: each for name, each in tensors.items() if name not in copies})  # as GLM-4.6 is
+    save(source.directory, {name: tensor for name, tensor in tensors.items() if name not in copies})  # as GLM-4.6 is
     exported = load_file(export_hf(load_model(source.directory, mtp=True), tmp_path / "exported") / FILE)
     assert exported.keys() == tensors.keys()
     assert all(torch.equal(exported[name], tensors[name]) for name in tensors)
@@ -152,9 +158,9 @@ def test_fresh_depths_like_the_family_s_are_written_by_its_names(name: str, tmp_
     assert model.config.family == family.model_type
     exported = export_hf(model, tmp_path / "exported")
     assert json.loads((exported / "config.json").read_text())[family.mtp.config_key] == 1
-    again = load_model(exported, mtp=True)
-    assert again.config == model.config
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in model.state_dict().items())
+    reloaded = load_model(exported, mtp=True)
+    assert reloaded.config == model.config
+    assert all(torch.equal(tensor, reloaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Path) -> None:
@@ -167,8 +173,8 @@ def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Pa
     model = load_model(recast)
     with pytest.raises(ValueError, match="no Hugging Face family describes this model"):
         export_hf(model, tmp_path / "refused")
-    again = load_model(export_model(model, tmp_path / "own"))
-    assert torch.equal(again.mtp[0].proj.weight, source.tensors["mtp.fc.weight"])
+    reloaded = load_model(export_model(model, tmp_path / "own"))
+    assert torch.equal(reloaded.mtp[0].proj.weight, source.tensors["mtp.fc.weight"])
     trunk = read_recast_plan(Recast(source.directory, read_model(source.directory)[1].pattern))
     assert trunk.dropped_parts == ("mtp.0",)
     assert trunk.after.family == "qwen3_next"
@@ -206,9 +212,9 @@ def test_the_commands_show_and_keep_them(tmp_path: Path, capsys: pytest.CaptureF
     source = publish("nemotron_h-latent", tmp_path / "published")
     assert main(["info", str(source.directory)]) == 0
     assert "mtp      ME*/*E, where mtp is on" in capsys.readouterr().out
-    for how, names in (["--mtp"], set(source.tensors)), ([], set()):
-        target = tmp_path / f"converted{len(how)}"
-        assert main(["convert", str(source.directory), str(target), *how]) == 0
+    for options, names in (["--mtp"], set(source.tensors)), ([], set()):
+        target = tmp_path / f"converted{len(options)}"
+        assert main(["convert", str(source.directory), str(target), *options]) == 0
         assert {name for name in load_file(target / FILE) if name.startswith("mtp.")} == names
     (source.directory / FILE).unlink()
     assert main(["info", str(source.directory)]) == 0  # the config is enough

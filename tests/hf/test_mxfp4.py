@@ -40,10 +40,10 @@ def test_every_byte_and_exponent_stands_for_what_transformers_says() -> None:
     blocks, scales = packed(3, 50, 320)
     assert blocks.unique().numel() == 256
     assert scales.unique().numel() > 200
-    ours = dequantise(blocks, scales)
-    assert ours.shape == (3, 320, 50)
-    assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, convert_moe_packed_tensors(blocks, scales))
+    dequantised = dequantise(blocks, scales)
+    assert dequantised.shape == (3, 320, 50)
+    assert dequantised.dtype == torch.bfloat16
+    assert torch.equal(dequantised, convert_moe_packed_tensors(blocks, scales))
 
 
 @pytest.fixture
@@ -65,21 +65,23 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_packed_files_are_loaded_and_exported_unpacked(directory: Path, tmp_path: Path) -> None:
-    theirs = load_file(directory / "model.safetensors")
+    hf_tensors = load_file(directory / "model.safetensors")
     model = load_model(directory)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert check_weights(directory) == len(theirs) - 4  # blocks and scales are one
+    assert check_weights(directory) == len(hf_tensors) - 4  # blocks and scales are one
     exported = export_hf(model, tmp_path / "exported")
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
-    ours = load_file(exported / "model.safetensors")
-    for name, tensor in ours.items():
-        if f"{name}_blocks" in theirs:
-            tensor_of_theirs = convert_moe_packed_tensors(theirs[f"{name}_blocks"], theirs[f"{name}_scales"])
+    exported_tensors = load_file(exported / "model.safetensors")
+    for name, tensor in exported_tensors.items():
+        if f"{name}_blocks" in hf_tensors:
+            tensor_of_theirs = convert_moe_packed_tensors(hf_tensors[f"{name}_blocks"], hf_tensors[f"{name}_scales"])
         else:
-            tensor_of_theirs = theirs[name]
+            tensor_of_theirs = hf_tensors[name]
         assert torch.equal(tensor, tensor_of_theirs), name
-    again = load_model(exported)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    reloaded = load_model(exported)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), reloaded.state_dict().values(), strict=True)
+    )
 
 
 def test_a_scale_without_its_block_is_missed_by_name(directory: Path) -> None:

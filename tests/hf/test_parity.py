@@ -27,14 +27,14 @@ def sequences(vocabulary: int, seed: int = 1) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", [*CONFIGS, *FORWARD_ALONE])
 def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_path) -> None:
-    theirs = saved({**CONFIGS, **FORWARD_ALONE}[name](), tmp_path)
-    ours = load_model(tmp_path)
-    batch = sequences(theirs.config.vocab_size)
+    hf_model = saved({**CONFIGS, **FORWARD_ALONE}[name](), tmp_path)
+    model = load_model(tmp_path)
+    batch = sequences(hf_model.config.vocab_size)
     microbatches = pack(batch, budget=32)
     assert len(microbatches) > 1
     assert max(len(microbatch.packing.lengths) for microbatch in microbatches) > 1
 
-    expected_logits = [theirs(sequence[None]).logits[0] for sequence in batch]
+    expected_logits = [hf_model(sequence[None]).logits[0] for sequence in batch]
     count = sum(len(sequence) - 1 for sequence in batch)
     expected_losses = [
         F.cross_entropy(logits[:-1], sequence[1:], reduction="none")
@@ -43,26 +43,28 @@ def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_
     expected_loss = torch.cat(expected_losses).sum() / count
     expected_loss.backward()
 
-    logits = unpack(microbatches, [ours(microbatch) for microbatch in microbatches], shifted=False)
+    logits = unpack(microbatches, [model(microbatch) for microbatch in microbatches], shifted=False)
     for actual, expected in zip(logits, expected_logits, strict=True):
         assert_equal(actual, expected, "logits")
 
-    losses = [ours(microbatch, targets=True) for microbatch in microbatches]
+    losses = [model(microbatch, targets=True) for microbatch in microbatches]
     for actual, expected in zip(unpack(microbatches, losses), expected_losses, strict=True):
         assert_equal(actual[1:], expected, "token losses")
     loss = torch.stack([part.sum() for part in losses]).sum() / count
     loss.backward()
     assert_equal(loss, expected_loss, "loss")
 
-    own = dict(ours.named_parameters())
-    family = FAMILIES[theirs.config.model_type]
-    wanted = map_to_hf(family, ours.config, ((name, parameter.shape) for name, parameter in own.items()))
-    learned = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    expected_gradients = as_stored(learned, family, wanted)
-    for tensor in wanted.values():
+    parameters = dict(model.named_parameters())
+    family = FAMILIES[hf_model.config.model_type]
+    expected_tensors = map_to_hf(
+        family, model.config, ((name, parameter.shape) for name, parameter in parameters.items())
+    )
+    learned = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
+    expected_gradients = as_stored(learned, family, expected_tensors)
+    for tensor in expected_tensors.values():
         gradient = torch.full(tensor.shape, torch.nan)
         for parameter_name, mapping in tensor.parts:
-            mapping.write(gradient, own[parameter_name].grad[mapping.region])
+            mapping.write(gradient, parameters[parameter_name].grad[mapping.region])
         tolerance = CANCELLING.get(tensor.name.rpartition(".")[2], TOLERANCE)
         assert_equal(gradient, expected_gradients[tensor.name], f"gradient of {tensor.name}", tolerance)
-    assert set(wanted) == set(expected_gradients)
+    assert set(expected_tensors) == set(expected_gradients)

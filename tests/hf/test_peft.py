@@ -40,16 +40,16 @@ def test_written_and_read_adapters_are_the_same_bits(name, experts, tmp_path):
     adapters = random_adapters(config, configs)
     written = to_peft(adapters, configs, config, family)
     write_adapter(tmp_path, *written)
-    found_configs, found = from_peft(*read_adapter(tmp_path), config, family)
+    found_configs, adapters_read = from_peft(*read_adapter(tmp_path), config, family)
     assert found_configs == configs
-    assert found.keys() == adapters.keys()
+    assert adapters_read.keys() == adapters.keys()
     for layer, (a, b) in adapters.items():
-        assert torch.equal(found[layer][0], a), layer
-        assert torch.equal(found[layer][1], b), layer
-    again = to_peft(found, found_configs, config, family)
-    assert again[0] == written[0]
-    assert again[1].keys() == written[1].keys()
-    assert all(torch.equal(again[1][key], tensor) for key, tensor in written[1].items())
+        assert torch.equal(adapters_read[layer][0], a), layer
+        assert torch.equal(adapters_read[layer][1], b), layer
+    written_again = to_peft(adapters_read, found_configs, config, family)
+    assert written_again[0] == written[0]
+    assert written_again[1].keys() == written[1].keys()
+    assert all(torch.equal(written_again[1][key], tensor) for key, tensor in written[1].items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "nemotron_h"])
@@ -58,10 +58,12 @@ def test_router_embedding_and_head_are_written_and_read(name, tmp_path):
     configs = adapter_configs(LoRA(rank=3, targets="router,embedding,head"), config, family)
     adapters = random_adapters(config, configs)
     write_adapter(tmp_path, *to_peft(adapters, configs, config, family))
-    found_configs, found = from_peft(*read_adapter(tmp_path), config, family)
+    found_configs, adapters_read = from_peft(*read_adapter(tmp_path), config, family)
     assert found_configs == configs
     assert all(
-        torch.equal(one, other) for layer in adapters for one, other in zip(found[layer], adapters[layer], strict=True)
+        torch.equal(first, second)
+        for layer in adapters
+        for first, second in zip(adapters_read[layer], adapters[layer], strict=True)
     )
 
 
@@ -72,9 +74,11 @@ def test_experts_are_read_stacked_and_one_by_one(separate):
     adapters = random_adapters(config, configs)
     adapter_config, tensors = to_peft(adapters, configs, config, family, separate_experts=separate)
     assert any(".experts.3.up_proj." in key for key in tensors) == separate
-    found_configs, found = from_peft(adapter_config, tensors, config, family)
+    found_configs, adapters_read = from_peft(adapter_config, tensors, config, family)
     assert found_configs == configs
-    assert all(torch.equal(*sides) for name in adapters for sides in zip(found[name], adapters[name], strict=True))
+    assert all(
+        torch.equal(*sides) for name in adapters for sides in zip(adapters_read[name], adapters[name], strict=True)
+    )
 
 
 def test_ranks_that_differ_are_written_so_that_every_scale_stays():
@@ -93,8 +97,8 @@ def test_an_adapter_of_rank_r_on_a_fused_module_gives_each_layer_its_rows():
     adapter_config |= {"r": 5, "lora_alpha": 10, "rank_pattern": {}, "alpha_pattern": {}}
     a, b = torch.randn(5, 48), torch.randn(tensors[next(key for key in tensors if "lora_B" in key)].shape[0], 5)
     tensors = {key: a if "lora_A" in key else b for key in tensors}
-    found_configs, found = from_peft(adapter_config, tensors, config, family)
-    parts = [found[f"layers.0.mamba.{name}_proj"] for name in ("z", "x", "b", "c", "dt")]
+    found_configs, adapters_read = from_peft(adapter_config, tensors, config, family)
+    parts = [adapters_read[f"layers.0.mamba.{name}_proj"] for name in ("z", "x", "b", "c", "dt")]
     assert all(torch.equal(part_a, a) for part_a, _ in parts)
     assert torch.equal(torch.cat([part_b for _, part_b in parts]), b)
     assert {config.scale for config in found_configs.values()} == {2.0}
@@ -180,12 +184,12 @@ DIFFERENT_LAYERS = {"rank": 4, "ranks": {"1.mlp.experts": 2, "experts.down_proj"
 def test_peft_computes_what_the_adapter_says(name, settings, tmp_path):
     peft = pytest.importorskip("peft")
     family, config = small_model(name)
-    theirs = saved(CONFIGS[name](), tmp_path / "base")
-    plain = theirs(TOKENS).logits
+    hf_model = saved(CONFIGS[name](), tmp_path / "base")
+    plain = hf_model(TOKENS).logits
     configs = adapter_configs(LoRA(**settings), config, family)
     adapters = random_adapters(config, configs)
     write_adapter(tmp_path / "adapter", *to_peft(adapters, configs, config, family))
-    logits = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()(TOKENS).logits
+    logits = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()(TOKENS).logits
     expected = merged_logits(tmp_path / "base", configs, adapters)
     assert (expected - plain).abs().max() > 0.5
     torch.testing.assert_close(logits, expected, **TOLERANCE)
@@ -213,10 +217,10 @@ def test_peft_computes_what_the_adapter_says(name, settings, tmp_path):
 def test_an_adapter_that_peft_made_is_read(name, settings, tmp_path):
     peft = pytest.importorskip("peft")
     family, config = small_model(name)
-    theirs = saved(CONFIGS[name](), tmp_path / "base")
+    hf_model = saved(CONFIGS[name](), tmp_path / "base")
     torch.manual_seed(0)
     adapter = peft.LoraConfig(r=4, lora_alpha=9, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
-    model = peft.get_peft_model(theirs, adapter).eval()
+    model = peft.get_peft_model(hf_model, adapter).eval()
     model.save_pretrained(tmp_path / "adapter")
     configs, adapters = from_peft(*read_adapter(tmp_path / "adapter"), config, family)
     torch.testing.assert_close(model(TOKENS).logits, merged_logits(tmp_path / "base", configs, adapters), **TOLERANCE)
@@ -239,6 +243,8 @@ def test_without_a_family_the_file_has_our_names():
     config = tiny_hybrid()
     configs = adapter_configs(LoRA(rank=2), config, None)
     adapters = random_adapters(config, configs)
-    found_configs, found = from_peft(*to_peft(adapters, configs, config, None), config, None)
+    found_configs, adapters_read = from_peft(*to_peft(adapters, configs, config, None), config, None)
     assert found_configs == configs
-    assert all(torch.equal(*sides) for name in adapters for sides in zip(found[name], adapters[name], strict=True))
+    assert all(
+        torch.equal(*sides) for name in adapters for sides in zip(adapters_read[name], adapters[name], strict=True)
+    )

@@ -58,18 +58,18 @@ def llama(tmp_path: Path) -> Path:
 
 def by_place(model: LanguageModel) -> dict[str, Tensor]:
     """A model's tensors, those in the trunk by their block's physical place: layers.3.q_proj.weight."""
-    found = {}
+    names = {}
     for name, tensor in model.state_dict().items():
-        room, *rest = name.split(".")
+        room, *name_parts = name.split(".")
         if room == "layers":
-            layer = model.config.pattern.layer(int(rest[0]))
-            rest = [str(layer.first_block + layer.names.index(rest[1])), *rest[2:]]
-        found[".".join((room, *rest))] = tensor
-    return found
+            layer = model.config.pattern.layer(int(name_parts[0]))
+            name_parts = [str(layer.first_block + layer.names.index(name_parts[1])), *name_parts[2:]]
+        names[".".join((room, *name_parts))] = tensor
+    return names
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pa
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
     moved = read_recast_plan(Recast(llama, pattern))
     assert (moved.new_tensors, moved.dropped) == ((), ())
-    assert all(now == before for now, before in moved.old_names.items()) == names_stay
+    assert all(new_name == before for new_name, before in moved.old_names.items()) == names_stay
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "[*-]*-", "[S-][*E]/[*-]"])
@@ -94,29 +94,29 @@ def test_a_model_in_postludes_format_round_trips_bit_exactly(llama: Path, tmp_pa
     directory = export_model(model, tmp_path / "own", max_shard_bytes=4000)
     assert len(list(directory.glob("*.safetensors"))) > 1
     assert not (directory / "config.json").exists()
-    again = load_model(directory)
-    assert again.config == model.config
-    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
-    assert same(again.state_dict(), model.state_dict())
+    reloaded = load_model(directory)
+    assert reloaded.config == model.config
+    assert {parameter.dtype for parameter in reloaded.parameters()} == {torch.bfloat16}
+    assert same(reloaded.state_dict(), model.state_dict())
     assert check_weights(directory) == len(model.state_dict())
     assert read_generation_config(directory) == {"eos_token_id": 2}
 
 
 def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> None:
     """Ungrouped, a Llama is none any more; grouped again, it is."""
-    own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
-    assert read_model(own)[0] is None
-    source = Recast(own, "[*-]{2}")
+    own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+    assert read_model(own_export)[0] is None
+    source = Recast(own_export, "[*-]{2}")
     family, config = read_model(source)
     assert family is not None
     assert family.model_type == "llama"
     assert config == read_model(llama)[1]
     back = export_hf(load_model(source), tmp_path / "back")
-    first, second = (load_file(each / "model.safetensors") for each in (llama, back))
+    first, second = (load_file(directory / "model.safetensors") for directory in (llama, back))
     assert same(second, first)
     assert json.loads((back / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     with pytest.raises(ValueError, match=r"no Hugging Face family describes this model, \*-\*-, so"):
-        export_hf(load_model(own), tmp_path / "none")
+        export_hf(load_model(own_export), tmp_path / "none")
 
 
 def test_a_source_without_weights_draws_them_by_its_own_names() -> None:
@@ -125,22 +125,22 @@ def test_a_source_without_weights_draws_them_by_its_own_names() -> None:
 
 def regrouped(pattern: Pattern) -> Pattern:
     """Every block a layer of its own; or, where they are, the first two that can be as one."""
-    apart = list(pattern.blocks)
-    if tuple(apart) == pattern.layers:
-        first = next(place for place, block in enumerate(apart) if block not in TERMINAL)
-        apart[first : first + 2] = ["".join(apart[first : first + 2])]
-    return Pattern(segments=(tuple(apart),))
+    blocks = list(pattern.blocks)
+    if tuple(blocks) == pattern.layers:
+        first = next(place for place, block in enumerate(blocks) if block not in TERMINAL)
+        blocks[first : first + 2] = ["".join(blocks[first : first + 2])]
+    return Pattern(segments=(tuple(blocks),))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: Path) -> None:
     family, config = read_model(CONFIGS[name]())
-    other = regrouped(config.pattern)
-    assert other != config.pattern
-    own = export_model(load_model(Recast(CONFIGS[name](), other), seed=1), tmp_path / "own")
-    assert read_model(own) == (None, dataclasses.replace(config, pattern=other, family=None))
-    source = Recast(own, config.pattern)
+    other_pattern = regrouped(config.pattern)
+    assert other_pattern != config.pattern
+    own_export = export_model(load_model(Recast(CONFIGS[name](), other_pattern), seed=1), tmp_path / "own")
+    assert read_model(own_export) == (None, dataclasses.replace(config, pattern=other_pattern, family=None))
+    source = Recast(own_export, config.pattern)
     assert read_model(source) == (family, config)
     assert same(load_model(source).state_dict(), load_model(CONFIGS[name](), seed=1).state_dict())
 
@@ -169,21 +169,21 @@ class TestReplaced:
         source = Recast(llama, pattern, blocks)
         moved = read_recast_plan(source)
         assert (moved.fresh_parts, moved.dropped_parts) == (fresh, dropped)
-        one, same_seed, other = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
+        first_seed, same_seed, other_seed = (load_model(source, seed=seed).state_dict() for seed in (1, 1, 2))
         before = load_model(llama).state_dict()
-        assert set(one) == set(moved.old_names) | set(moved.new_tensors)
+        assert set(first_seed) == set(moved.old_names) | set(moved.new_tensors)
         assert set(before) == set(moved.old_names.values()) | set(moved.dropped)
         for name in moved.old_names:
-            assert torch.equal(one[name], before[moved.old_names[name]])
-            assert torch.equal(one[name], other[name])
-        assert same(one, same_seed)
+            assert torch.equal(first_seed[name], before[moved.old_names[name]])
+            assert torch.equal(first_seed[name], other_seed[name])
+        assert same(first_seed, same_seed)
         drawn = [name for name in moved.new_tensors if name.endswith("_proj.weight")]
         assert len(drawn) > 5
         for name in drawn:
-            assert not torch.equal(one[name], other[name])
-            assert 0.2 < one[name].std() < 0.4
+            assert not torch.equal(first_seed[name], other_seed[name])
+            assert 0.2 < first_seed[name].std() < 0.4
         anew = load_model(read_model(source)[1], seed=1).state_dict()
-        assert all(torch.equal(one[name], anew[name]) for name in moved.new_tensors), "as a fresh model has them"
+        assert all(torch.equal(first_seed[name], anew[name]) for name in moved.new_tensors), "as a fresh model has them"
 
     def test_a_window_changes_no_tensor(self, llama: Path) -> None:
         source = Recast(llama, "[S-][*-]", {"S": WINDOW})
@@ -198,21 +198,21 @@ class TestReplaced:
         ahead = load_model(source)
         assert {name for name in ahead.state_dict() if name.startswith("mtp.")} == set(moved.new_tensors)
         assert torch.equal(ahead(small_microbatch()), load_model(llama)(small_microbatch()))
-        own = export_model(ahead, tmp_path / "own")
+        own_export = export_model(ahead, tmp_path / "own")
 
-        more = read_recast_plan(Recast(own, "*-[*-]/*-/*-"))
+        more = read_recast_plan(Recast(own_export, "*-[*-]/*-/*-"))
         assert (more.fresh_parts, more.dropped_parts) == (("mtp.1",), ())
         assert more.old_names["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
-        two = load_model(Recast(own, "*-[*-]/*-/*-"))
+        two = load_model(Recast(own_export, "*-[*-]/*-/*-"))
         assert torch.equal(two.state_dict()["mtp.0.proj.weight"], ahead.state_dict()["mtp.0.proj.weight"])
 
-        other = read_recast_plan(Recast(own, "[*-]{2}/[*E]", {"E": MOE}))
-        assert (other.fresh_parts, other.dropped_parts) == (("mtp.0.layers.0.moe",), ("mtp.0.layers.0.mlp",))
+        other_plan = read_recast_plan(Recast(own_export, "[*-]{2}/[*E]", {"E": MOE}))
+        assert (other_plan.fresh_parts, other_plan.dropped_parts) == (("mtp.0.layers.0.moe",), ("mtp.0.layers.0.mlp",))
 
-        none = read_recast_plan(Recast(own, "[*-]{2}"))
+        none = read_recast_plan(Recast(own_export, "[*-]{2}"))
         assert (none.fresh_parts, none.dropped_parts) == ((), ("mtp.0",))
         assert none.after.family == "llama"
-        assert same(load_model(Recast(own, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
+        assert same(load_model(Recast(own_export, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
 
     def test_repeated_depths_are_one(self) -> None:
         config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)
@@ -244,27 +244,27 @@ def test_what_cannot_be_recast_is_a_sentence(llama: Path, pattern: str, blocks: 
 def test_a_source_that_lacks_a_tensor_or_weights_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a Recast of a Recast"):
         Recast(Recast(llama, "*-*-"), "[*-]{2}")  # type: ignore[arg-type]
-    own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
-    described = json.loads((own / "postlude.json").read_text())
+    own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+    described = json.loads((own_export / "postlude.json").read_text())
     described["config"]["pattern"] = "*-*"
-    (own / "postlude.json").write_text(json.dumps(described))
-    for source in (own, Recast(own, "[*-]*")):
+    (own_export / "postlude.json").write_text(json.dumps(described))
+    for source in (own_export, Recast(own_export, "[*-]*")):
         with pytest.raises(ValueError, match=r"the source holds 4 tensor\(s\) \*-\* has no place for: layers.3.mlp"):
             load_model(source)
-    (own / "model.safetensors").unlink()
+    (own_export / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
-        load_model(Recast(own, "[*-]*"))
+        load_model(Recast(own_export, "[*-]*"))
 
 
 class TestDirectory:
     def test_one_kind_of_model_replaces_the_other_whole(self, llama: Path) -> None:
-        own = load_model(Recast(llama, "*-*-"))
+        recast_model = load_model(Recast(llama, "*-*-"))
         with pytest.raises(FileExistsError, match=r"holds a model already \(config.json\)"):
-            export_model(own, llama)
-        export_model(own, llama, overwrite=True)
+            export_model(recast_model, llama)
+        export_model(recast_model, llama, overwrite=True)
         assert not (llama / "config.json").exists()
         with pytest.raises(FileExistsError, match=r"holds a model already \(model.safetensors\)"):
-            export_model(own, llama)
+            export_model(recast_model, llama)
         export_model(load_model(LLAMA), llama, overwrite=True)
         assert not (llama / "postlude.json").exists()
         (llama / "postlude.json").touch()
@@ -275,14 +275,14 @@ class TestDirectory:
         before = os.umask(0o027)
         try:
             tokenizer = load_tokenizer("tiny-hybrid")
-            own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own", tokenizer=tokenizer)
+            own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own", tokenizer=tokenizer)
         finally:
             os.umask(before)
-        assert {oct(path.stat().st_mode & 0o777) for path in own.iterdir()} == {"0o640"}
-        card = (own / "README.md").read_text().splitlines()
+        assert {oct(path.stat().st_mode & 0o777) for path in own_export.iterdir()} == {"0o640"}
+        card = (own_export / "README.md").read_text().splitlines()
         assert "library_name: postlude" in card
         assert "| architecture | Postlude's own, `*-*-` |" in card
-        assert load_tokenizer(own).decode([72, 105]) == "Hi"
+        assert load_tokenizer(own_export).decode([72, 105]) == "Hi"
 
     @pytest.mark.parametrize(
         ("change", "sentence"),
@@ -334,23 +334,23 @@ class TestDirectory:
             read_model(tmp_path)
 
     def test_a_missing_field_is_a_sentence_or_its_default(self, llama: Path, tmp_path: Path) -> None:
-        own = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
-        described = json.loads((own / "postlude.json").read_text())
+        own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
+        described = json.loads((own_export / "postlude.json").read_text())
         del described["config"]["logit_scale"]
-        (own / "postlude.json").write_text(json.dumps(described))
-        assert read_model(own)[1].logit_scale == 1.0
+        (own_export / "postlude.json").write_text(json.dumps(described))
+        assert read_model(own_export)[1].logit_scale == 1.0
         del described["config"]["vocab_size"]
-        (own / "postlude.json").write_text(json.dumps(described))
+        (own_export / "postlude.json").write_text(json.dumps(described))
         with pytest.raises(ValueError, match="the config lacks 'vocab_size'"):
-            read_model(own)
+            read_model(own_export)
 
 
 @pytest.mark.parametrize("width", [6, 16, 48, 100, 128, 2048])
 def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> None:
     """Beside a transformer's blocks, and beside none but a state-space model's."""
-    for others in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.default_for(width, ())]):
-        configs = {symbol: block.Config.default_for(width, others) for symbol, block in BLOCKS.items()}
-        assert {config.norm for config in configs.values()} == {others[0].norm}
+    for other_configs in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.default_for(width, ())]):
+        configs = {symbol: block.Config.default_for(width, other_configs) for symbol, block in BLOCKS.items()}
+        assert {config.norm for config in configs.values()} == {other_configs[0].norm}
         pattern = Pattern.parse("".join(f"[{symbol}-]" for symbol in BLOCKS if symbol not in TERMINAL) + "E")
         with torch.device("meta"):
             LanguageModel(ModelConfig(pattern=pattern, hidden_size=width, vocab_size=9, blocks=configs))

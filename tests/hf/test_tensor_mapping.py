@@ -62,42 +62,42 @@ def ours() -> dict[str, Tensor]:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
+    mapped = {}
     for theirs in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
-        found[theirs.name] = torch.full(theirs.shape, -1.0)
+        mapped[theirs.name] = torch.full(theirs.shape, -1.0)
         for name, mapping in theirs.parts:
-            mapping.write(found[theirs.name], tensors[name][mapping.region])
-    return found
+            mapping.write(mapped[theirs.name], tensors[name][mapping.region])
+    return mapped
 
 
 def test_each_element_is_where_its_mapping_puts_it() -> None:
     tensors = ours()
-    theirs = whole(tensors)
+    hf_tensors = whole(tensors)
     prefix = "model.layers.0."
     fused, query, key = (
-        theirs[prefix + "fused.weight"],
+        hf_tensors[prefix + "fused.weight"],
         tensors["layers.0.x.query.weight"],
         tensors["layers.0.x.key.weight"],
     )
     torch.testing.assert_close(fused, torch.cat((query[:3], key[:2], query[3:], key[2:])))
-    both = theirs[prefix + "experts.both"]
-    torch.testing.assert_close(both[:, :, 0::2], tensors["layers.0.x.gate.weight"].transpose(1, 2))
-    torch.testing.assert_close(both[:, :, 1::2], tensors["layers.0.x.up.weight"].transpose(1, 2))
-    torch.testing.assert_close(theirs[prefix + "conv1d.weight"][:, 0], tensors["layers.0.x.conv.weight"])
+    fused_experts = hf_tensors[prefix + "experts.both"]
+    torch.testing.assert_close(fused_experts[:, :, 0::2], tensors["layers.0.x.gate.weight"].transpose(1, 2))
+    torch.testing.assert_close(fused_experts[:, :, 1::2], tensors["layers.0.x.up.weight"].transpose(1, 2))
+    torch.testing.assert_close(hf_tensors[prefix + "conv1d.weight"][:, 0], tensors["layers.0.x.conv.weight"])
     for expert in range(3):
         torch.testing.assert_close(
-            theirs[f"{prefix}experts.{expert}.one.weight"], tensors["layers.0.x.one.weight"][expert]
+            hf_tensors[f"{prefix}experts.{expert}.one.weight"], tensors["layers.0.x.one.weight"][expert]
         )
-    torch.testing.assert_close(theirs[prefix + "wide"][1:4], tensors["layers.0.x.apart.weight"])
-    assert (theirs[prefix + "wide"][[0, 4]] == -1).all()  # nobody's
+    torch.testing.assert_close(hf_tensors[prefix + "wide"][1:4], tensors["layers.0.x.apart.weight"])
+    assert (hf_tensors[prefix + "wide"][[0, 4]] == -1).all()  # nobody's
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int, dimension: int) -> None:
     tensors = ours()
-    theirs = whole(tensors)
-    summed = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
+    hf_tensors = whole(tensors)
+    summed = {name: torch.zeros_like(tensor) for name, tensor in hf_tensors.items()}
     for rank, (name, tensor) in itertools.product(range(ranks), tensors.items()):
         cut = dimension if dimension < tensor.ndim else 0
         width = -(-tensor.shape[cut] // ranks)
@@ -105,12 +105,12 @@ def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int,
         region = tuple(slice(0, size) if d != cut else slice(start, stop) for d, size in enumerate(tensor.shape))
         part = torch.zeros_like(tensor[region])
         for mapping in tensor_mappings(FAMILY, CONFIG, name, tensor.shape):
-            copy_from_hf(theirs[mapping.hf_name], mapping, part, region)
-            own = torch.zeros_like(theirs[mapping.hf_name])
-            copy_to_hf(own, mapping, tensor[region], region)
-            summed[mapping.hf_name] += own
+            copy_from_hf(hf_tensors[mapping.hf_name], mapping, part, region)
+            rebuilt = torch.zeros_like(hf_tensors[mapping.hf_name])
+            copy_to_hf(rebuilt, mapping, tensor[region], region)
+            summed[mapping.hf_name] += rebuilt
         assert torch.equal(part, tensor[region])
-    for name, tensor in theirs.items():
+    for name, tensor in hf_tensors.items():
         assert torch.equal(summed[name], tensor.clamp_min(0.0))
 
 

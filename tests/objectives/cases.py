@@ -40,19 +40,19 @@ def batch_for(model: LanguageModel) -> Batch:
     generator = torch.Generator().manual_seed(4)
     tokens = sequences(model.config.vocab_size)
     with torch.no_grad():
-        found = tokens_of(model, Batch(tokens))
+        by_sequence = tokens_of(model, Batch(tokens))
 
     def noise(scale: float) -> list[Tensor]:
         return [scale * torch.randn(length, generator=generator) for length in LENGTHS]
 
-    own = [torch.zeros(length) for length in LENGTHS]
-    for row, each in enumerate(own):
-        each[1:] = torch.stack([token.logprob for token in found if token.sequence == row])
-    old = [a + b for a, b in zip(own, noise(0.4), strict=True)]
+    row_values = [torch.zeros(length) for length in LENGTHS]
+    for row, values in enumerate(row_values):
+        values[1:] = torch.stack([token.logprob for token in by_sequence if token.sequence == row])
+    old = [a + b for a, b in zip(row_values, noise(0.4), strict=True)]
     masks = [(torch.arange(length) >= prompt).float() for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
     masks[4][6:8] = 0.0  # a tool's output, in the middle of an answer
     teacher = [torch.randn(length, model.config.vocab_size, generator=generator).log_softmax(-1) for length in LENGTHS]
-    top = [each.topk(TOP, -1) for each in teacher]
+    top = [logprobs.topk(TOP, -1) for logprobs in teacher]
     return Batch(
         tokens,
         {
@@ -61,7 +61,7 @@ def batch_for(model: LanguageModel) -> Batch:
             "loss_mask": [0.5 * mask + 0.25 * (mask > 0) * (torch.arange(len(mask)) % 2) for mask in masks],
             "old_logprobs": old,
             "rollout_logprobs": [a + b for a, b in zip(old, noise(0.5), strict=True)],
-            "reference_logprobs": [a + b for a, b in zip(own, noise(0.7), strict=True)],
+            "reference_logprobs": [a + b for a, b in zip(row_values, noise(0.7), strict=True)],
             "advantages": noise(1.0),
             "positive": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
             "desirable": [1.0, 0.0, 0.0, 1.0, 0.0, 1.0],
@@ -69,8 +69,8 @@ def batch_for(model: LanguageModel) -> Batch:
             "margins": [0.9, 0.9, -0.2, -0.2, 0.4, 0.4],
             "returns": noise(1.0),
             "old_values": noise(0.5),
-            "teacher_ids": [each.indices for each in top],
-            "teacher_logprobs": [each.values for each in top],
+            "teacher_ids": [likeliest.indices for likeliest in top],
+            "teacher_logprobs": [likeliest.values for likeliest in top],
         },
         groups=[index // 2 for index in range(len(tokens))],
     )

@@ -38,7 +38,7 @@ class Token:
 
 
 def tokens_of(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> list[Token]:
-    found = []
+    losses = []
     for index, sequence in enumerate(batch.sequences):
         (alone,) = pack([sequence], budget=len(sequence))
         hidden, logits = model(alone, output_processor=lambda i, _: (i.hidden, i.head.logits(i.hidden)))
@@ -49,10 +49,10 @@ def tokens_of(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> l
                 entry = torch.as_tensor(entries[index])
                 columns[name] = entry if entry.ndim == 0 else entry[place]
             row = logits[place - 1]
-            found.append(
+            losses.append(
                 Token(index, int(sequence[place]), hidden[place - 1], row.log_softmax(-1), row.logsumexp(-1), columns)
             )
-    return found
+    return losses
 
 
 def weight(token: Token, over: str) -> float:
@@ -111,20 +111,20 @@ def preference(
 
 def rollout_weights(answer: list[Token], olds: list[float], correction: Any) -> list[float]:
     gaps = [old - float(token["rollout_logprobs"]) for token, old in zip(answer, olds, strict=True)]
-    found = []
+    losses = []
     for gap in gaps:
         raw = math.exp(gap if correction.level == "token" else sum(gaps))
-        kept = raw
+        weight = raw
         if correction.truncate is not None:
-            kept = min(max(raw, correction.truncate[0]), correction.truncate[1])
+            weight = min(max(raw, correction.truncate[0]), correction.truncate[1])
         if correction.mask is not None and not correction.mask[0] <= raw <= correction.mask[1]:
-            kept = 0.0
+            weight = 0.0
         if correction.sequence_mask is not None:
             geometric = math.exp(sum(gaps) / len(gaps))
             if not correction.sequence_mask[0] <= geometric <= correction.sequence_mask[1]:
-                kept = 0.0
-        found.append(kept)
-    return found
+                weight = 0.0
+        losses.append(weight)
+    return losses
 
 
 def policy(model: LanguageModel, batch: Batch, **settings: Any) -> Tensor:
@@ -158,8 +158,8 @@ def policy_with_metrics(  # noqa: PLR0912
         old = [token.logprob.detach() if ratio == "on_policy" else token["old_logprobs"] for token in answer]
         corrected = [1.0] * len(answer)
         if correction is not None:
-            corrected = rollout_weights(answer, [float(each.detach()) for each in old], correction)
-        logs = [token.logprob - each for token, each in zip(answer, old, strict=True)]
+            corrected = rollout_weights(answer, [float(logprob.detach()) for logprob in old], correction)
+        logs = [token.logprob - old_logprob for token, old_logprob in zip(answer, old, strict=True)]
         if ratio == "sequence":
             logs = [sum(logs) / len(logs)] * len(logs)
         for token, log, before, share in zip(answer, logs, old, corrected, strict=True):
@@ -191,7 +191,7 @@ def policy_with_metrics(  # noqa: PLR0912
             shares += weight(token, over)
             gap = float(before.detach() - token["rollout_logprobs"])
             raw = float((token.logprob - before).detach())
-            seen = {
+            metrics_by_name = {
                 "ratio": float(r.detach()),
                 "ratio_max": float(r.detach()),
                 "ratio_tail": float(not 0.5 <= r <= 2.0),
@@ -210,7 +210,7 @@ def policy_with_metrics(  # noqa: PLR0912
                 "correction": share,
                 "corrected": float(abs(share - math.exp(gap)) > 1e-6),
             }
-            for name, number in seen.items():
+            for name, number in metrics_by_name.items():
                 watched.setdefault(name, []).append((weight(token, over), number))
     metrics = {}
     for name, entries in watched.items():
@@ -260,7 +260,7 @@ def distill(
         if outside == "renormalise":
             q, p = q / q.sum(), p / p.sum()
         elif outside == "bucket":
-            q, p = (torch.cat([each, 1 - each.sum()[None]]) for each in (q, p))
+            q, p = (torch.cat([probabilities, 1 - probabilities.sum()[None]]) for probabilities in (q, p))
         divergence = forward * (p * (p / q).log()).sum() + (1 - forward) * (q * (q / p).log()).sum()
         return divergence - nll * token.logprob
 
@@ -275,10 +275,10 @@ def reward(
         (alone,) = pack([sequence], budget=len(sequence))
         hidden = model(alone, output_processor=lambda inputs, _: inputs.hidden)
         scores.append((hidden[-1] * model.value_head.weight).sum())
-    own = batch.columns["margins"][::2] if margins else [0.0] * (len(scores) // 2)
+    margin_values = batch.columns["margins"][::2] if margins else [0.0] * (len(scores) // 2)
     losses = [
         -torch.sigmoid(chosen - rejected - margin - more).log() + centring * (chosen + rejected) ** 2
-        for chosen, rejected, more in zip(scores[::2], scores[1::2], own, strict=True)
+        for chosen, rejected, more in zip(scores[::2], scores[1::2], margin_values, strict=True)
     ]
     return sum(losses) / len(losses)
 
@@ -288,7 +288,7 @@ def orpo(
 ) -> Tensor:
     answers = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
     means = [sum(token.logprob for token in answer) / len(answer) for answer in answers]
-    odds = [torch.log(torch.exp(each) / (1 - torch.exp(each))) for each in means]
+    odds = [torch.log(torch.exp(mean) / (1 - torch.exp(mean))) for mean in means]
     losses = [
         -nll * means[chosen] - beta * torch.sigmoid(odds[chosen] - odds[chosen + 1]).log()
         for chosen in range(0, len(answers), 2)

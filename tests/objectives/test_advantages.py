@@ -28,14 +28,14 @@ def test_grpo_centres_and_scales_each_group() -> None:
 
 
 def test_without_the_standard_deviation_and_without_oneself() -> None:
-    plain, others = grpo(REWARDS, GROUPS, scale_by_std=False), rloo(REWARDS, GROUPS)
+    plain, leave_one_out = grpo(REWARDS, GROUPS, scale_by_std=False), rloo(REWARDS, GROUPS)
     scaled = grpo(REWARDS, GROUPS, leave_one_out=True, eps=0.1)
     for index in range(len(REWARDS)):
         members = groups_of(index)
         assert plain[index] == pytest.approx(REWARDS[index] - statistics.mean(members), abs=1e-7)
         members.remove(REWARDS[index])
         expected = REWARDS[index] - statistics.mean(members) if members else 0.0
-        assert others[index] == pytest.approx(expected, abs=1e-7)
+        assert leave_one_out[index] == pytest.approx(expected, abs=1e-7)
         if members:
             assert scaled[index] == pytest.approx(expected / (statistics.stdev(groups_of(index)) + 0.1), rel=1e-6)
 
@@ -54,7 +54,7 @@ def test_reinforce_plus_plus_normalises_over_every_token() -> None:
         [1.6],
         [-0.5 + 0.9 * -0.6, -0.6],
     ]
-    flat = [value for each in returns for value in each]
+    flat = [value for row in returns for value in row]
     average, deviation = statistics.mean(flat), statistics.pstdev(flat)
     for advantages, mask, expected in zip(actual, masks, returns, strict=True):
         masked = advantages[torch.tensor(mask) > 0].tolist()
@@ -65,14 +65,16 @@ def test_reinforce_plus_plus_normalises_over_every_token() -> None:
 def test_reinforce_plus_plus_takes_the_groups_mean_first() -> None:
     masks = [[0, 1], [0, 1], [0, 1], [0, 1]]
     actual = reinforce_plus_plus([1.0, 0.0, 5.0, 5.0], masks, groups=[0, 0, 1, 1])
-    assert [float(each[1]) for each in actual] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+    assert [float(row[1]) for row in actual] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
 def test_gae_is_the_discounted_sum_of_surprises() -> None:
     rewards, values, gamma, lam = [0.1, 0.0, 1.0], [0.5, 0.2, 0.4], 0.9, 0.8
     surprises = [0.1 + 0.9 * 0.2 - 0.5, 0.0 + 0.9 * 0.4 - 0.2, 1.0 - 0.4]
     (advantages,), (returns,) = gae([rewards], [values], gamma=gamma, lam=lam)
-    expected = [sum((gamma * lam) ** k * each for k, each in enumerate(surprises[start:])) for start in range(3)]
+    expected = [
+        sum((gamma * lam) ** k * surprise for k, surprise in enumerate(surprises[start:])) for start in range(3)
+    ]
     assert advantages.tolist() == pytest.approx(expected)
     assert returns.tolist() == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
     _, (returns,) = gae([rewards], [values], gamma=1.0, lam=1.0)
@@ -97,8 +99,8 @@ def test_a_reward_on_a_masked_token_is_earned_by_the_last_that_counts_before_it(
     values, masks = [[7.0, 0.5, 7.0, 0.2, 7.0, 7.0]], [[0, 1, 0, 1, 0, 0]]
     moved = gae([[0.0, 0.4, 0.0, 1.5, 0.0, 0.0]], values, masks=masks, gamma=0.9, lam=0.8)
     actual = gae([[0.0, 0.1, 0.3, 0.0, 0.5, 1.0]], values, masks=masks, gamma=0.9, lam=0.8)
-    for one, other in zip(actual, moved, strict=True):
-        torch.testing.assert_close(one, other)
+    for plain_row, moved_row in zip(actual, moved, strict=True):
+        torch.testing.assert_close(plain_row, moved_row)
 
 
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
@@ -118,15 +120,15 @@ def test_ranks_that_hold_parts_of_a_batch_whiten_as_one_does() -> None:
     replies = iter([torch.tensor([13.5, 5.0], dtype=torch.float64), (masked - 2.7).square().sum()])
     local_sums = []
 
-    def all_sum(own: torch.Tensor) -> torch.Tensor:
-        local_sums.append(own)
+    def all_sum(local_sum: torch.Tensor) -> torch.Tensor:
+        local_sums.append(local_sum)
         return next(replies)
 
     actual = whiten(values[:2], masks[:2], all_sum=all_sum)
     assert local_sums[0].tolist() == [13.0, 4.0]
     assert float(local_sums[1]) == pytest.approx(float((masked[:4] - 2.7).square().sum()))
-    for part, whole in zip(actual, whiten(values, masks)[:2], strict=True):
-        torch.testing.assert_close(part, whole)
+    for part, full_part in zip(actual, whiten(values, masks)[:2], strict=True):
+        torch.testing.assert_close(part, full_part)
 
 
 def test_what_is_refused() -> None:

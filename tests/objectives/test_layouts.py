@@ -64,9 +64,9 @@ def one_rank() -> tuple[LanguageModel, Batch]:
 def engine_of(layout: str) -> Engine:
     # Several microbatches, as large as all the pairs together.
     engine = Engine(tiny(), mesh=mesh(Layout.parse(layout)), budget=48, critic=True)
-    critic, whole = engine.parameters.get("value_head.weight"), one_rank()[0].value_head
-    if critic is not None and whole is not None:
-        local_shard(critic).copy_(whole.weight.detach()[region(critic)])
+    critic, value_head = engine.parameters.get("value_head.weight"), one_rank()[0].value_head
+    if critic is not None and value_head is not None:
+        local_shard(critic).copy_(value_head.weight.detach()[region(critic)])
     return engine
 
 
@@ -77,12 +77,12 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
     objective, expected = OBJECTIVES[kind](**settings), plain.PLAIN[kind](model, batch, **settings)
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(expected, parameters, allow_unused=True)
-    wanted = dict(zip(names, gradients, strict=True))
+    expected_gradients = dict(zip(names, gradients, strict=True))
     head = "value_head.weight"
-    unreached = {"value head alone": [each for each in names if each != head]}.get(
+    unreached = {"value head alone": [parameter_name for parameter_name in names if parameter_name != head]}.get(
         name, [] if (kind, name) in CRITIC else [head]
     )
-    assert [each for each in names if wanted[each] is None] == unreached
+    assert [parameter_name for parameter_name in names if expected_gradients[parameter_name] is None] == unreached
 
     engine = engine_of(layout)
     engine.zero_grad()
@@ -90,11 +90,13 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
     off = {"loss": difference(torch.tensor(result.loss), expected.detach())}
     for parameter, tensor in engine.parameters.items():
         assert tensor.grad is not None, parameter
-        actual, whole = local_shard(tensor.grad), wanted[parameter]
-        if whole is None:
+        actual, full_gradient = local_shard(tensor.grad), expected_gradients[parameter]
+        if full_gradient is None:
             off[parameter] = float(actual.abs().sum())
         else:
-            off[parameter] = float((actual - whole[region(tensor)]).abs().max()) / float(whole.abs().max())
+            off[parameter] = float((actual - full_gradient[region(tensor)]).abs().max()) / float(
+                full_gradient.abs().max()
+            )
     return off
 
 
@@ -103,32 +105,38 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
 @pytest.mark.slow
 def test_equals_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(2, compare, layout, kind, name):
-        assert max(off.values()) <= TOLERANCE, {each: value for each, value in off.items() if value > TOLERANCE}
+        assert max(off.values()) <= TOLERANCE, {
+            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
+        }
 
 
 @pytest.mark.parametrize(("kind", "name"), CRITIC)
 def test_a_critic_on_copies_equals_the_plain_formula(ranks: Ranks, kind: str, name: str) -> None:
     for off in ranks(2, compare, "dp_replicate=2", kind, name):
-        assert max(off.values()) <= TOLERANCE, {each: value for each, value in off.items() if value > TOLERANCE}
+        assert max(off.values()) <= TOLERANCE, {
+            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
+        }
 
 
 def values(group: dist.ProcessGroup, layout: str) -> tuple[list[Tensor], list[Tensor]]:
     """What the engine's critic expects, and what it expects by the plain formula."""
     model, batch = one_rank()
-    wanted = [torch.zeros(length) for length in batch.lengths]
-    places = [1] * len(wanted)
+    expected = [torch.zeros(length) for length in batch.lengths]
+    places = [1] * len(expected)
     with torch.no_grad():
         for token in plain.tokens_of(model, batch):
-            wanted[token.sequence][places[token.sequence]] = token.hidden @ model.value_head.weight
+            expected[token.sequence][places[token.sequence]] = token.hidden @ model.value_head.weight
             places[token.sequence] += 1
-    return engine_of(layout).values(batch), wanted
+    return engine_of(layout).values(batch), expected
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp_replicate=2"])
 def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: str) -> None:
-    for actual, wanted in ranks(2, values, layout):
-        assert [(each.dtype, len(each)) for each in actual] == [(torch.float32, len(each)) for each in wanted]
-        assert_equal(torch.cat(actual), torch.cat(wanted), "values")  # together: those of one sequence may be near 0
+    for actual, expected in ranks(2, values, layout):
+        assert [(values.dtype, len(values)) for values in actual] == [
+            (torch.float32, len(values)) for values in expected
+        ]
+        assert_equal(torch.cat(actual), torch.cat(expected), "values")  # together: those of one sequence may be near 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,9 @@ def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: 
 @pytest.mark.slow
 def test_axes_together(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(4, compare, layout, kind, name):
-        assert max(off.values()) <= TOLERANCE, {each: value for each, value in off.items() if value > TOLERANCE}
+        assert max(off.values()) <= TOLERANCE, {
+            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
+        }
 
 
 def metrics(group: dist.ProcessGroup, layout: str, settings: dict[str, Any]) -> tuple[dict[str, float], Tensor]:
@@ -153,5 +163,5 @@ def metrics(group: dist.ProcessGroup, layout: str, settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_equal_one_ranks(ranks: Ranks, layout: str) -> None:
-    for actual, wanted in ranks(2, metrics, layout, {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}):
-        assert actual == pytest.approx({name: wanted[name] for name in actual}, rel=1e-4, abs=1e-6)
+    for actual, expected in ranks(2, metrics, layout, {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}):
+        assert actual == pytest.approx({name: expected[name] for name in actual}, rel=1e-4, abs=1e-6)

@@ -44,10 +44,10 @@ def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -
 
 def gradients(model: LanguageModel, loss: Tensor) -> Gradients:
     names, parameters = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients_found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for name, parameter, gradient in zip(names, parameters, found, strict=True)
+        for name, parameter, gradient in zip(names, parameters, gradients_found, strict=True)
     }
 
 
@@ -64,8 +64,8 @@ def test_equals_the_plain_formula(kind: str, name: str) -> None:
     objective = OBJECTIVES[kind](**SETTINGS[kind][name])
     # Pairs must share a microbatch; everything else is cut into several.
     loss, _ = run(model, batch, objective, budget=64 if kind in ("preference", "reward", "orpo") else 20)
-    wanted, wanted_gradients = expected(kind, name)
-    assert_equal(loss, wanted, "loss")
+    expected_values, wanted_gradients = expected(kind, name)
+    assert_equal(loss, expected_values, "loss")
     for parameter, gradient in gradients(model, loss).items():
         assert_equal(gradient, wanted_gradients[parameter], f"gradient of {parameter}")
 
@@ -76,7 +76,7 @@ def test_every_setting_matters(kind: str, name: str) -> None:
     if name == first:
         return
     (loss, gradient), (other_loss, other_gradient) = expected(kind, name), expected(kind, first)
-    off = max(difference(gradient[each], other_gradient[each]) for each in gradient)
+    off = max(difference(gradient[parameter_name], other_gradient[parameter_name]) for parameter_name in gradient)
     assert off > 1e-3, f"{name} gives the gradients of {first}, so no test would see it ignored"
     if name not in ("NLL of the positive", "value head alone"):  # values may be alike, gradients are not
         assert abs(loss - other_loss) > 1e-5
@@ -98,14 +98,14 @@ def test_metrics_equal_the_plain_ones(settings: dict[str, Any]) -> None:
     model, batch = model_and_batch()
     _, metrics = run(model, batch, PolicyGradient(**settings), budget=20)
     with torch.no_grad():
-        _, wanted = plain.policy_with_metrics(model, batch, **settings)
+        _, expected = plain.policy_with_metrics(model, batch, **settings)
     if not settings:
         assert not metrics.keys() & {"correction", "corrected", "kl", "clip_ratio/dual"}
     if settings == ALL:
         fractions = ("clip_ratio/low", "clip_ratio/high", "clip_ratio/dual", "corrected")
         assert all(0 < metrics[name] < 1 for name in fractions)
     for name, number in metrics.items():
-        assert number == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+        assert number == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_nothing_is_projected_that_nothing_is_learned_from() -> None:
@@ -122,15 +122,15 @@ def test_nothing_is_projected_that_nothing_is_learned_from() -> None:
             ]
         same, _ = run(model, Batch(batch.sequences, spoilt), objective, budget=20)
         assert_equal(same, loss)
-        wanted = gradients(model, loss)
+        expected_gradients = gradients(model, loss)
         for name, gradient in gradients(model, same).items():
-            assert_equal(gradient, wanted[name], name)
+            assert_equal(gradient, expected_gradients[name], name)
 
 
 def test_parts_of_a_batch_add_up_however_it_is_cut() -> None:
     model, batch = model_and_batch()
     for settings in (ALL, ALL | {"ratio": "sequence", "length": 3.0}):
-        whole, metrics = run(model, batch, PolicyGradient(**settings), budget=64)
+        full_loss, metrics = run(model, batch, PolicyGradient(**settings), budget=64)
         parts, same_metrics = run(model, batch, PolicyGradient(**settings), budget=11)
-        assert_equal(parts, whole)
+        assert_equal(parts, full_loss)
         assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)

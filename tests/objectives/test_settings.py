@@ -63,7 +63,7 @@ def test_settings_that_cannot_be_meant(build: Any, sentence: str) -> None:
 def run(objective: Any, budget: int = 64, **columns: Any) -> list[Loss]:
     model = LanguageModel(small_config("[*-]"), value_head=True)
     microbatches = pack(sequences(5, 4, 6, 3), budget=budget, columns=columns)
-    return [model(each, output_processor=lambda inputs, _: objective(inputs)) for each in microbatches]
+    return [model(microbatch, output_processor=lambda inputs, _: objective(inputs)) for microbatch in microbatches]
 
 
 def test_missing_columns_are_named() -> None:
@@ -102,8 +102,8 @@ def test_a_model_without_a_critic_says_how_to_get_one() -> None:
 def test_a_split_pair_is_refused() -> None:
     objective = Preference(reference=False, mask="tokens")
     (loss,) = run(objective)
-    one, two = run(objective, budget=9)  # by luck, a pair in each
-    torch.testing.assert_close(torch.cat([one.values, two.values]).sort().values, loss.values.sort().values)
+    first, two = run(objective, budget=9)  # by luck, a pair in each
+    torch.testing.assert_close(torch.cat([first.values, two.values]).sort().values, loss.values.sort().values)
     with pytest.raises(ValueError, match=r"sequence \d, the .* completion of pair \d, is in microbatch \d without"):
         run(objective, budget=7)
     model = small_model("[*-]")
@@ -131,12 +131,12 @@ def test_an_empty_microbatch_adds_nothing() -> None:
 def test_weights_count_what_their_name_says() -> None:
     masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0], [0, 1, 0, 0, 1]]
     tokens = weights(masks)
-    assert [each.tolist() for each in tokens[:2]] == [[0, 1, 0, 1], [0, 1, 1, 1]]  # nothing predicts the first
+    assert [mask.tolist() for mask in tokens[:2]] == [[0, 1, 0, 1], [0, 1, 1, 1]]  # nothing predicts the first
     alike = weights(masks, "sequences")
-    assert [float(each.sum()) for each in alike] == pytest.approx([1, 1, 0, 1])
+    assert [float(weights.sum()) for weights in alike] == pytest.approx([1, 1, 0, 1])
     assert alike[0].tolist() == [0, 0.5, 0, 0.5]
     by_prompt = weights(masks, "groups", groups=["a", "a", "b", "c"])
-    assert [float(each.sum()) for each in by_prompt] == pytest.approx([0.4, 0.6, 0.0, 1.0])
+    assert [float(weights.sum()) for weights in by_prompt] == pytest.approx([0.4, 0.6, 0.0, 1.0])
 
 
 def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> None:
@@ -145,7 +145,7 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
     logits = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
     logprobs = logits.log_softmax(-1)
-    (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
     p = logprobs.exp().detach()
 
     def found(estimator: Any, gradient: Any) -> torch.Tensor:
@@ -159,8 +159,8 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
         ("k3", "importance"),
         ("k2", "estimator"),
     ):
-        torch.testing.assert_close(found(estimator, gradient), wanted)
-    assert (found("k3", "estimator") - wanted).abs().max() > 0.01  # biased, as documented
+        torch.testing.assert_close(found(estimator, gradient), expected)
+    assert (found("k3", "estimator") - expected).abs().max() > 0.01  # biased, as documented
     exact = (p * (logprobs - reference)).sum()
     torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k3")).sum(), exact)
     torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k1")).sum(), exact)
@@ -169,13 +169,13 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
 @pytest.mark.parametrize("gap", [-45.0, -19.0, -3.0, 0.5, 5.0, 18.0, 19.75, 20.25, 25.0, 60.0])
 def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -> None:
     """In fp32, where e²⁰ swallows the difference it is made of; beyond the bound the pull is that at the bound."""
-    held = max(-20.0, min(20.0, gap))
+    clamped = max(-20.0, min(20.0, gap))
     for estimator, gradient, pull in (
-        ("k3", "expectation", held),
-        ("k3", "importance", held * math.exp(0.25)),
-        ("k3", "estimator", math.expm1(held)),
-        ("k2", "estimator", held),
-        ("k1", "expectation", held - 1.0),
+        ("k3", "expectation", clamped),
+        ("k3", "importance", clamped * math.exp(0.25)),
+        ("k3", "estimator", math.expm1(clamped)),
+        ("k2", "estimator", clamped),
+        ("k1", "expectation", clamped - 1.0),
     ):
         logprob = torch.tensor([-70.0], requires_grad=True)
         penalty = ReferenceKL(coefficient=2.0, estimator=estimator, gradient=gradient)
@@ -188,7 +188,7 @@ def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_a_critic_learns_nothing_of_what_its_weights_leave_out(clip: float | None) -> None:
-    found = []
+    results = []
     for filler in (0.0, float("nan")):
         model = LanguageModel(small_config("[*-]"), value_head=True)
         columns = {
@@ -199,9 +199,9 @@ def test_a_critic_learns_nothing_of_what_its_weights_leave_out(clip: float | Non
         (microbatch,) = pack(sequences(5), budget=8, columns=columns)
         loss = model(microbatch, output_processor=lambda inputs, _: ValueLoss(clip=clip)(inputs))
         LossNormalizer([microbatch]).loss(loss, microbatch).backward()
-        found.append(model.value_head.weight.grad)
-    assert found[0].abs().max() > 0
-    assert torch.equal(*found)
+        results.append(model.value_head.weight.grad)
+    assert results[0].abs().max() > 0
+    assert torch.equal(*results)
 
 
 OWN = """

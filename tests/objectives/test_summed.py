@@ -57,8 +57,8 @@ def dro(p: Tensor, c: Columns, beta: float = 0.05) -> Tensor:
 
 
 def gspo(p: Tensor, c: Columns, clip_low_threshold: float = 0.8, clip_high_threshold: float = 1.2) -> Tensor:
-    kept = c["sequence_ratio_mask"] != 0
-    log_s = (p.detach() - c["logprobs"])[kept].mean() if kept.any() else torch.zeros((), dtype=p.dtype)
+    in_mask = c["sequence_ratio_mask"] != 0
+    log_s = (p.detach() - c["logprobs"])[in_mask].mean() if in_mask.any() else torch.zeros((), dtype=p.dtype)
     ratio = (log_s + p - p.detach()).exp()
     bounded = clipped(ratio, c, clip_low_threshold, clip_high_threshold)
     return -torch.minimum(ratio * c["advantages"], bounded * c["advantages"]).sum()
@@ -137,13 +137,13 @@ def logprobs(tokens: Tensor, targets: Tensor) -> Tensor:
 @functools.cache
 def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
     loss_name, settings, _ = CASES[case]
-    model, total, found = whole_model(), torch.zeros((), dtype=torch.float64), []
+    model, total, outputs = whole_model(), torch.zeros((), dtype=torch.float64), []
     for tokens, columns in zip(*given(case), strict=True):
         p = logprobs(tokens, columns["target_tokens"])
-        found.append(p.detach())
+        outputs.append(p.detach())
         total = total + FORMULAS[loss_name](p, {name: column.double() for name, column in columns.items()}, **settings)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    return float(total.detach()), found, dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
+    return float(total.detach()), outputs, dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
 
 
 def batch_of(case: str) -> Batch:
@@ -175,13 +175,19 @@ def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]
         off = {"loss": abs(result.loss - loss) / abs(loss), "evaluated": abs(evaluated.loss - loss) / abs(loss)}
         for outputs in (result.outputs, evaluated.outputs):
             returned = torch.cat([rows[1:].flatten() for rows in outputs["logprobs"]])
-            wanted = torch.cat([rows.flatten() for rows in found])
-            off["logprobs"] = max(off.get("logprobs", 0.0), float((returned - wanted).abs().max() / wanted.abs().max()))
+            expected_outputs = torch.cat([rows.flatten() for rows in found])
+            off["logprobs"] = max(
+                off.get("logprobs", 0.0),
+                float((returned - expected_outputs).abs().max() / expected_outputs.abs().max()),
+            )
         assert [len(rows) for rows in result.outputs["logprobs"]] == [length + 1 for length in LENGTHS]
         for name, parameter in engine.parameters.items():
             assert parameter.grad is not None
-            whole = gradients[name]
-            off[name] = float((local_shard(parameter.grad) - whole[region(parameter)]).abs().max() / whole.abs().max())
+            expected_gradient = gradients[name]
+            off[name] = float(
+                (local_shard(parameter.grad) - expected_gradient[region(parameter)]).abs().max()
+                / expected_gradient.abs().max()
+            )
         differences[case] = off
     assert len({round(expected(case)[0], 6) for case in CASES}) == len(CASES)  # every setting and bound has an effect
     return differences
