@@ -41,8 +41,8 @@ def led(group: Any) -> list[Any]:
 
 
 def test_all_ranks_run_the_calls_of_rank_0_and_get_its_results(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks(2, led)):
-        assert found == [
+    for rank, actual in enumerate(ranks(2, led)):
+        assert actual == [
             [[10, 11], [20, 21]],
             "no orders",
             "rank 1 cannot do 7",
@@ -54,8 +54,8 @@ def test_all_ranks_run_the_calls_of_rank_0_and_get_its_results(ranks: Ranks) -> 
 
 
 def test_one_rank_leads_itself(ranks: Ranks) -> None:
-    (found,) = ranks(1, led)
-    assert found == [[[10], [20]], "no orders", [7], "the first rank has had enough", [0, 0], [0], [0]]
+    (actual,) = ranks(1, led)
+    assert actual == [[[10], [20]], "no orders", [7], "the first rank has had enough", [0, 0], [0], [0]]
 
 
 def given_back(group: Any) -> tuple[int, bool, list[int]]:

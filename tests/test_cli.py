@@ -100,20 +100,20 @@ def test_convert_overwrites_another_model_only_with_overwrite(tmp_path: Path, ca
 
 
 def test_convert_to_another_pattern_and_back_is_the_model_it_was(tmp_path: Path, capsys) -> None:
-    first, own, back = (str(tmp_path / name) for name in ("first", "own", "back"))
+    first, recast, back = (str(tmp_path / name) for name in ("first", "own", "back"))
     assert main(["convert", "tiny-dense", first]) == 0
-    assert main(["convert", first, own, "--pattern", "*-*-*-*-"]) == 0
+    assert main(["convert", first, recast, "--pattern", "*-*-*-*-"]) == 0
     assert "Freshly" not in capsys.readouterr().out
-    assert main(["info", own]) == 0
+    assert main(["info", recast]) == 0
     assert "(*-){4}" in capsys.readouterr().out
     assert main(["logprobs", first, "--text", "hello"]) == 0
     scores = capsys.readouterr().out
-    assert main(["logprobs", own, "--text", "hello"]) == 0
+    assert main(["logprobs", recast, "--text", "hello"]) == 0
     assert capsys.readouterr().out == scores
-    assert main(["convert", own, back, "--pattern", "[*-]{4}"]) == 0
-    one, other = (load_file(Path(each) / "model.safetensors") for each in (first, back))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert main(["convert", recast, back, "--pattern", "[*-]{4}"]) == 0
+    first_tensors, last_tensors = (load_file(Path(directory) / "model.safetensors") for directory in (first, back))
+    assert first_tensors.keys() == last_tensors.keys()
+    assert all(torch.equal(first_tensors[name], last_tensors[name]) for name in first_tensors)
 
 
 def test_convert_lists_new_and_dropped_blocks(tmp_path: Path, capsys) -> None:
@@ -127,13 +127,13 @@ def test_convert_lists_new_and_dropped_blocks(tmp_path: Path, capsys) -> None:
     assert "Left out: layers.1.attention, layers.1.mlp, layers.3.attention." in output
     assert fresh in (tmp_path / "own" / "README.md").read_text()
     written, source = load_model(tmp_path / "own").state_dict(), load_model("tiny-dense", seed=3).state_dict()
-    kept = "layers.2.attention.q_proj.weight"  # a window changes none of them
-    assert torch.equal(written[kept], source[kept].bfloat16())
+    unchanged_name = "layers.2.attention.q_proj.weight"  # a window changes none of them
+    assert torch.equal(written[unchanged_name], source[unchanged_name].bfloat16())
     assert main(arguments) == 2
     assert "holds a model already (model.safetensors)" in capsys.readouterr().err
     assert main([*arguments, "--overwrite"]) == 0
-    other = load_model(tmp_path / "own").state_dict()
-    assert not torch.equal(other["layers.1.moe.router.weight"], written["layers.1.moe.router.weight"].float())
+    other_state = load_model(tmp_path / "own").state_dict()
+    assert not torch.equal(other_state["layers.1.moe.router.weight"], written["layers.1.moe.router.weight"].float())
 
 
 def test_a_model_without_a_family_is_scored_trained_and_loaded_again(tmp_path: Path, capsys) -> None:
@@ -260,8 +260,8 @@ def test_a_place_below_a_file_is_refused_before_anything_is_done(words: str, tmp
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(serve, "load_generator", lambda *_, **__: pytest.fail("a model was loaded"))
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert main(["serve", "tiny-dense", "--port", str(port)]) == 2
     assert f"cannot listen at 127.0.0.1, port {port}: address already in use. Give" in capsys.readouterr().err
 
@@ -281,12 +281,12 @@ def test_a_config_of_another_name_is_not_taken_for_its_neighbour(words: str, tmp
 
 def test_info_prints_the_training_memory_of_the_planner(capsys) -> None:
     assert main(["info", "tiny-dense"]) == 0
-    shown = re.search(r"bfloat16 +│ \S+ MiB │ (\S+) MiB", capsys.readouterr().out)
+    shown_text = re.search(r"bfloat16 +│ \S+ MiB │ (\S+) MiB", capsys.readouterr().out)
     assert main(["plan", "tiny-dense", "--seq", "8"]) == 0
     parts = re.findall(r"│ (?:weights|gradients|optimizer|gathered) +│ (\S+) MiB", capsys.readouterr().out)
-    assert shown is not None
+    assert shown_text is not None
     assert len(parts) == 4
-    assert float(shown[1]) == pytest.approx(sum(map(float, parts)), abs=0.2)
+    assert float(shown_text[1]) == pytest.approx(sum(map(float, parts)), abs=0.2)
 
 
 def test_an_error_names_where_a_missing_tokenizer_belongs(tmp_path: Path, capsys) -> None:

@@ -25,11 +25,13 @@ from postlude.world.mesh import high_priority_options
 ALL = ("a", "b", "c", "d")
 
 
-def told(seen: list[VisibleDevices]) -> list[DeviceAssignment]:
+def told(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
     """Each rank's place, as the ranks agree on it through a store."""
     store = dist.HashStore()
-    with ThreadPoolExecutor(len(seen)) as threads:
-        return list(threads.map(lambda rank: agree_on_device(store, rank, len(seen), seen[rank]), range(len(seen))))
+    with ThreadPoolExecutor(len(visible)) as threads:
+        return list(
+            threads.map(lambda rank: agree_on_device(store, rank, len(visible), visible[rank]), range(len(visible)))
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,30 +57,30 @@ def told(seen: list[VisibleDevices]) -> list[DeviceAssignment]:
 def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(
     seen: list[VisibleDevices], gpus: list[int]
 ) -> None:
-    found = told(seen)
-    assert [place.gpu for place in found] == gpus
-    assert [str(place.device) for place in found] == [f"cuda:{gpu}" for gpu in gpus]
-    assert {(place.backend, place.shared, place.refusal) for place in found} == {("nccl", "", "")}
+    assignments = told(seen)
+    assert [place.gpu for place in assignments] == gpus
+    assert [str(place.device) for place in assignments] == [f"cuda:{gpu}" for gpu in gpus]
+    assert {(place.backend, place.shared, place.refusal) for place in assignments} == {("nccl", "", "")}
 
 
 def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
-    found = told([VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)])
-    assert [str(place.device) for place in found] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
-    assert {place.backend for place in found} == {"gloo"}
-    assert {place.warning("gloo") for place in found} == {
+    assignments = told([VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)])
+    assert [str(place.device) for place in assignments] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
+    assert {place.backend for place in assignments} == {"gloo"}
+    assert {place.warning("gloo") for place in assignments} == {
         "ranks 0, 2 of 4 share a GPU, so all ranks communicate through gloo, by way of host memory; start one rank a "
         "GPU to use NCCL."
     }
 
 
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
-    here = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
-    assert [place.nccl_variables(rank) for rank, place in enumerate(here)] == [
+    same_host = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
+    assert [place.nccl_variables(rank) for rank, place in enumerate(same_host)] == [
         {"NCCL_HOSTID": f"postlude-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} for rank in (0, 1)
     ]
-    assert here[0].warning("nccl").startswith("ranks 0, 1 of 2 share a GPU: NCCL treats each rank as a machine")
-    apart = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])
-    assert apart[0].nccl_variables(0) == {"NCCL_HOSTID": "postlude-rank-0"}  # lo does not lead to another machine
+    assert same_host[0].warning("nccl").startswith("ranks 0, 1 of 2 share a GPU: NCCL treats each rank as a machine")
+    two_hosts = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])
+    assert two_hosts[0].nccl_variables(0) == {"NCCL_HOSTID": "postlude-rank-0"}  # lo does not lead to another machine
     alone = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])[0]
     assert (alone.nccl_variables(0), alone.warning("nccl")) == ({}, "")
 
@@ -92,8 +94,8 @@ def test_nccl_on_the_cpu_is_refused() -> None:
 
 
 def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
-    found = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
-    assert {place.refusal for place in found} == {
+    assignments = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
+    assert {place.refusal for place in assignments} == {
         "rank 1 of 3 sees no GPU, but rank 0 does; give every rank one, or start all of them on the CPU (device cpu)."
     }
     assert assign_devices([VisibleDevices("x", ()), VisibleDevices("y", ())]) == [DeviceAssignment()] * 2
@@ -140,8 +142,8 @@ def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog)
         assert where() == ("nccl", "cuda:0", "cuda:0", "cuda")
     assert not caplog.records
     count = torch.cuda.device_count()
-    found = launch(where, nproc=count + 1)
-    assert [each[:3] for each in found] == [
+    results = launch(where, nproc=count + 1)
+    assert [result[:3] for result in results] == [
         ("gloo", f"cuda:{rank % count}", f"cuda:{rank % count}") for rank in range(count + 1)
     ]
     assert capfd.readouterr().err.count("share a GPU, so all ranks communicate through gloo") == 1

@@ -26,8 +26,8 @@ PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in
 def blocks_of(page: Path, language: str = "python") -> list[tuple[int, str]]:
     """Returns the blocks of code of a page: the line before each, and its text."""
     text = page.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [(text[: block.start()].count("\n") + 1, block.group(1)) for block in found]
+    matches = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text[: block.start()].count("\n") + 1, block.group(1)) for block in matches]
 
 
 def ran(page: Path, line: int, block: str, namespace: dict[str, object]) -> None:
@@ -43,7 +43,7 @@ def test_code_in_the_documentation_runs(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "block"), blocks_of(README), ids=lambda each: f"line {each}" if isinstance(each, int) else ""
+    ("line", "block"), blocks_of(README), ids=lambda value: f"line {value}" if isinstance(value, int) else ""
 )
 def test_a_block_of_the_readme_runs_when_pasted_alone(line: int, block: str) -> None:
     ran(README, line, block, {"__name__": "documentation"})
@@ -60,7 +60,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), COMMANDS, ids=lambda each: each if isinstance(each, str) else " ".join(each[1:])
+    ("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value[1:])
 )
 def test_a_command_in_the_documentation_is_understood(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
@@ -81,8 +81,10 @@ def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout
 @pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
 def test_a_whole_command_has_all_that_it_needs(page: Path) -> None:
     """Checks commands with arguments; `postlude verify` alone is the name of a command."""
-    found = re.findall(r"`(postlude \w+ [^-`][^`]*)`|^(?:\$ )?(postlude \w+ [^-].*)$", page.read_text(), re.MULTILINE)
-    for command in (" ".join("".join(each).split()) for each in found):
+    commands = re.findall(
+        r"`(postlude \w+ [^-`][^`]*)`|^(?:\$ )?(postlude \w+ [^-].*)$", page.read_text(), re.MULTILINE
+    )
+    for command in (" ".join("".join(groups).split()) for groups in commands):
         if "..." not in command and "…" not in command:
             stand_ins = {"N": "8", "T": "8", "RECIPE": "sft"}
             words = [stand_ins.get(word, word) for word in shlex.split(command, comments=True)[1:]]
@@ -151,11 +153,11 @@ def test_architecture_has_a_worked_example_for_each_extension() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
-            there = page.parent / target if target else page
-            assert there.exists(), f"{page.name} links to {target}"
+            linked_page = page.parent / target if target else page
+            assert linked_page.exists(), f"{page.name} links to {target}"
             if heading:
-                headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
-                slugs = [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+                headings = re.findall(r"^#+ (.*)", linked_page.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
                 assert heading in slugs, f"{page.name} links to {target}#{heading}"
 
 

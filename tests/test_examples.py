@@ -130,8 +130,8 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, caller: 
         for size, layout in ((1, ()), (2, ("--layout=tp=2",)))
     ]
     assert runs[0][-1]["turns_mean"] > 1  # some call the tool
-    for one, two in zip(*runs, strict=True):
-        assert two == pytest.approx(one, rel=1e-3)
+    for first_row, two in zip(*runs, strict=True):
+        assert two == pytest.approx(first_row, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path
     words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
     done = run_command([recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}", "--device=cpu"], ROOT)
     assert done.returncode == 0, done.stderr
-    one = ranks(1, metrics_of, recipe, config, *words, f"--run={tmp_path / 'one'}")[0]
-    assert one[-1]["loss"] < one[1]["loss"]
-    for expected, metrics in zip(one, read_metrics_of(tmp_path / "two"), strict=True):
+    plain = ranks(1, metrics_of, recipe, config, *words, f"--run={tmp_path / 'one'}")[0]
+    assert plain[-1]["loss"] < plain[1]["loss"]
+    for expected, metrics in zip(plain, read_metrics_of(tmp_path / "two"), strict=True):
         assert metrics == pytest.approx(expected, rel=1e-4)
 
 
@@ -203,5 +203,5 @@ def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(
         metrics = ranks(2, metrics_of, "grpo", CALCULATOR, *words, *served, f"--run={tmp_path / 'served'}")[0]
         assert server.version.endswith(".1")  # of the last step but one
         server.shutdown()
-    for expected, found in zip(native, metrics, strict=True):
-        assert found == pytest.approx(expected, rel=1e-3)
+    for expected, actual in zip(native, metrics, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-3)

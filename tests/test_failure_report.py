@@ -84,8 +84,8 @@ def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
     }
     for rank in waiting:
         rank.close()
-    investigator, others = waiting[0].rank, [rank.rank for rank in waiting[1:]]
-    assert max(store.operations[rank] for rank in others) <= FEW
+    investigator, other_ranks = waiting[0].rank, [rank.rank for rank in waiting[1:]]
+    assert max(store.operations[rank] for rank in other_ranks) <= FEW
     assert (
         store.operations[investigator] < 4 * SIZE + 400
     )  # all events twice, all statuses; and again and again until time is up

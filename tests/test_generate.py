@@ -43,11 +43,11 @@ def asked(text: str, system: str | None = None) -> list[dict[str, str]]:
 def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "tiny-dense", "--prompt", "Hi", "--prompt", "Ho", "--n", "2", "--json", "--system", "Sing."]
     assert main([*words, *FEW]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     groups = here([asked("Hi", "Sing."), asked("Ho", "Sing.")], SAMPLING, n=2)
-    assert [each["tokens"] for each in found] == [each.tokens for group in groups for each in group]
-    assert [each["text"] for each in found] == [each.text for group in groups for each in group]
-    assert [(each["prompt"], each["number"], each["seed"]) for each in found] == [
+    assert [row["tokens"] for row in rows] == [completion.tokens for group in groups for completion in group]
+    assert [row["text"] for row in rows] == [completion.text for group in groups for completion in group]
+    assert [(row["prompt"], row["number"], row["seed"]) for row in rows] == [
         ("Hi", 0, 3), ("Hi", 1, 3), ("Ho", 0, 3), ("Ho", 1, 3)
     ]  # fmt: skip
 
@@ -62,15 +62,15 @@ def test_an_answer_ends_with_any_token_that_the_generation_config_says(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer("tiny-dense")
-    ((whole,),) = here([asked("Hi")], SAMPLING)
-    last = whole.tokens[2]
+    ((completion,),) = here([asked("Hi")], SAMPLING)
+    last = completion.tokens[2]
     export_hf(load_model("tiny-dense"), tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, 257]}))
     assert main(["generate", str(tmp_path), "--prompt", "Hi", "--json", *FEW]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens"] == whole.tokens[: whole.tokens.index(last) + 1]
-    assert found["finish_reason"] == "stop"
+    row = json.loads(capsys.readouterr().out)
+    assert row["tokens"] == completion.tokens[: completion.tokens.index(last) + 1]
+    assert row["finish_reason"] == "stop"
     assert ranks(1, ends_in_training, str(tmp_path)) == [{last, 257}]
 
 
@@ -80,8 +80,8 @@ def test_a_prompt_comes_from_standard_input_and_may_stay_as_it_is(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon"))
     assert main(["generate", "tiny-dense", "--plain", *words, *FEW]) == 0
-    ((one,),) = here(["Once upon"], SAMPLING)
-    assert capsys.readouterr().out == f"{one.text}\n"
+    ((completion,),) = here(["Once upon"], SAMPLING)
+    assert capsys.readouterr().out == f"{completion.text}\n"
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
 
     monkeypatch.setattr(Session, "step", interrupted)
     cut = talk.reply("Hi")
-    ((whole,),) = here([asked("Hi")], [replace(sampling, seed=4)])
-    assert str(whole.text).startswith(cut)
+    ((completion,),) = here([asked("Hi")], [replace(sampling, seed=4)])
+    assert str(completion.text).startswith(cut)
     assert talk.messages[-1] == {"role": "assistant", "content": cut}
     assert talk.reply("And?") in capsys.readouterr().out
     assert len(talk.messages) == 4
@@ -146,5 +146,5 @@ def test_a_prompt_that_has_no_room_is_said_and_the_conversation_goes_on(
     out = capsys.readouterr().out
     assert "max_batch_tokens is 96" in out
     assert "/reset starts a new conversation" in out
-    ((one,),) = here([asked("Hi")], [replace(SAMPLING, seed=4)])
-    assert out.endswith(f"{one.text}\n")
+    ((completion,),) = here([asked("Hi")], [replace(SAMPLING, seed=4)])
+    assert out.endswith(f"{completion.text}\n")

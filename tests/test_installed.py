@@ -79,8 +79,8 @@ def test_the_wheel_has_every_file_of_the_package(installed: Installed) -> None:
 
 def test_the_command_is_that_of_the_wheel(installed: Installed) -> None:
     assert installed.postlude("--version") == f"postlude {__version__}\n"
-    where = installed.run(sys.executable, "-c", "import postlude.cli; print(postlude.cli.__file__)")
-    assert Path(where.strip()) == installed.packages / "postlude" / "cli.py"
+    location = installed.run(sys.executable, "-c", "import postlude.cli; print(postlude.cli.__file__)")
+    assert Path(location.strip()) == installed.packages / "postlude" / "cli.py"
     assert "demo" in installed.postlude("--help")
 
 

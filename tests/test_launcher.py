@@ -26,29 +26,29 @@ def add_up(factor: int) -> tuple[int, float, str]:
         return rank.index * factor, total.item(), str(rank)
 
 
-def misbehave(how: str, who: int, where: str) -> None:
+def misbehave(fault: str, failing_rank: int, directory: str) -> None:
     """One rank does it, the others wait in a collective."""
     rank = dist.get_rank()
-    mine = Path(where, f"pid-{rank}")
-    mine.write_text(str(os.getpid()))
+    pid_file = Path(directory, f"pid-{rank}")
+    pid_file.write_text(str(os.getpid()))
     dist.barrier()
-    if rank == who:
-        if how == "raise":
+    if rank == failing_rank:
+        if fault == "raise":
             raise ValueError("no such column")
-        if how == "kill":
+        if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
+        if fault == "exit":
             os._exit(7)
-        if how == "sleep":
+        if fault == "sleep":
             time.sleep(3 * PATIENCE)  # who waits for it, waits in vain
-        if how == "return":
+        if fault == "return":
             return
     dist.all_reduce(torch.ones(3))
 
 
-def timeout(how: str) -> int:
+def timeout(fault: str) -> int:
     """Short where it has to pass, for ranks need to arrive within it, too."""
-    return 30 if how == "sleep" else PATIENCE
+    return 30 if fault == "sleep" else PATIENCE
 
 
 def alive(pid: int) -> bool:
@@ -70,7 +70,7 @@ def test_results_come_in_rank_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("fault", "sentence"),
     [
         ("raise", "rank 1 of 2 failed: ValueError: no such column"),
         ("kill", "rank 1 of 2 was killed by SIGKILL."),
@@ -79,21 +79,21 @@ def test_results_come_in_rank_order() -> None:
         pytest.param("sleep", "rank 1 of 2 did not come: it is in misbehave ", marks=pytest.mark.thorough),
     ],
 )
-def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_path: Path, capfd) -> None:
+def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd) -> None:
     with pytest.raises(RankError) as failure:
-        launch(misbehave, how, 1, str(tmp_path), nproc=2, timeout=timeout(how), device="cpu")
+        launch(misbehave, fault, 1, str(tmp_path), nproc=2, timeout=timeout(fault), device="cpu")
     assert str(failure.value).startswith(sentence)
     assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out
     assert "FAILED" not in printed.err + printed.out
-    if how == "raise":
+    if fault == "raise":
         assert 'raise ValueError("no such column")' in failure.value.traceback
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "who", "sentence"),
+    ("fault", "failing_rank", "sentence"),
     [
         ("raise", 1, "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost."),
@@ -107,10 +107,12 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, sentence: str, tmp_pa
         ),
     ],
 )
-def test_survivors_name_the_cause_without_an_agent(how: str, who: int, sentence: str, tmp_path: Path) -> None:
-    with PlainRanks(3, timeout(how), misbehave, how, who, str(tmp_path)) as three:
-        for told in (three.told(rank) for rank in range(3) if rank != who):
-            assert told.startswith(sentence) if how == "sleep" else told == sentence, told
+def test_survivors_name_the_cause_without_an_agent(
+    fault: str, failing_rank: int, sentence: str, tmp_path: Path
+) -> None:
+    with PlainRanks(3, timeout(fault), misbehave, fault, failing_rank, str(tmp_path)) as three:
+        for message in (three.told(rank) for rank in range(3) if rank != failing_rank):
+            assert message.startswith(sentence) if fault == "sleep" else message == sentence, message
 
 
 @pytest.mark.thorough  # so does the one that looks at what is said under it
@@ -210,23 +212,23 @@ if __name__ == "__main__":
 """
 
 
-def wait_for_a_signal(how: str, where: str) -> list[int]:
+def wait_for_a_signal(fault: str, directory: str) -> list[int]:
     """Tell that this rank is there, and wait until it is asked to end; a good one then takes its time to save."""
     received: list[int] = []
-    if how in ("save", "deaf"):
+    if fault in ("save", "deaf"):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
-    Path(where, f"here-{dist.get_rank()}").touch()
-    while how == "deaf" or not received:
+    Path(directory, f"here-{dist.get_rank()}").touch()
+    while fault == "deaf" or not received:
         time.sleep(0.01)
     time.sleep(0.3)
-    Path(where, f"saved-{dist.get_rank()}").touch()
+    Path(directory, f"saved-{dist.get_rank()}").touch()
     return received
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "number", "code", "saved"),
+    ("fault", "number", "code", "saved"),
     [
         ("save", signal.SIGTERM, 0, True),
         pytest.param("die", signal.SIGINT, -signal.SIGINT, False, marks=pytest.mark.thorough),
@@ -235,14 +237,14 @@ def wait_for_a_signal(how: str, where: str) -> list[int]:
     ],
 )
 def test_a_signal_is_forwarded_to_ranks_that_may_save(
-    how: str, number: signal.Signals, code: int, saved: bool, tmp_path: Path
+    fault: str, number: signal.Signals, code: int, saved: bool, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(STOPPED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
-    grace = {"deaf": 0.5}.get(how, PATIENCE)
+    grace = {"deaf": 0.5}.get(fault, PATIENCE)
     process = subprocess.Popen(
-        [sys.executable, str(script), how.split(maxsplit=1)[0], str(tmp_path), str(grace)],
+        [sys.executable, str(script), fault.split(maxsplit=1)[0], str(tmp_path), str(grace)],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -250,7 +252,7 @@ def test_a_signal_is_forwarded_to_ranks_that_may_save(
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         os.killpg(process.pid, number)  # as a terminal does
-        if how == "deaf twice":
+        if fault == "deaf twice":
             time.sleep(0.3)
             process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE)

@@ -63,9 +63,9 @@ def test_stages_count_from_zero() -> None:
 
 def joined(group: Any, layout: str) -> list[list[int]]:
     """The ranks of every group that a mesh asks torch for."""
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as asked:
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         Mesh(Layout.parse(layout))
-    return [call.args[0] for call in asked.call_args_list]
+    return [call.args[0] for call in new_group.call_args_list]
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def shared(group: Any, layout: str) -> list[str]:
     groups = [(name, getattr(mesh, name).group) for name in ("cp", "tp", "ep")]
     groups += [("F or B", channel) for channel in mesh.channels.values()]
     for shards in (mesh.fsdp_mesh, mesh.expert_fsdp_mesh):
-        groups += [("weights", each) for each in shards.get_all_groups()]
+        groups += [("weights", group) for group in shards.get_all_groups()]
     return [
-        f"{one} and {other}"
-        for place, (one, mine) in enumerate(groups)
-        for other, theirs in groups[place + 1 :]
-        if mine is not None and mine is theirs and one != "weights"
+        f"{name} and {other_name}"
+        for place, (name, group) in enumerate(groups)
+        for other_name, other_group in groups[place + 1 :]
+        if group is not None and group is other_group and name != "weights"
     ]
 
 

@@ -26,13 +26,13 @@ SECTIONS = {  # keys that a kind needs before one of its own can be set
 
 def rows(page: Path) -> list[tuple[str, list[str]]]:
     """Returns the section of each row of a table and the code in its second column."""
-    found = []
+    results = []
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
         for line in body.splitlines():
             if line.startswith("| ") and not line.startswith("|---"):
-                found.append((heading, re.findall(r"`([^`]+)`", line.strip("|").split("|")[1])))
-    return found
+                results.append((heading, re.findall(r"`([^`]+)`", line.strip("|").split("|")[1])))
+    return results
 
 
 def names(page: Path) -> list[tuple[str, str]]:

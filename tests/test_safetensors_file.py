@@ -82,8 +82,8 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        one, other = (each.view(-1).view(torch.uint8) for each in (found[name], alone(tensor)))
-        assert torch.equal(one, other), name
+        actual_bytes, expected_bytes = (each.view(-1).view(torch.uint8) for each in (found[name], alone(tensor)))
+        assert torch.equal(actual_bytes, expected_bytes), name
 
 
 def test_a_file_of_nothing(tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ class Away:
 def test_buffers_are_neither_read_too_soon_nor_filled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, copies: Callable[..., Callable[[], object]]
 ) -> None:
-    pieces, made = safetensors_file._pieces, []
+    pieces, sizes = safetensors_file._pieces, []
 
     def away(*arguments: object) -> Iterator[tuple[int, object]]:
         for number, (position, piece) in enumerate(pieces(*arguments)):  # type: ignore[arg-type]
             yield position, piece if number % 5 == 3 else Away(piece)  # and some are here
 
     def buffer(size: int) -> Tensor:
-        made.append(size)
+        sizes.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(safetensors_file, "_pieces", away)
@@ -131,26 +131,26 @@ def test_buffers_are_neither_read_too_soon_nor_filled_again(
     monkeypatch.setattr(safetensors_file, "_begin_copy", lambda here, there: copies(here, there.piece))
     tensors = every_kind()
     write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)
-    assert made == [size, size], "two buffers, however much there is to write"
+    assert sizes == [size, size], "two buffers, however much there is to write"
     assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "theirs")
 
 
 def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
-    shape, held = (64, 3), []
+    shape, buckets = (64, 3), []
 
     def made() -> Iterator[tuple[str, Tensor]]:
         for number in range(6):
             bucket = torch.full((2, *shape), float(number))
             alive = weakref.ref(bucket.untyped_storage())
-            views = [(f"{number}.{each}", bucket[each]) for each in range(2)]
+            views = [(f"{number}.{index}", bucket[index]) for index in range(2)]
             del bucket
             while views:
                 yield views.pop()
-            held.append(alive() is not None)
+            buckets.append(alive() is not None)
 
-    wanted = {f"{number}.{each}": TensorInfo(torch.float32, shape) for number in range(6) for each in range(2)}
-    write(tmp_path / "file", wanted, made(), staging_bytes=100)
-    assert held == [False] * 6
+    expected = {f"{number}.{index}": TensorInfo(torch.float32, shape) for number in range(6) for index in range(2)}
+    write(tmp_path / "file", expected, made(), staging_bytes=100)
+    assert buckets == [False] * 6
 
 
 @pytest.mark.parametrize("room", [0, 50, 1000, 5000])
@@ -203,7 +203,7 @@ def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
 
 
 def test_tensors_other_than_declared_are_refused(tmp_path: Path) -> None:
-    said = {"a": TensorInfo(torch.float32, (3,)), "b": TensorInfo(torch.float32, (3,))}
+    infos = {"a": TensorInfo(torch.float32, (3,)), "b": TensorInfo(torch.float32, (3,))}
     right = torch.ones(3)
     for wrong, sentence in (
         ([("a", right)], "1 of the file's tensors did not come: b"),
@@ -213,7 +213,7 @@ def test_tensors_other_than_declared_are_refused(tmp_path: Path) -> None:
         ([("a", right[:2])], r"a was to be .*\(3,\).*, but it is .*\(2,\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            write(tmp_path / "file", said, wrong)
+            write(tmp_path / "file", infos, wrong)
     with pytest.raises(ValueError, match=r"a is torch\.complex128, which safetensors has no name for"):
         write(tmp_path / "file", {"a": TensorInfo(torch.complex128, (3,))}, ())
 
@@ -244,5 +244,5 @@ def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path)
         tmp_path / "file", {str(n): TensorInfo(torch.float32, shape) for n in range(40)}, made(), staging_bytes=1 << 20
     )
     assert torch.cuda.max_memory_allocated() - before <= 2 * 4 * shape[0]
-    for name, found in load_file(tmp_path / "file").items():
-        assert (found == float(name)).all(), name
+    for name, tensor in load_file(tmp_path / "file").items():
+        assert (tensor == float(name)).all(), name

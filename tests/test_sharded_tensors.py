@@ -20,8 +20,8 @@ WHOLE = {
 
 
 def box(name: str, *bounds: tuple[int, int]) -> TensorShard:
-    where = tuple(slice(*each) for each in bounds)
-    return TensorShard(WHOLE[name][where], tuple(each.start for each in where), tuple(WHOLE[name].shape))
+    slices = tuple(slice(*bound) for bound in bounds)
+    return TensorShard(WHOLE[name][slices], tuple(dimension.start for dimension in slices), tuple(WHOLE[name].shape))
 
 
 @pytest.fixture(params=[1 << 20, 10, 64], ids="buckets of {}".format)
@@ -42,8 +42,8 @@ def reader(tmp_path: Path, request: pytest.FixtureRequest) -> ShardReader:
 
 
 def test_any_region_is_read_as_it_was_written(reader: ShardReader) -> None:
-    for name, whole in WHOLE.items():
-        assert torch.equal(reader.read(name), whole)
+    for name, full in WHOLE.items():
+        assert torch.equal(reader.read(name), full)
     assert torch.equal(reader.read("matrix", (1, 2), (3, 4)), WHOLE["matrix"][1:4, 2:6])
     targets = {
         "matrix": TensorShard(torch.empty(2, 2), (1, 2), (5, 7)),
@@ -55,8 +55,8 @@ def test_any_region_is_read_as_it_was_written(reader: ShardReader) -> None:
 
 
 def test_files_are_safetensors_that_others_read(reader: ShardReader) -> None:
-    found = load_file(reader.directory / "part-1.safetensors")
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+    actual = load_file(reader.directory / "part-1.safetensors")
+    assert {name: tensor.tolist() for name, tensor in actual.items()} == {
         "matrix": WHOLE["matrix"][2:, :3].tolist(),
         "half": WHOLE["half"][:, :, :1].tolist(),
     }
@@ -95,11 +95,11 @@ def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
         staged.write(path)
         return [bucket.data_ptr() for bucket in staging.buckets], load_file(path)["values"]
 
-    first, one = save(tmp_path / "one.safetensors")
-    again, two = save(tmp_path / "two.safetensors")
-    assert torch.equal(one, torch.arange(40.0))
+    first, first_file = save(tmp_path / "one.safetensors")
+    second, two = save(tmp_path / "two.safetensors")
+    assert torch.equal(first_file, torch.arange(40.0))
     assert torch.equal(two, torch.arange(40.0) + 100)
-    assert first == again
+    assert first == second
     assert len(first) == 3
 
 
@@ -110,7 +110,7 @@ def test_staging_adds_nothing_to_the_gpus_memory(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    staged = staging.take({name: TensorShard(each, (0,), (1 << 20,)) for name, each in values.items()})
+    staged = staging.take({name: TensorShard(value, (0,), (1 << 20,)) for name, value in values.items()})
     assert torch.cuda.max_memory_allocated() == before
     assert all(bucket.is_pinned() for bucket in staging.buckets)
     staged.write(tmp_path / "part.safetensors")

@@ -95,10 +95,10 @@ def test_log_probs_equal_transformers(tokenizer, ours, theirs) -> None:
 
 
 def test_export_of_the_real_model_loads_in_transformers(ours, theirs, tmp_path: Path) -> None:
-    again = AutoModelForCausalLM.from_pretrained(export_hf(ours, tmp_path / "smollm2"))
+    reloaded = AutoModelForCausalLM.from_pretrained(export_hf(ours, tmp_path / "smollm2"))
     ids = torch.tensor([[1, 4093, 198, 28120]])
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, theirs(ids).logits)
+        assert torch.equal(reloaded(ids).logits, theirs(ids).logits)
 
 
 def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
@@ -160,8 +160,8 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
     Log-probs are near: the file's weights have 4 bits, and llama.cpp rounds what they are multiplied with to 8 bits
     where the generator computes in fp32. Of 32 tokens the largest difference was 0.13, the mean 0.04.
     """
-    begun = [*asked(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
-    prompts = [*(tokenizer(text)["input_ids"] for text in (TEXTS[1], "1, 2, 3, 4, 5, 6, 7,")), begun]
+    partial_turn = [*asked(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
+    prompts = [*(tokenizer(text)["input_ids"] for text in (TEXTS[1], "1, 2, 3, 4, 5, 6, 7,")), partial_turn]
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
     expected = Generator(ours, tokenizer).generate(prompts, greedy)
     with closing(GenerationClient(llama_cpp, tokenizer=tokenizer)) as engine:
@@ -172,12 +172,19 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
             512,
         )  # of 1,024 for two answers at once
     gaps = []
-    for (one,), (other,) in zip(answered, expected, strict=True):
-        assert (one.tokens, one.finish_reason, one.text) == (other.tokens, other.finish_reason, other.text)
-        gaps += [abs(here - there) for here, there in zip(one.logprobs, other.logprobs, strict=True)]
+    for (completion,), (expected_completion,) in zip(answered, expected, strict=True):
+        assert (completion.tokens, completion.finish_reason, completion.text) == (
+            expected_completion.tokens,
+            expected_completion.finish_reason,
+            expected_completion.text,
+        )
+        gaps += [
+            abs(logprob - expected_logprob)
+            for logprob, expected_logprob in zip(completion.logprobs, expected_completion.logprobs, strict=True)
+        ]
     assert max(gaps) < 0.25
     assert sum(gaps) / len(gaps) < 0.08
-    assert {one.finish_reason for (one,) in answered} == {"stop", "length"}
+    assert {completion.finish_reason for (completion,) in answered} == {"stop", "length"}
 
 
 @pytest.mark.thorough  # as tiny models show

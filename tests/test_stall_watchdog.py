@@ -15,11 +15,11 @@ def test_a_host_that_stands_still_behind_a_stuck_gpu_is_noticed() -> None:
 
 
 def test_a_host_that_waits_for_something_else_is_left_alone() -> None:
-    asked, noticed, enough = [], threading.Event(), threading.Event()
+    reports, noticed, enough = [], threading.Event(), threading.Event()
 
     def is_stuck(seconds: float) -> bool:
-        asked.append(seconds)
-        if len(asked) == 3:
+        reports.append(seconds)
+        if len(reports) == 3:
             enough.set()
         return False
 
@@ -30,11 +30,11 @@ def test_a_host_that_waits_for_something_else_is_left_alone() -> None:
 
 
 def test_a_host_that_moves_is_not_asked_about() -> None:
-    asked: list[float] = []
+    times: list[float] = []
     looked, over = threading.Event(), threading.Event()
 
     def move() -> None:
-        watch = StallWatchdog(3600.0, lambda seconds: bool(asked.append(seconds)), looked.set)
+        watch = StallWatchdog(3600.0, lambda seconds: bool(times.append(seconds)), looked.set)
         looked.set()
         over.wait(60)
         watch.close()
@@ -44,4 +44,4 @@ def test_a_host_that_moves_is_not_asked_about() -> None:
     assert looked.wait(60)
     over.set()
     thread.join(60)
-    assert not asked
+    assert not times

@@ -43,7 +43,7 @@ def imported(program: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "expected"),
     [
         ("--help", 0, "COMMAND"),
         ("--version", 0, "postlude "),
@@ -63,10 +63,10 @@ def imported(program: str) -> set[str]:
         ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, "warmup is -1"),
     ],
 )
-def test_help_and_mistakes_need_no_torch(arguments: str, code: int, said: str) -> None:
-    found, output, modules = started(arguments.split())
-    assert found == code
-    assert said in output
+def test_help_and_mistakes_need_no_torch(arguments: str, code: int, expected: str) -> None:
+    exit_code, output, modules = started(arguments.split())
+    assert exit_code == code
+    assert expected in output
     assert not modules & {"torch", "transformers", "tokenizers", "numpy", "asyncio"}
 
 

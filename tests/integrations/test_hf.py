@@ -76,14 +76,14 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def dense(logits: Tensor, targets: Tensor, kept: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def dense(logits: Tensor, targets: Tensor, mask: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """logprob and entropy [B, S] by token, from logits by predicting position."""
     scale = temperature[:, 1:, None] if isinstance(temperature, Tensor) else temperature
     rates = (logits[:, :-1] / scale).log_softmax(-1)
     rated = rates.gather(-1, targets[:, 1:, None].clamp_min(0))[..., 0]
     entropy = -(rates.exp() * rates).sum(-1)
     first = torch.zeros_like(rated[:, :1])
-    return tuple(torch.where(kept, torch.cat([first, row], 1), 0.0) for row in (rated, entropy))
+    return tuple(torch.where(mask, torch.cat([first, row], 1), 0.0) for row in (rated, entropy))
 
 
 def upstream(seed: int) -> Tensor:
@@ -96,15 +96,15 @@ def gradients(model: PreTrainedModel, logprob: Tensor, entropy: Tensor) -> dict[
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def assert_equals_logits(model: PreTrainedModel, inputs: dict[str, Any], kept: Tensor, **options: Any) -> None:
+def assert_equals_logits(model: PreTrainedModel, inputs: dict[str, Any], mask: Tensor, **options: Any) -> None:
     """Same numbers and same gradient of every parameter. `kept` [B, S] marks the tokens that have a number."""
     ids, labels = inputs["input_ids"], options.get("labels")
     stats = logprobs(model, **inputs, **options, entropy=True)
     actual = gradients(model, stats.logprob, stats.entropy)
     targets = ids if labels is None else labels
-    exact = dense(model(**inputs).logits, targets, kept, options.get("temperature", 1.0))
+    exact = dense(model(**inputs).logits, targets, mask, options.get("temperature", 1.0))
     expected = gradients(model, *exact)
-    assert stats.logprob[kept].all()
+    assert stats.logprob[mask].all()
     assert_equal(stats.logprob, exact[0], "logprob")
     assert_equal(stats.entropy, exact[1], "entropy")
     assert actual.keys() == expected.keys()
@@ -116,9 +116,9 @@ def assert_equals_logits(model: PreTrainedModel, inputs: dict[str, Any], kept: T
 
 
 def all_but_first() -> Tensor:
-    kept = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    kept[:, 0] = False
-    return kept
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    mask[:, 0] = False
+    return mask
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -157,9 +157,9 @@ def test_padded_equals_each_sequence_alone(family: str, side: str) -> None:
     assert not stats.logprob[mask == 0].any()
     assert not stats.entropy[mask == 0].any()
     for row, (place, sequence) in enumerate(zip(places, alone, strict=True)):
-        own = logprobs(model, sequence, entropy=True)
-        assert_equal(stats.logprob[row, place], own.logprob[0], f"logprob of row {row}")
-        assert_equal(stats.entropy[row, place], own.entropy[0], f"entropy of row {row}")
+        expected = logprobs(model, sequence, entropy=True)
+        assert_equal(stats.logprob[row, place], expected.logprob[0], f"logprob of row {row}")
+        assert_equal(stats.entropy[row, place], expected.entropy[0], f"entropy of row {row}")
 
 
 def test_packed_equals_each_sequence_alone() -> None:

@@ -143,7 +143,7 @@ class Case:
 
     def __str__(self) -> str:
         marks = {"sequence": self.sequence_parallel, "tied": self.tied, "mup": self.mup != 1.0, "bias": self.bias}
-        return "-".join([*(name for name, given in marks.items() if given), self.returns])
+        return "-".join([*(name for name, is_set in marks.items() if is_set), self.returns])
 
     @property
     def config(self) -> Config:
@@ -177,16 +177,16 @@ class Whole:
 
 def run(group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     """One rank's results and its gradients of its hidden states and of its shard of the head."""
-    whole, size, rank = Whole(), dist.get_world_size(group), dist.get_rank(group)
-    bias = whole.bias.chunk(size)[rank].clone() if case.bias else None
-    model = GPTModel(whole.weight.chunk(size)[rank].clone(), bias, case.config, case.tied, group)
-    hidden = whole.hidden.chunk(size)[rank] if case.sequence_parallel else whole.hidden
+    full, size, rank = Whole(), dist.get_world_size(group), dist.get_rank(group)
+    bias = full.bias.chunk(size)[rank].clone() if case.bias else None
+    model = GPTModel(full.weight.chunk(size)[rank].clone(), bias, case.config, case.tied, group)
+    hidden = full.hidden.chunk(size)[rank] if case.sequence_parallel else full.hidden
     hidden = hidden.clone().requires_grad_()
     processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True, temperature=9.0, returns=case.returns)
-    context = MegatronContext(temperature=whole.temperature)
-    output = model(hidden, whole.labels, whole.loss_mask, output_processor=processor, output_processor_context=context)
+    context = MegatronContext(temperature=full.temperature)
+    output = model(hidden, full.labels, full.loss_mask, output_processor=processor, output_processor_context=context)
     rows = output.unbind() if case.returns == "tensor" else (output.logprob, output.entropy, output.lse)
-    sum((row * up).sum() for row, up in zip(rows, whole.upstream, strict=True)).backward()
+    sum((row * up).sum() for row, up in zip(rows, full.upstream, strict=True)).backward()
     leaves = [hidden, model.head_weight, *([model.output_layer.bias] if case.bias else [])]
     return [row.detach() for row in rows], [leaf.grad for leaf in leaves]
 
@@ -205,8 +205,8 @@ CASES += [Case(bias=True), Case(sequence_parallel=True, bias=True, mup=0.3), Cas
 def test_equals_the_whole_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
     rows, (hidden, weight, bias) = Whole().exact(case)
     answers = ranks(size, run, case)
-    for got, _ in answers:
-        for name, actual, expected in zip(("logprob", "entropy", "lse"), got, rows, strict=True):
+    for rank_result, _ in answers:
+        for name, actual, expected in zip(("logprob", "entropy", "lse"), rank_result, rows, strict=True):
             assert_equal(actual, expected, name)
             assert actual.is_contiguous()
     hiddens = [gradients[0] for _, gradients in answers]
@@ -218,77 +218,77 @@ def test_equals_the_whole_head_on_one_rank(ranks: Ranks, size: int, case: Case) 
 
 
 def one_rank(**config: Any) -> tuple[Whole, GPTModel]:
-    whole = Whole()
-    return whole, GPTModel(whole.weight, None, Config(**config), False, None)
+    full = Whole()
+    return full, GPTModel(full.weight, None, Config(**config), False, None)
 
 
 def test_the_default_rates_labels_over_the_padded_vocabulary() -> None:
-    whole, model = one_rank()
-    stats = model(whole.hidden, whole.labels, output_processor=logprobs_output_processor)
+    full, model = one_rank()
+    stats = model(full.hidden, full.labels, output_processor=logprobs_output_processor)
     assert isinstance(stats, TokenStats)
     assert stats.entropy is None
-    assert_equal(stats.logprob, dense(whole.hidden.transpose(0, 1), whole.weight, whole.labels)[0])
+    assert_equal(stats.logprob, dense(full.hidden.transpose(0, 1), full.weight, full.labels)[0])
 
 
 def test_top_k_and_hit_are_batch_first() -> None:
-    whole, model = one_rank()
-    stats = model(whole.hidden, whole.labels, output_processor=LogprobsProcessor(topk=2, hit=True))
-    logits = whole.hidden.transpose(0, 1) @ whole.weight.t()
-    kept = whole.labels != -100
-    assert torch.equal(stats.topk_ids[kept], logits.topk(2).indices[kept])
-    assert torch.equal(stats.hit, (logits.argmax(-1) == whole.labels) & kept)
+    full, model = one_rank()
+    stats = model(full.hidden, full.labels, output_processor=LogprobsProcessor(topk=2, hit=True))
+    logits = full.hidden.transpose(0, 1) @ full.weight.t()
+    has_label = full.labels != -100
+    assert torch.equal(stats.topk_ids[has_label], logits.topk(2).indices[has_label])
+    assert torch.equal(stats.hit, (logits.argmax(-1) == full.labels) & has_label)
 
 
 def test_targets_of_the_context_replace_labels() -> None:
-    whole, model = one_rank()
-    context = MegatronContext(targets=whole.labels)
-    stats = model(whole.hidden, output_processor=LogprobsProcessor(), output_processor_context=context)
-    assert_equal(stats.logprob, model(whole.hidden, whole.labels, output_processor=LogprobsProcessor()).logprob)
+    full, model = one_rank()
+    context = MegatronContext(targets=full.labels)
+    stats = model(full.hidden, output_processor=LogprobsProcessor(), output_processor_context=context)
+    assert_equal(stats.logprob, model(full.hidden, full.labels, output_processor=LogprobsProcessor()).logprob)
 
 
 def test_loss_mask_can_be_left_to_the_caller() -> None:
-    whole, model = one_rank()
-    masked = model(whole.hidden, whole.labels, whole.loss_mask, output_processor=LogprobsProcessor()).logprob
+    full, model = one_rank()
+    masked = model(full.hidden, full.labels, full.loss_mask, output_processor=LogprobsProcessor()).logprob
     processor = LogprobsProcessor(use_loss_mask=False)
-    everything = model(whole.hidden, whole.labels, whole.loss_mask, output_processor=processor).logprob
-    assert (everything != 0).equal(whole.labels != -100)
-    assert_equal(masked, everything * whole.loss_mask)
+    everything = model(full.hidden, full.labels, full.loss_mask, output_processor=processor).logprob
+    assert (everything != 0).equal(full.labels != -100)
+    assert_equal(masked, everything * full.loss_mask)
 
 
 def test_takes_exactly_the_arguments_of_the_hook() -> None:
     parameters = inspect.signature(LogprobsProcessor.__call__).parameters.values()
-    assert [each.name for each in parameters if each.kind is each.KEYWORD_ONLY] == HOOK
-    assert all(each.default is each.empty for each in parameters)
-    whole, model = one_rank()
+    assert [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY] == HOOK
+    assert all(parameter.default is parameter.empty for parameter in parameters)
+    full, model = one_rank()
     sent: dict[str, Any] = {}
-    model(whole.hidden, whole.labels, output_processor=lambda **hook: sent.update(hook))
+    model(full.hidden, full.labels, output_processor=lambda **hook: sent.update(hook))
     assert list(sent) == HOOK
     assert_equal(
         LogprobsProcessor()(**sent, padding_mask=None).logprob,
-        model(whole.hidden, whole.labels, output_processor=LogprobsProcessor()).logprob,
+        model(full.hidden, full.labels, output_processor=LogprobsProcessor()).logprob,
     )
     with pytest.raises(TypeError, match=r"passed padding_mask, which this version of postlude does not know"):
-        LogprobsProcessor()(**sent, padding_mask=whole.loss_mask)
+        LogprobsProcessor()(**sent, padding_mask=full.loss_mask)
 
 
 def test_refuses_what_it_cannot_honour() -> None:
-    whole, model = one_rank()
+    full, model = one_rank()
     arguments: dict[str, Any] = {"output_processor": LogprobsProcessor()}
     with pytest.raises(ValueError, match=r"without inference_context"):
-        model(whole.hidden, whole.labels, inference_context=SimpleNamespace(), **arguments)
+        model(full.hidden, full.labels, inference_context=SimpleNamespace(), **arguments)
     with pytest.raises(ValueError, match=r"give the model labels, or the context targets"):
-        model(whole.hidden, **arguments)
+        model(full.hidden, **arguments)
     with pytest.raises(TypeError, match=r"must be a MegatronContext, but is a dict"):
-        model(whole.hidden, whole.labels, output_processor_context={}, **arguments)
+        model(full.hidden, full.labels, output_processor_context={}, **arguments)
     with pytest.raises(ValueError, match=r"vocab_size is 41, but the output layer has 40 rows x 1 ranks"):
-        model(whole.hidden, whole.labels, output_processor=LogprobsProcessor(vocab_size=41))
+        model(full.hidden, full.labels, output_processor=LogprobsProcessor(vocab_size=41))
     with pytest.raises(ValueError, match=r"Drop topk and hit"):
         LogprobsProcessor(returns="tensor", topk=1)
     with pytest.raises(ValueError, match=r'must be "stats" or "tensor", but is .tuple.'):
         LogprobsProcessor(returns="tuple")
     model._scale_logits = lambda logits: 30 * torch.tanh(logits / 30)
     with pytest.raises(ValueError, match=r"honour a factor on the logits alone"):
-        model(whole.hidden, whole.labels, **arguments)
+        model(full.hidden, full.labels, **arguments)
 
 
 class SoftcappedLinear(ColumnParallelLinear):
@@ -297,34 +297,34 @@ class SoftcappedLinear(ColumnParallelLinear):
 
 
 def test_refuses_an_output_layer_that_is_more_than_a_product() -> None:
-    whole, model = one_rank()
-    arguments: dict[str, Any] = {"labels": whole.labels, "output_processor": LogprobsProcessor()}
+    full, model = one_rank()
+    arguments: dict[str, Any] = {"labels": full.labels, "output_processor": LogprobsProcessor()}
     model.output_layer.disable_grad_reduce = True
     with pytest.raises(ValueError, match=r"without disable_grad_reduce"):
-        model(whole.hidden, **arguments)
-    model.output_layer = ColumnParallelLinear(whole.weight[:20], None, model.config, None)
+        model(full.hidden, **arguments)
+    model.output_layer = ColumnParallelLinear(full.weight[:20], None, model.config, None)
     with pytest.raises(ValueError, match=r"needs the 40 rows .* weight is a Parameter \[20, 6\]"):
-        model(whole.hidden, **arguments)
-    model.output_layer = SoftcappedLinear(whole.weight, None, model.config, None)
+        model(full.hidden, **arguments)
+    model.output_layer = SoftcappedLinear(full.weight, None, model.config, None)
     with pytest.raises(TypeError, match=r"output layer is a SoftcappedLinear"):
-        model(whole.hidden, **arguments)
+        model(full.hidden, **arguments)
     model.output_layer = nn.Linear(FEATURES, PADDED)
     with pytest.raises(TypeError, match=r"output layer is a Linear"):
-        model(whole.hidden, **arguments)
+        model(full.hidden, **arguments)
 
 
 def test_refuses_settings_under_which_megatron_would_drop_the_heads_gradient() -> None:
-    whole, model = one_rank(defer_embedding_wgrad_compute=True)
-    arguments: dict[str, Any] = {"labels": whole.labels, "output_processor": LogprobsProcessor()}
+    full, model = one_rank(defer_embedding_wgrad_compute=True)
+    arguments: dict[str, Any] = {"labels": full.labels, "output_processor": LogprobsProcessor()}
     with pytest.raises(ValueError, match=r"set defer_embedding_wgrad_compute=False"):
-        model(whole.hidden, **arguments)
-    whole, model = one_rank(gradient_accumulation_fusion=True, mtp_num_layers=1)
+        model(full.hidden, **arguments)
+    full, model = one_rank(gradient_accumulation_fusion=True, mtp_num_layers=1)
     with pytest.raises(ValueError, match=r"Set zero_out_wgrad = True"):
-        model(whole.hidden, **arguments)
+        model(full.hidden, **arguments)
     with torch.no_grad():
-        scored = model(whole.hidden, **arguments).logprob
+        scored = model(full.hidden, **arguments).logprob
     model.output_layer.weight.zero_out_wgrad = True
-    assert_equal(model(whole.hidden, **arguments).logprob, scored)
+    assert_equal(model(full.hidden, **arguments).logprob, scored)
 
 
 class WithoutHook(nn.Module):
@@ -341,31 +341,31 @@ class WithoutHook(nn.Module):
 
 
 def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() -> None:
-    whole, model = Whole(), WithoutHook(Config())
+    full, model = Whole(), WithoutHook(Config())
     layer, parameters = model.output_layer, dict(model.named_parameters())
     processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True)
-    with logprobs_output_layer(model, processor, whole.targets, temperature=whole.temperature):
+    with logprobs_output_layer(model, processor, full.targets, temperature=full.temperature):
         assert dict(model.named_parameters()) == parameters
-        rows = model(whole.hidden).unbind(-1)
+        rows = model(full.hidden).unbind(-1)
     assert model.output_layer is layer
-    expected, (_, weight, _) = whole.exact(Case())
-    sum((row * up).sum() for row, up in zip(rows, whole.upstream, strict=True)).backward()
+    expected, (_, weight, _) = full.exact(Case())
+    sum((row * up).sum() for row, up in zip(rows, full.upstream, strict=True)).backward()
     for name, actual, exact in zip(("logprob", "entropy", "lse"), rows, expected, strict=True):
         assert_equal(actual, exact, name)
     assert_equal(layer.weight.grad, weight, "gradient of the weight")
 
 
 def test_an_output_layer_is_back_after_an_error() -> None:
-    whole, model = Whole(), WithoutHook(Config())
+    full, model = Whole(), WithoutHook(Config())
     layer = model.output_layer
     with (
         pytest.raises(ValueError, match=r"call the model without labels"),
-        logprobs_output_layer(model, LogprobsProcessor(), whole.labels),
+        logprobs_output_layer(model, LogprobsProcessor(), full.labels),
     ):
-        model(whole.hidden, whole.labels)
+        model(full.hidden, full.labels)
     assert model.output_layer is layer
     with pytest.raises(AssertionError, match=r"there would be logits"):
-        model(whole.hidden, whole.labels)
+        model(full.hidden, full.labels)
 
 
 @pytest.mark.parametrize(

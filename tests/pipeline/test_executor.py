@@ -28,8 +28,8 @@ def objective(inputs: OutputInputs, bonus: float) -> dict[str, Any]:
     """Token, entropy and sequence terms together; the result is a tree, not a tensor."""
     microbatch = inputs.microbatch
     stats = inputs.head.logprobs(inputs.hidden, microbatch.targets, entropy=True)
-    whole = microbatch.sequence_sum(stats.logprob).exp().sum()
-    loss = (-stats.logprob - bonus * stats.entropy).sum() + 0.1 * whole
+    total = microbatch.sequence_sum(stats.logprob).exp().sum()
+    loss = (-stats.logprob - bonus * stats.entropy).sum() + 0.1 * total
     return {"loss": loss / microbatch.batch_targets, "parts": (stats.logprob.detach(), microbatch.index)}
 
 
@@ -91,12 +91,12 @@ def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], 
         assert_equal(loss, expected["loss"], "loss")
         assert_equal(logprobs, expected["parts"][0], "log-probs")
         assert index == expected["parts"][1]
-    together: Gradients = {}
+    gathered: Gradients = {}
     for _, part in answers:
         for name, gradient in part.items():
-            together[name] = together[name] + gradient if name in together else gradient
-    assert together.keys() == gradients.keys()
-    for name, gradient in together.items():
+            gathered[name] = gathered[name] + gradient if name in gathered else gradient
+    assert gathered.keys() == gradients.keys()
+    for name, gradient in gathered.items():
         assert_equal(gradient, gradients[name], f"gradient of {name}")
 
 

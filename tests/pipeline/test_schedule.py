@@ -146,8 +146,8 @@ def test_transfers_hide_behind_an_interleaved_steady_state(pp: int, vpp: int) ->
 def test_forward_only_is_the_same_order_without_backwards(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
         forwards = orders(pp, vpp, microbatches, forward_only=True)
-        both = orders(pp, vpp, microbatches)
-        assert forwards == tuple(tuple(a for a in actions if a.kind == "F") for actions in both)
+        both_orders = orders(pp, vpp, microbatches)
+        assert forwards == tuple(tuple(a for a in actions if a.kind == "F") for actions in both_orders)
         times = simulate(forwards, pp=pp, vpp=vpp)
         assert times.makespan == slots(pp, vpp, microbatches)
         assert times.peak_in_flight == (0,) * pp
@@ -238,7 +238,7 @@ def test_a_schedule_out_of_order_is_found_or_keeps_its_dependencies(data, pp, vp
         return
     for action in chain.from_iterable(lists):
         inputs = dependencies(action, stages=pp * vpp)
-        assert all(times.finish[other] <= times.start[action] for other in inputs)
+        assert all(times.finish[source] <= times.start[action] for source in inputs)
 
 
 SHAPE = {"pp": 2, "vpp": 2, "microbatches": 4, "rank": 0}
@@ -276,8 +276,8 @@ def overlapped(pp: int, vpp: int, microbatches: int) -> tuple[tuple[ScheduleEntr
 
 
 def test_overlapped_turns_of_one_rank_and_of_two() -> None:
-    def as_text(each: tuple[ScheduleEntry, ...]) -> str:
-        return " ".join("+".join(map(str, turn)) for turn in each)
+    def as_text(schedule: tuple[ScheduleEntry, ...]) -> str:
+        return " ".join("+".join(map(str, turn)) for turn in schedule)
 
     assert as_text(overlapped(1, 1, 3)[0]) == "F0@0 F1@0+B0@0 F2@0+B1@0 B2@0"
     first, last = overlapped(2, 1, 5)
@@ -288,12 +288,12 @@ def test_overlapped_turns_of_one_rank_and_of_two() -> None:
 @every_shape
 def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
-        each = overlapped(pp, vpp, microbatches)
+        schedules = overlapped(pp, vpp, microbatches)
         for rank in range(pp):
-            assert sorted(map(str, chain.from_iterable(each[rank]))) == sorted(
+            assert sorted(map(str, chain.from_iterable(schedules[rank]))) == sorted(
                 map(str, orders(pp, vpp, microbatches)[rank])
             )
-        times = simulate_turns(each, pp=pp, vpp=vpp)
+        times = simulate_turns(schedules, pp=pp, vpp=vpp)
         assert times.makespan == 3 * slots(pp, vpp, microbatches)
         for rank, peak in enumerate(times.peak_in_flight):
             most = 2 * (pp - rank) + (vpp - 1) * largest_group(pp, microbatches)
@@ -323,8 +323,8 @@ def test_zero_bubble_as_the_paper_draws_it() -> None:
 def test_zero_bubble_is_1f1b_with_deferred_wgrads(pp: int) -> None:
     for microbatches, rank in product(counts(pp), range(pp)):
         actions = tuple(chain.from_iterable(without_bubble(pp, microbatches)[rank]))
-        assert tuple(each for each in actions if each.kind != "W") == orders(pp, 1, microbatches)[rank]
-        wgrad_actions = [each for each in actions if each.kind == "W"]
+        assert tuple(action for action in actions if action.kind != "W") == orders(pp, 1, microbatches)[rank]
+        wgrad_actions = [action for action in actions if action.kind == "W"]
         assert wgrad_actions == [Action("W", rank, microbatch) for microbatch in range(microbatches)]
 
 
@@ -344,8 +344,8 @@ def test_bubble_and_memory_of_zero_bubble_as_theory_says(pp: int, times: tuple[i
             assert plain.makespan - work == (pp - 1) * sum(times)
             assert actual.makespan - work == (pp - 1) * (forward + max(0, backward - weights))
         assert actual.peak_in_flight == plain.peak_in_flight
-        both = [peak_held(each, lambda _: 1.0, lambda _: 1.0) for each in schedule]
-        assert both == [min(pp, microbatches)] * pp
+        peaks = [peak_held(rank_entries, lambda _: 1.0, lambda _: 1.0) for rank_entries in schedule]
+        assert peaks == [min(pp, microbatches)] * pp
 
 
 def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:

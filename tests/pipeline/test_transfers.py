@@ -43,10 +43,10 @@ def finishes(plan: Sequence[RankTransfers]) -> bool:
             if positions[rank] == len(queue):
                 continue
             head = queue[positions[rank]]
-            other = head.source + head.destination - rank
-            if positions[other] < len(queues[other]) and queues[other][positions[other]] == head:
+            other_rank = head.source + head.destination - rank
+            if positions[other_rank] < len(queues[other_rank]) and queues[other_rank][positions[other_rank]] == head:
                 positions[rank] += 1
-                positions[other] += 1
+                positions[other_rank] += 1
                 progress = True
     return all(position == len(queue) for position, queue in zip(positions, queues, strict=True))
 
@@ -61,9 +61,9 @@ def test_receives_that_are_all_a_turn_ahead_do_not() -> None:
     """Each rank waits for the receive that it launched for its next turn; what it would send comes after that turn."""
     shape = {"pp": 2, "vpp": 1, "forward_only": False, "overlap": False}
     plan = []
-    for rank, each in enumerate(schedule(shape, 4)):
-        launched: list[list[Transfer]] = [[] for _ in range(len(each) + 1)]
-        for index, turn in enumerate(each):
+    for rank, entries in enumerate(schedule(shape, 4)):
+        launched: list[list[Transfer]] = [[] for _ in range(len(entries) + 1)]
+        for index, turn in enumerate(entries):
             for payload in needed(turn, 2):
                 launched[max(0, index - 1)].append(Transfer(payload, 1 - rank, rank))
             for action in turn:
@@ -78,19 +78,19 @@ def test_every_payload_is_sent_after_its_action_and_received_before_it_is_needed
     pp, stages = shape["pp"], shape["pp"] * shape["vpp"]
     for microbatches in COUNTS:
         plan = transfer_plan(microbatches=microbatches, **shape)
-        for rank, (each, launched) in enumerate(zip(schedule(shape, microbatches), plan, strict=True)):
-            assert len(launched) == len(each) + 1
+        for rank, (entries, launched) in enumerate(zip(schedule(shape, microbatches), plan, strict=True)):
+            assert len(launched) == len(entries) + 1
             received: set[Action] = set()
             sent: list[Action] = []
             for index, transfers in enumerate(launched):
                 received |= {transfer.payload for transfer in transfers if transfer.destination == rank}
                 sent += [transfer.payload for transfer in transfers if transfer.source == rank]
-                if index < len(each) and pp > 1:
-                    assert needed(each[index], stages) <= received
-                    received -= needed(each[index], stages)
+                if index < len(entries) and pp > 1:
+                    assert needed(entries[index], stages) <= received
+                    received -= needed(entries[index], stages)
                 if index:
-                    made = {action for action in each[index - 1] if action in sent}
-                    assert made == {transfer.payload for transfer in transfers if transfer.source == rank}
+                    produced = {action for action in entries[index - 1] if action in sent}
+                    assert produced == {transfer.payload for transfer in transfers if transfer.source == rank}
             assert not received
             assert len(sent) == len(set(sent))
 
@@ -112,19 +112,19 @@ def test_few_receives_wait_for_their_turn(shape: dict[str, Any]) -> None:
     bound = 2 * shape["pp"] if shape["vpp"] > 1 else 4
     for microbatches in COUNTS:
         for rank, launched in enumerate(transfer_plan(microbatches=microbatches, **shape)):
-            held = 0
+            held_count = 0
             for turn, transfers in zip(schedule(shape, microbatches)[rank], launched, strict=False):
-                held += sum(transfer.destination == rank for transfer in transfers)
-                assert held <= bound
-                held -= len(needed(turn, shape["pp"] * shape["vpp"])) if shape["pp"] > 1 else 0
+                held_count += sum(transfer.destination == rank for transfer in transfers)
+                assert held_count <= bound
+                held_count -= len(needed(turn, shape["pp"] * shape["vpp"])) if shape["pp"] > 1 else 0
 
 
 def written(shape: dict[str, Any], microbatches: int, rank: int) -> str:
-    launched, each = transfer_plan(microbatches=microbatches, **shape)[rank], schedule(shape, microbatches)[rank]
+    launched, entries = transfer_plan(microbatches=microbatches, **shape)[rank], schedule(shape, microbatches)[rank]
     words = []
     for index, transfers in enumerate(launched):
         words += [f"{'send' if t.source == rank else 'receive'} {t.payload}," for t in transfers]
-        words += ["+".join(map(str, turn)) for turn in each[index : index + 1]]
+        words += ["+".join(map(str, turn)) for turn in entries[index : index + 1]]
     return " ".join(words)
 
 

@@ -26,8 +26,8 @@ ROUND = Hardware(
 
 def model_of(name: str, layout: str = "", **change: Any) -> CostModel:
     config = read_model(name)[1]
-    how = {"hardware": HARDWARE["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
-    return CostModel(config=config, layout=Layout.parse(layout), **how)
+    options = {"hardware": HARDWARE["h100"], "budget": 1024, "length": 512, "microbatches": 8} | change
+    return CostModel(config=config, layout=Layout.parse(layout), **options)
 
 
 def test_an_overlapped_entry_hides_communication_behind_compute() -> None:
@@ -45,10 +45,10 @@ def test_an_overlapped_entry_hides_communication_behind_compute() -> None:
 def test_equal_stages_take_the_theoretical_time(pp: int, vpp: int) -> None:
     layout, microbatches = Layout(pp=pp, vpp=vpp), 8
     cost = {"F": ActionCost(1.0), "B": ActionCost(2.0)}
-    found = simulate_step(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
-    assert found.seconds == 3 * (vpp * microbatches + pp - 1) + 0.5
-    assert found.bubble == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
-    assert found.exposed == found.exchange == found.waited == 0
+    step = simulate_step(layout, lambda action: cost[action.kind], microbatches=microbatches, after=0.5)
+    assert step.seconds == 3 * (vpp * microbatches + pp - 1) + 0.5
+    assert step.bubble == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
+    assert step.exposed == step.exchange == step.waited == 0
 
 
 def test_overlap_exposes_only_the_ends() -> None:
@@ -76,13 +76,13 @@ def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
 def test_a_backward_and_its_deferred_wgrads_take_as_long_as_one_backward(recompute: str) -> None:
     model = model_of("tiny-moe", "pp=2,dp_shard=2,ep=2", recompute=recompute)
     for stage in range(2):
-        whole, part, rest = (
+        full, part, remainder = (
             model(Action("B", stage, 0)),
             *(model.with_deferred_wgrads(Action(kind, stage, 0)) for kind in "BW"),
         )
-        assert part.compute + rest.compute == pytest.approx(whole.compute)
-        assert (part.exchange + rest.exchange, part.waited + rest.waited) == (whole.exchange, whole.waited)
-        assert 0 < rest.compute < model(Action("F", stage, 0)).compute < part.compute
+        assert part.compute + remainder.compute == pytest.approx(full.compute)
+        assert (part.exchange + remainder.exchange, part.waited + remainder.waited) == (full.exchange, full.waited)
+        assert 0 < remainder.compute < model(Action("F", stage, 0)).compute < part.compute
     assert model.with_deferred_wgrads(Action("F", 0, 0)) == model(Action("F", 0, 0))
     slow = Hardware(flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=1e6, inter_node=1e6)
     last = model_of("tiny-dense", "pp=2,dp_shard=2", hardware=slow)
@@ -98,12 +98,12 @@ def test_a_zero_bubble_forecast_is_faster_and_counts_deferred_wgrads() -> None:
     assert filled.step.bubble < plain.step.bubble
     assert filled.step.seconds < plain.step.seconds
     assert filled.step.timeline.peak_in_flight == plain.step.timeline.peak_in_flight
-    held = [[each.activations for each in found.memory] for found in (plain, filled)]
+    activations = [[rank_memory.activations for rank_memory in prediction.memory] for prediction in (plain, filled)]
     # The first rank runs each W right after its B, so it defers one microbatch's weight gradients at most.
-    assert held[0][0] <= held[1][0] < held[0][0] * (1 + 1 / plain.step.timeline.peak_in_flight[0])
-    assert all(more > less for less, more in zip(held[0][1:], held[1][1:], strict=True))
-    found = search(model_of("tiny-dense", budget=4096, length=4096), 4, 64 * 4096, overlap="zero_bubble")
-    assert {(each.model.layout.pp > 1, each.model.layout.vpp) for each in found.best} == {(True, 1)}
+    assert activations[0][0] <= activations[1][0] < activations[0][0] * (1 + 1 / plain.step.timeline.peak_in_flight[0])
+    assert all(more > less for less, more in zip(activations[0][1:], activations[1][1:], strict=True))
+    result = search(model_of("tiny-dense", budget=4096, length=4096), 4, 64 * 4096, overlap="zero_bubble")
+    assert {(candidate.model.layout.pp > 1, candidate.model.layout.vpp) for candidate in result.best} == {(True, 1)}
 
 
 def test_links_inside_a_node_and_between() -> None:
@@ -117,15 +117,17 @@ def test_links_inside_a_node_and_between() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
 def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
-    whole = sum(work.compute for work in model_of(name).costs.values())
+    full_compute = sum(work.compute for work in model_of(name).costs.values())
     for layout in ("tp=2", "cp=2", "pp=2,vpp=2"):
         parts = model_of(name, layout)
         ranks = parts.layout.tp * parts.layout.cp
-        assert sum(work.compute for work in parts.costs.values()) * ranks == pytest.approx(whole)
-    one = model_of(name)
-    assert whole == pytest.approx(one.model_flops * one.budget / (one.hardware.flops * one.hardware.efficiency))
-    again = model_of(name, recompute="full")
-    assert sum(work.compute for work in again.costs.values()) == pytest.approx(whole * 4 / 3)
+        assert sum(work.compute for work in parts.costs.values()) * ranks == pytest.approx(full_compute)
+    plain = model_of(name)
+    assert full_compute == pytest.approx(
+        plain.model_flops * plain.budget / (plain.hardware.flops * plain.hardware.efficiency)
+    )
+    recomputed = model_of(name, recompute="full")
+    assert sum(work.compute for work in recomputed.costs.values()) == pytest.approx(full_compute * 4 / 3)
 
 
 def test_longer_sequences_add_only_the_cost_of_attention() -> None:
@@ -157,14 +159,14 @@ def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
 
 def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
     start = model_of("tiny-moe", budget=4096, length=4096)
-    found = search(start, 8, 64 * 4096)
-    assert found.best
-    speeds = [each.tokens_per_second for each in found.best]
+    result = search(start, 8, 64 * 4096)
+    assert result.best
+    speeds = [candidate.tokens_per_second for candidate in result.best]
     assert speeds == sorted(speeds, reverse=True)
-    for each in found.best:
-        assert each.model.layout.world_size == 8
-        again = forecast(each.model)
-        assert (again.step.seconds, again.peak) == (each.step.seconds, each.peak)
+    for candidate in result.best:
+        assert candidate.model.layout.world_size == 8
+        repeated = forecast(candidate.model)
+        assert (repeated.step.seconds, repeated.peak) == (candidate.step.seconds, candidate.peak)
     none = search(model_of("tiny-moe", budget=4096, length=4096, hardware=ROUND), 8, 64 * 4096)
     assert none.best or none.least > 0
 
@@ -217,13 +219,13 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     path.write_text(json.dumps({"like": "h100", "inter_node": 25e9}))
     assert load_hardware(str(path)).inter_node == 25e9
     assert load_hardware(str(path)).flops == HARDWARE["h100"].flops
-    for given, sentence in (
+    for options, sentence in (
         ('{"like": "h100", "speed": 1}', "'speed' in it is unknown"),
         ('{"flops": 1}', "lacks memory, memory_bandwidth"),
         ('{"like": "h100", "efficiency": 2}', "efficiency is 2, but it is a fraction"),
         ('{"like": "h100", "gpus_per_node": 0}', "gpus_per_node of a GPU is 0"),
         ("[", "is not JSON"),
     ):
-        path.write_text(given)
+        path.write_text(options)
         with pytest.raises(ValueError, match=sentence):
             load_hardware(str(path))

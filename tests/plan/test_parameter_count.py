@@ -55,12 +55,12 @@ def test_depths_and_stages_are_counted_as_if_they_were_built(tied: bool, repeate
 
 def test_sharded_parameters_are_divided_and_replicated_ones_are_not() -> None:
     config = config_of("tiny-moe")
-    whole = count_parameters(config).layers["*E"]
+    full_count = count_parameters(config).layers["*E"]
     cut = count_parameters(config, Layout(tp=2, dp_shard=2, ep=4)).layers["*E"]
-    assert cut.experts == whole.experts // 4
+    assert cut.experts == full_count.experts // 4
     router = config.hidden_size * config.blocks["E"].experts
     norms = 2 * config.hidden_size + 2 * config.blocks["*"].head_dim
-    assert cut.dense == router + norms + (whole.dense - router - norms) // 2
+    assert cut.dense == router + norms + (full_count.dense - router - norms) // 2
     assert ParameterCount(8, 8).stored(Layout(tp=2, dp_shard=2, ep=4)) == 4 + 8  # experts lie on one rank each
     assert ParameterCount(8, 8).stored(Layout(dp_shard=4, ep=2)) == 2 + 4
 
@@ -71,30 +71,34 @@ HOW = {"budget": 1024, "compute_bytes": 2, "moments": 2}
 @pytest.mark.parametrize("layout", ["pp=4", "pp=2,vpp=2"])
 def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> None:
     config, parsed = config_of("tiny-dense"), Layout.parse(layout)
-    one = [each.activations for each in estimate_memory(config, parsed, microbatches=1, **HOW)]
-    plain = [each.activations for each in estimate_memory(config, parsed, microbatches=9, **HOW)]
-    shared = [each.activations for each in estimate_memory(config, parsed, microbatches=9, overlap=True, **HOW)]
-    assert all(few <= many <= more for few, many, more in zip(one, plain, shared, strict=True))
+    single = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=1, **HOW)]
+    plain = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, **HOW)]
+    shared = [
+        rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, overlap=True, **HOW)
+    ]
+    assert all(few <= many <= more for few, many, more in zip(single, plain, shared, strict=True))
     if parsed.vpp == 1:
-        assert [round(many / few) for many, few in zip(plain, one, strict=True)] == [4, 3, 2, 1]
-        assert [round(more / few) for more, few in zip(shared, one, strict=True)] == [8, 6, 4, 2]
+        assert [round(many / few) for many, few in zip(plain, single, strict=True)] == [4, 3, 2, 1]
+        assert [round(more / few) for more, few in zip(shared, single, strict=True)] == [8, 6, 4, 2]
 
 
 def test_what_is_put_off_lasts_until_it_is_made() -> None:
     config, pipeline = config_of("tiny-dense"), Layout(pp=4)
-    plain, filled = (estimate_memory(config, pipeline, overlap=how, **HOW) for how in (False, "zero_bubble"))
+    plain, filled = (estimate_memory(config, pipeline, overlap=overlap, **HOW) for overlap in (False, "zero_bubble"))
     hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]
-    one = sum(block.wgrad_activations(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
+    one_microbatch = sum(block.wgrad_activations(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
     for rank, (less, more) in enumerate(zip(plain, filled, strict=True)):
         layers = len(config.stage_layers(Stage(rank, 4)))
-        assert more.activations - less.activations == pytest.approx(rank * layers * one)
+        assert more.activations - less.activations == pytest.approx(rank * layers * one_microbatch)
         assert (more.gathered, more.working, more.head) == (less.gathered, less.working, less.head)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
     config = replace(config_of("tiny-dense", "/[*-]/[*-]"), mtp_repeated=repeated)
-    plain, filled = (estimate_memory(config, Layout(pp=2), overlap=how, **HOW)[1] for how in (False, "zero_bubble"))
+    plain, filled = (
+        estimate_memory(config, Layout(pp=2), overlap=overlap, **HOW)[1] for overlap in (False, "zero_bubble")
+    )
     assert (filled.activations == plain.activations) == repeated
 
 
@@ -105,13 +109,15 @@ def test_deferred_wgrads_are_those_that_blocks_declare(symbol: str) -> None:
     (microbatch,) = pack(sequences(40, 24, 64), budget=128)
     plan = LanguageModel(config).build_schedule_plan(microbatch, targets=True)
     interleave(plan.backward_steps(plan.forward().sum(), compute_wgrads=False))
-    held = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for _, made in plan.wgrad_queue or ()
-        for each in (made.args[1:] if isinstance(made, partial) else [c.cell_contents for c in made.__closure__ or ()])
-        if isinstance(each, torch.Tensor)
+    held_tensors = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for _, closure in plan.wgrad_queue or ()
+        for value in (
+            closure.args[1:] if isinstance(closure, partial) else [c.cell_contents for c in closure.__closure__ or ()]
+        )
+        if isinstance(value, torch.Tensor)
     }
-    assert sum(held.values()) == pytest.approx(
+    assert sum(held_tensors.values()) == pytest.approx(
         config.blocks[symbol].wgrad_activations(64) * 4 * len(microbatch), rel=0.1
     )
 
@@ -156,8 +162,8 @@ def test_adapters_are_counted_as_if_they_were_built(layout: str, model: str, lor
         stage = Stage(index, parsed.stages)
         with torch.device("meta"):
             built = LanguageModel(config, stage=stage, adapters=adapters)
-        local = {name: each for name, each in built.named_parameters() if is_adapter(name)}
-        assert counts.trained(stage).used == sum(each.numel() for each in local.values())
+        local = {name: parameter for name, parameter in built.named_parameters() if is_adapter(name)}
+        assert counts.trained(stage).used == sum(parameter.numel() for parameter in local.values())
         experts = [name for name in local if ".experts." in name]
         assert counts.trained(stage).experts == sum(local[name].numel() for name in experts)
 

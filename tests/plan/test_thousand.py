@@ -41,10 +41,10 @@ def table() -> list[list[str]]:
 def test_the_page_says_what_the_formulas_give(thousand: ModuleType, column: int) -> None:
     """All but the search, which takes minutes: that these layouts are the fastest."""
     (_, *names), *written = table()
-    shown = {row[0]: row[column] for row in written}
+    by_name = {row[0]: row[column] for row in written}
     shape = next(shape for shape in thousand.SHAPES if shape.name == names[column - 1])
-    layout = Layout.parse(shown["layout (planner)"].strip("`"))
+    layout = Layout.parse(by_name["layout (planner)"].strip("`"))
     start = shape.start()
     microbatches = math.ceil(thousand.STEP_TOKENS / (start.budget * layout.dp))
     train = forecast(replace(start, layout=layout, microbatches=microbatches), overlap=True)
-    assert dict(thousand.rows(thousand.balanced(shape, train, layout.world_size))) == shown
+    assert dict(thousand.rows(thousand.balanced(shape, train, layout.world_size))) == by_name

@@ -47,8 +47,8 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
         case "partial":
             write_to_pipes(struct.pack("!i", 100) + b"{")
         case "forged":
-            told = json.dumps({"value": 1000.0}).encode()
-            write_to_pipes(struct.pack("!i", len(told)) + told)
+            reply_body = json.dumps({"value": 1000.0}).encode()
+            write_to_pipes(struct.pack("!i", len(reply_body)) + reply_body)
     return VALUES.get(completion, 1.0)
 
 

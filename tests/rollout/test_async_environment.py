@@ -37,9 +37,9 @@ class Counting:
         await asyncio.sleep(0)
         self.count *= 10
 
-    async def step(self, said: AssistantTurn) -> Any:
+    async def step(self, turn: AssistantTurn) -> Any:
         self.count += 1
-        match said.text:
+        match turn.text:
             case "stop":
                 return {"reward": 1.0, "count": self.count}
             case "earn":
@@ -148,10 +148,10 @@ def test_hundreds_wait_at_once() -> None:
 
     for call_id in range(300):
         coroutines.submit(call_id, wait_for_all(call_id))
-    found: dict[int, Any] = {}
-    while len(found) < 300:
-        found |= coroutines.poll(None)
-    assert {call_id: outcome.value for call_id, outcome in found.items()} == {
+    results: dict[int, Any] = {}
+    while len(results) < 300:
+        results |= coroutines.poll(None)
+    assert {call_id: outcome.value for call_id, outcome in results.items()} == {
         call_id: call_id for call_id in range(300)
     }
     coroutines.close()
@@ -213,9 +213,9 @@ def server() -> Iterator[str]:
         def state(self) -> State:
             return State()
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=8)
     serving = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=serving.run, daemon=True)
@@ -230,10 +230,10 @@ def server() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_openenv_plays_its_episodes(server: str) -> None:
-    there = OpenEnvServer(server, observation="hint")
-    tasks = OpenEnvTasks(there, first=40, size=10, chat=True, system=None)
+    openenv = OpenEnvServer(server, observation="hint")
+    tasks = OpenEnvTasks(openenv, first=40, size=10, chat=True, system=None)
     assert tasks[4].prompt == [{"role": "user", "content": "Guess my number, game 44."}]
-    environment = AsyncEnvironment(tasks, there.episode, name="the server", max_turns=3)
+    environment = AsyncEnvironment(tasks, openenv.episode, name="the server", max_turns=3)
     episodes = [environment.reset(tasks[index]) for index in (4, 7)]
     assert step(environment, episodes, ["4", "9"]) == [TurnResult(Score(1.0)), TurnResult(Score(-0.1), "lower")]
     assert step(environment, episodes[1:], ["7"]) == [TurnResult(Score(0.9))]
@@ -243,8 +243,8 @@ def test_openenv_plays_its_episodes(server: str) -> None:
     assert "ValueError" in str(turn.score.error) or "invalid literal" in str(turn.score.error)
     for episode in (*episodes, wrong):
         environment.release(episode)
-    other = Task("x", {"seed": 3, "shown": "Guess my number, game 4."})
-    (turn,) = step(environment, [environment.reset(other)], ["3"])
+    other_task = Task("x", {"seed": 3, "shown": "Guess my number, game 4."})
+    (turn,) = step(environment, [environment.reset(other_task)], ["3"])
     assert "seed 3 began with 'Guess my number, game 3.', and before" in str(turn.score and turn.score.error)
     assert environment.failures.failures["raised"] == 2
     environment.close()
@@ -254,8 +254,8 @@ def test_openenv_plays_its_episodes(server: str) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_not_there_is_a_sentence(server: str) -> None:
-    there = OpenEnvServer("http://127.0.0.1:9", timeout=5.0)
+    openenv = OpenEnvServer("http://127.0.0.1:9", timeout=5.0)
     with pytest.raises(
         ValueError, match=r"the OpenEnv server at http://127\.0\.0\.1:9 did not begin seed 0: .* running"
     ):
-        OpenEnvTasks(there, first=0, size=1, chat=False, system=None)[0]
+        OpenEnvTasks(openenv, first=0, size=1, chat=False, system=None)[0]

@@ -69,7 +69,7 @@ def test_rows_are_tasks(tasks: DatasetTasks) -> None:
         tasks[2]
 
 
-SUMS = [f"{one}+{other}=" for one in range(5) for other in range(4)]  # 20 prompts, and each several times
+SUMS = [f"{first}+{second}=" for first in range(5) for second in range(4)]  # 20 prompts, and each several times
 
 
 def copies(*numbers: int) -> list[Task]:
@@ -86,13 +86,13 @@ def test_held_out_prompts_are_none_of_those_trained_on() -> None:
     held_out = hold_out(tasks, 6)
     assert held_out.indices == [54, 55, 56, 57, 58, 59]
     sampler = Sampler(len(tasks), seed=1, skip=held_out)
-    kept = sum(number not in numbers[54:] for number in numbers)
-    trained = sampler.take(3 * kept)
+    kept_count = sum(number not in numbers[54:] for number in numbers)
+    trained = sampler.take(3 * kept_count)
     assert all(trained.count(index) == 3 for index in trained), "every other task once an epoch"
     assert sampler.progress == 3.0
-    asked = {str(tasks[index].prompt) for index in held_out.indices}
-    assert len(asked) == 6
-    assert not asked & {str(tasks[index].prompt) for index in trained}
+    held_out_prompts = {str(tasks[index].prompt) for index in held_out.indices}
+    assert len(held_out_prompts) == 6
+    assert not held_out_prompts & {str(tasks[index].prompt) for index in trained}
 
 
 def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
@@ -100,8 +100,10 @@ def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
     assert hold_out(tasks, 2).indices == [5, 7]
     assert [index for index in range(8) if index not in hold_out(tasks, 2)] == [0, 1]
     assert hold_out(tasks, 2, by="row").indices == [6, 7]
-    for count, found in ((0, 0), (4, 4), (5, 4)):
-        with pytest.raises(ValueError, match=f"{count} tasks are to be held out, but 8 tasks have {found} different p"):
+    for count, expected in ((0, 0), (4, 4), (5, 4)):
+        with pytest.raises(
+            ValueError, match=f"{count} tasks are to be held out, but 8 tasks have {expected} different p"
+        ):
             hold_out(tasks, count)
     assert last_tasks(tasks, 2).indices == [5, 7], "an evaluation asks what training held out"
     assert last_tasks(tasks, 6).indices == [0, 1, 4, 5, 6, 7], "and then copies"
@@ -115,8 +117,10 @@ print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c
 """
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     command = [sys.executable, "-c", script]
-    told = [subprocess.run(command, capture_output=True, env=each, check=True) for each in environments]
-    assert told[0].stdout == told[1].stdout != b""
+    processes = [
+        subprocess.run(command, capture_output=True, env=environment, check=True) for environment in environments
+    ]
+    assert processes[0].stdout == processes[1].stdout != b""
 
 
 def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
@@ -169,13 +173,13 @@ def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> N
     transcript.add_completion(sampled[0], [-0.5] * len(sampled[0]))
     transcript.add_observation(encoder.observation("lower", sampled[0], chat=True))
     transcript.add_completion(sampled[1], [-0.25] * len(sampled[1]))
-    (whole,) = encoder.conversation(talk)
-    kept = len(transcript.tokens)
-    assert transcript.tokens == whole.tokens[:kept]
-    assert transcript.mask == whole.mask[:kept]
-    assert tokenizer.decode(whole.tokens[kept:]) == "\n"
+    (expected,) = encoder.conversation(talk)
+    kept_length = len(transcript.tokens)
+    assert transcript.tokens == expected.tokens[:kept_length]
+    assert transcript.mask == expected.mask[:kept_length]
+    assert tokenizer.decode(expected.tokens[kept_length:]) == "\n"
     assert sum(transcript.logprobs) == -0.5 * len(sampled[0]) - 0.25 * len(sampled[1])
-    assert len(transcript.logprobs) == kept
+    assert len(transcript.logprobs) == kept_length
     with pytest.raises(ValueError, match="1 tokens come with 2 log-probs"):
         transcript.add_completion([1], [0.0, 0.0])
 

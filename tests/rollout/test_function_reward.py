@@ -97,7 +97,7 @@ def test_a_function_of_completions_gets_lists_in_order_and_at_most_a_batch() -> 
 
     texts = ["0", "no", "2", "3", "0", "1", "no"]
     scores = score(FunctionReward(trl, workers=0, batch_size=3), texts)
-    assert [each.reward for each in scores] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     assert sizes == [3, 3, 1]
 
 
@@ -173,7 +173,7 @@ def test_a_failure_names_function_row_and_value(file: Path, name: str, sentences
 
 def test_a_call_that_hangs_names_its_row(file: Path) -> None:
     scores = score(FunctionReward(f"{file}:hangs", workers=1, timeout=1.0), ["x", "hang", "x"])
-    assert [each.excluded for each in scores] == [False, True, False]
+    assert [score.excluded for score in scores] == [False, True, False]
     assert scores[1].error == f"{file}:hangs took more than 1 s and was ended on line 2."
 
 
@@ -222,9 +222,9 @@ def test_coroutines_run_at_once_up_to_the_limit_and_not_longer_than_the_timeout(
     scores = score(FunctionReward(slow, workers=0, concurrency=5, timeout=1.0), texts)
     assert most == 5
     assert time.monotonic() - begin < 20
-    assert [place for place, each in enumerate(scores) if each.error] == [4]
+    assert [place for place, score in enumerate(scores) if score.error] == [4]
     assert "took more than 1 s and was given up on line 1." in str(scores[4].error)
-    assert [each.reward for each in scores[5:]] == [float(place) for place in range(5, 20)]
+    assert [score.reward for score in scores[5:]] == [float(place) for place in range(5, 20)]
 
 
 def length(completion: str) -> float:

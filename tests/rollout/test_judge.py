@@ -136,11 +136,11 @@ def test_requests_run_at_once_up_to_the_limit_and_end_after_their_time() -> None
 
     with judge_server(answer) as server:
         reward = JudgeReward(server.url, "m", TEMPLATE, concurrency=3, timeout=1.0, retries=0)
-        found = scores(reward, *["x"] * 6, "slow", *["x"] * 6)
+        judged = scores(reward, *["x"] * 6, "slow", *["x"] * 6)
         released.set()
     assert server.most == 3
-    assert [place for place, score in enumerate(found) if score.error] == [6]
-    assert "failed on line 1: it gave no reply within 1 s" in str(found[6].error)
+    assert [place for place, score in enumerate(judged) if score.error] == [6]
+    assert "failed on line 1: it gave no reply within 1 s" in str(judged[6].error)
 
 
 def test_what_cannot_work_is_a_sentence_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,12 @@ def calls(*completions: str) -> list[Call]:
     return [("p", completion, {}) for completion in completions]
 
 
-def score_all(pool: RewardPool, asked: Sequence[Call]) -> list[Any]:
-    call_ids = [pool.submit(call) for call in asked]
-    found: dict[int, Any] = {}
-    while len(found) < len(call_ids):
-        found |= pool.poll(None)
-    return [found[call_id] for call_id in call_ids]
+def score_all(pool: RewardPool, reward_calls: Sequence[Call]) -> list[Any]:
+    call_ids = [pool.submit(call) for call in reward_calls]
+    results: dict[int, Any] = {}
+    while len(results) < len(call_ids):
+        results |= pool.poll(None)
+    return [results[call_id] for call_id in call_ids]
 
 
 def gone(pid: int, patience: float = 300.0) -> bool:
@@ -98,13 +98,13 @@ def gone(pid: int, patience: float = 300.0) -> bool:
 
 def test_workers_return_the_results_of_this_process_in_order() -> None:
     many = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
-    with closing(RewardPool(length, workers=0)) as here, closing(RewardPool(length, workers=3)) as there:
-        expected = score_all(here, many)
+    with closing(RewardPool(length, workers=0)) as inline_pool, closing(RewardPool(length, workers=3)) as process_pool:
+        expected = score_all(inline_pool, many)
         assert expected[3] == Score(6.0, {"length": 3.0, "bonus": 3.0})
-        assert score_all(there, many) == expected
-        assert score_all(there, many[::-1]) == expected[::-1]
-        assert score_all(there, []) == []
-        assert there.failures == here.failures == {}
+        assert score_all(process_pool, many) == expected
+        assert score_all(process_pool, many[::-1]) == expected[::-1]
+        assert score_all(process_pool, []) == []
+        assert process_pool.failures == inline_pool.failures == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -144,9 +144,9 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_forked_child_does_not_answer_for_its_parent(workers: int) -> None:
     """Whether it leaves by sys.exit, raises or returns; its parent, who waits for it, learns how it ended."""
-    asked = ["exit", "raise", "return"] * 3
+    completions = ["exit", "raise", "return"] * 3
     with closing(RewardPool(forking, workers=workers, timeout=20.0)) as pool:
-        assert [score.reward for score in score_all(pool, calls(*asked))] == [3.0, 1.0, 0.0] * 3
+        assert [score.reward for score in score_all(pool, calls(*completions))] == [3.0, 1.0, 0.0] * 3
 
 
 def test_a_partial_reply_delays_no_other_call() -> None:
@@ -200,7 +200,7 @@ def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
         bad = [*calls(*["x"] * 20), ("p", "x", {"function": lambda: None})]
         with pytest.raises(WorkerError, match=r"cannot be sent to a worker process .* or use workers=0"):
             workers.call_all(bad)
-        assert [each.value["length"] for each in workers.call_all(calls("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
+        assert [outcome.value["length"] for outcome in workers.call_all(calls("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
 
 
 def numbers(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:

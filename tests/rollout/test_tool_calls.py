@@ -34,8 +34,8 @@ def malformed(form: type) -> MalformedCall:
     ],
 )
 def test_hermes(completion: str, calls: object) -> None:
-    found = Hermes().parse(completion, TYPES)
-    assert found == ([ToolCall("say"), ToolCall("add")] if calls == 2 else calls)
+    actual = Hermes().parse(completion, TYPES)
+    assert actual == ([ToolCall("say"), ToolCall("add")] if calls == 2 else calls)
 
 
 @pytest.mark.parametrize(

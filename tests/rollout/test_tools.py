@@ -56,7 +56,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
     reply = ToolReply((f"{file}:add", f"{file}:wait"), f"{file}:right")
-    for said, heard in {
+    for completion, heard in {
         call("add", a=1, b=2): ["3"],
         f"Let me see. {call('add', a=1)}\n{call('add', a=5, b=5)}": ["2", "10"],
         call("wait", words=["é"], seconds=0): ['{"waited": ["é"]}'],
@@ -65,32 +65,32 @@ def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
         call("multiply"): ["error: there is no tool 'multiply'; there are add, wait"],
         call("add", a="x"): ['error: TypeError: can only concatenate str (not "int") to str'],
     }.items():
-        assert reply([], [said], {}) == [{"role": "tool", "content": content} for content in heard]
-    assert [reply([], ["", said], {"answer": "3"}) for said in ("3", "4")] == [1.0, 0.0]
+        assert reply([], [completion], {}) == [{"role": "tool", "content": content} for content in heard]
+    assert [reply([], ["", completion], {"answer": "3"}) for completion in ("3", "4")] == [1.0, 0.0]
 
 
 def test_a_call_that_is_only_thought_of_is_none(file: Path) -> None:
     """Within reasoning, begun in the prompt or not, ended or not; one after it is."""
     reply, thought = ToolReply((f"{file}:add",), f"{file}:right"), call("add", a=1, b=2)
-    for said in (
+    for completion in (
         f"<think>{thought}</think>3",
         f"{thought}</think>3",
         f"3<think>{thought}",
         f"<think>a</think>3<think>{thought}",
     ):
-        assert reply([], [said], {"answer": said}) == 1.0, said
+        assert reply([], [completion], {"answer": completion}) == 1.0, completion
     spoken = call("add", a=4)
-    for said in (
+    for completion in (
         f"<think>{thought}</think>{spoken}",
         f"{thought}</think>{spoken}",
         f"{spoken}<think>{thought}</think>",
     ):
-        assert reply([], [said], {}) == [{"role": "tool", "content": "5"}], said
+        assert reply([], [completion], {}) == [{"role": "tool", "content": "5"}], completion
 
 
 def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:
-    found = load_tools([f"{file}:add", f"{file}:wait"])
-    assert tool_schema("add", found["add"]) == {
+    tools = load_tools([f"{file}:add", f"{file}:wait"])
+    assert tool_schema("add", tools["add"]) == {
         "type": "function",
         "function": {
             "name": "add",
@@ -102,7 +102,7 @@ def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:
             },
         },
     }
-    assert tool_schema("wait", found["wait"])["function"]["parameters"]["properties"] == {
+    assert tool_schema("wait", tools["wait"])["function"]["parameters"]["properties"] == {
         "words": {"type": "array"},
         "seconds": {"type": "number"},
     }
@@ -113,9 +113,9 @@ def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:
 def settings(file: Path, *more: str) -> ToolSettings:
     chosen = ("--environment.kind=tools", f"--environment.tools=['{file}:add']", f"--environment.reward={file}:right")
     rows = (f"--environment.path={file.parent / 'rows.jsonl'}", "--environment.max_turns=2", "--environment.workers=0")
-    found = load(EvalConfig, None, [*chosen, *rows, *more]).environment
-    assert isinstance(found, ToolSettings)
-    return found
+    environment = load(EvalConfig, None, [*chosen, *rows, *more]).environment
+    assert isinstance(environment, ToolSettings)
+    return environment
 
 
 def test_tools_are_chosen_in_a_config_and_written_into_the_prompt(file: Path) -> None:

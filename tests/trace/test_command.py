@@ -33,11 +33,11 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
     events = json.loads((tmp_path / "new/trace/trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["plain rank 0", "plain rank 1", "overlapped rank 0", "overlapped rank 1"]
-    shown = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in shown} == {0, 1, 2, 3}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
     # Dispatch and combine of four layers, for two microbatches, on two ranks, twice.
-    assert sum(event["cat"] == "exchange" for event in shown) == 2 * 4 * 2 * 2 * 2
-    assert min(event["ts"] for event in shown) == 0
+    assert sum(event["cat"] == "exchange" for event in spans) == 2 * 4 * 2 * 2 * 2
+    assert min(event["ts"] for event in spans) == 0
     picture = (tmp_path / "new/trace/timeline.svg").read_text()
     assert "hidden</text>" in picture
     assert all(line in picture for line in output.splitlines()[:2])
@@ -57,8 +57,8 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
 def test_a_mistake_is_a_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(trace, "run_on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
     (tmp_path / "FILE").touch()
-    given = [*words.replace("FILE", str(tmp_path / "FILE")).split()]
-    target = [] if "--to" in given else ["--to", str(tmp_path / "to")]
-    assert main(["trace", "tiny-moe", *given, *target]) == 2
+    arguments = [*words.replace("FILE", str(tmp_path / "FILE")).split()]
+    target = [] if "--to" in arguments else ["--to", str(tmp_path / "to")]
+    assert main(["trace", "tiny-moe", *arguments, *target]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "to").exists()

@@ -31,12 +31,12 @@ def test_moments_are_the_devices() -> None:
         with recording.span("forward", "beside"):
             torch.cuda._sleep(CYCLES)
         arrived = arrive()
-        told = time.perf_counter() - before
+        seconds = time.perf_counter() - before
         spans = {span.label: span for span in recording.spans()}
         assert torch.equal(arrived, rows)
-        long, beside, there = spans["F long"], spans["F beside"], spans["F there"]
-        assert long.end - long.start > 2 * told  # the host was through long before
-        assert there.start >= long.end
-        assert there.end < beside.end  # it went on beside
+        long, beside, other = spans["F long"], spans["F beside"], spans["F there"]
+        assert long.end - long.start > 2 * seconds  # the host was through long before
+        assert other.start >= long.end
+        assert other.end < beside.end  # it went on beside
         assert spans["wait there"].end - spans["wait there"].start < 0.2 * (beside.end - beside.start)
         assert before - 1e-3 <= long.start <= before + 1.0  # two clocks, laid over each other once

@@ -42,7 +42,7 @@ def test_a_rank_that_stands_still_hides_nothing(kind: SpanKind) -> None:
 
 
 def test_labels() -> None:
-    assert [each.label for each in SPANS[:3]] == [
+    assert [span.label for span in SPANS[:3]] == [
         "F1 layers.0 attention+moe.route",
         "F1 layers.0 moe.dispatch",
         "wait 1 dispatch",
@@ -52,22 +52,22 @@ def test_labels() -> None:
 
 
 def test_from_zero_keeps_lengths_and_order() -> None:
-    found = starting_at_zero([span("forward", 12, 15), span("forward", 10, 11)])
-    assert [(each.start, each.end) for each in found] == [(0, 1), (2, 5)]
+    shifted = starting_at_zero([span("forward", 12, 15), span("forward", 10, 11)])
+    assert [(span.start, span.end) for span in shifted] == [(0, 1), (2, 5)]
 
 
 def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
-    said = chrome_events(SPANS, first_process=4, title="plain")
-    names = {event["pid"]: event["args"]["name"] for event in said if event["name"] == "process_name"}
+    events = chrome_events(SPANS, first_process=4, title="plain")
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {4: "plain rank 0", 5: "plain rank 1"}
-    rows = {event["tid"]: event["args"]["name"] for event in said if event["name"] == "thread_name"}
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert rows == {0: "compute", 1: "communication", 2: "communication back"}
-    shown = [event for event in said if event["ph"] == "X"]
-    assert [(event["name"], event["ts"], event["dur"], event["tid"]) for event in shown[:2]] == [
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(event["name"], event["ts"], event["dur"], event["tid"]) for event in spans[:2]] == [
         ("F1 layers.0 attention+moe.route", 0, 4e6, 0),
         ("F1 layers.0 moe.dispatch", 3e6, 4e6, 1),
     ]
-    assert [event["tid"] for event in shown] == [0, 1, 0, 0, 2, 0, 0, 1, 0]
+    assert [event["tid"] for event in spans] == [0, 1, 0, 0, 2, 0, 0, 1, 0]
 
 
 def test_the_picture_is_to_scale() -> None:
@@ -83,7 +83,7 @@ def test_the_picture_is_to_scale() -> None:
     assert dispatch.attrib["fill"] == COLOURS["exchange"]
     assert "F1 a<b, 2000.00 ms" in drawn
     assert float(drawn["F1 work, 4500.00 ms"].attrib["width"]) == pytest.approx(WIDTH / 2, abs=0.1)
-    words = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "one & all: 9000.0 ms, of which 4000.0 ms with an exchange under way, 44% hidden" in words
     assert "half: 4500.0 ms, of which 1000.0 ms with an exchange under way, 100% hidden" in words
     assert words.count("rank 0") == 2

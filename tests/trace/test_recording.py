@@ -27,9 +27,13 @@ MICROBATCHES = 3
 def step(engine: Engine, recorder: Recorder = NO_RECORDER) -> tuple[float, dict[str, Tensor]]:
     lengths = [BUDGET] * MICROBATCHES * engine.layout.dp
     loss = engine.forward_backward(Batch(sequences(*lengths)), SFT(), recorder=recorder).loss
-    found = {name: local_shard(each.grad).clone() for name, each in engine.parameters.items() if each.grad is not None}
+    gradients = {
+        name: local_shard(parameter.grad).clone()
+        for name, parameter in engine.parameters.items()
+        if parameter.grad is not None
+    }
     engine.zero_grad()
-    return loss, found
+    return loss, gradients
 
 
 def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool, list[Span]]:
@@ -37,9 +41,9 @@ def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool
     engine = build(layout, config(pattern), overlap=overlap)
     loss, gradients = step(engine)
     recording = Recording(dist.get_rank(), engine.device)
-    again, others = step(engine, recording)
-    same = loss == again and gradients.keys() == others.keys()
-    return same and all(torch.equal(gradients[name], others[name]) for name in gradients), recording.spans()
+    repeated, later_spans = step(engine, recording)
+    same = loss == repeated and gradients.keys() == later_spans.keys()
+    return same and all(torch.equal(gradients[name], later_spans[name]) for name in gradients), recording.spans()
 
 
 def counted(spans: list[Span]) -> Counter[str]:
@@ -51,17 +55,17 @@ def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool)
     for rank, (same, spans) in enumerate(ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
         assert same
         assert all(span.rank == rank and span.start <= span.end for span in spans)
-        found, exchanges = counted(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
-        assert found["exchange"] == found["exchange back"] == exchanges
+        counts, exchanges = counted(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
+        assert counts["exchange"] == counts["exchange back"] == exchanges
         # What is exchanged is handed over and waited for, and so is how much it will be; at the end nothing.
-        assert found["wait"] == 4 * exchanges + exchanges // 2 + 1
+        assert counts["wait"] == 4 * exchanges + exchanges // 2 + 1
         if not overlap:
-            assert found["forward"] == found["backward"] == MICROBATCHES
-            assert found["weights"] == 0
+            assert counts["forward"] == counts["backward"] == MICROBATCHES
+            assert counts["weights"] == 0
             continue
         # A layer is cut before the wait for sizes and at both exchanges; the embedding and the output stand apart.
-        assert found["forward"] == MICROBATCHES * (2 * 4 + 2)
-        assert found["weights"] >= MICROBATCHES * 2
+        assert counts["forward"] == MICROBATCHES * (2 * 4 + 2)
+        assert counts["weights"] >= MICROBATCHES * 2
         names = {span.label for span in spans}
         assert {"F2 layers.0 attention.sublayer+moe.route+moe.exchange_sizes", "B0 layers.1 moe.experts"} <= names
         assert {"F0 layers.1 moe.dispatch", "B1 layers.0 moe.combine", "wait 1 layers.0 moe.combine"} <= names
@@ -71,7 +75,7 @@ def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
     """And an exchange goes on beside another microbatch's compute: it is begun before that and waited for after."""
     for _, spans in ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", True):
         computed = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start)
-        assert all(one.end <= other.start for one, other in itertools.pairwise(computed))
+        assert all(first.end <= second.start for first, second in itertools.pairwise(computed))
         sent = next(span for span in spans if span.label == "B0 layers.1 moe.combine")
         waited = next(
             span for span in spans if span.label == "wait 0 layers.1 moe.combine" and span.start >= sent.start
@@ -81,15 +85,15 @@ def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
 
 
 def test_a_recorded_pipeline_names_what_a_rank_waits_for(ranks: Any) -> None:
-    (first, spans), (second, others) = ranks(2, recorded, "pp=2", "[*-]{2}", False)
+    (first, spans), (second, other_spans) = ranks(2, recorded, "pp=2", "[*-]{2}", False)
     assert first
     assert second
     assert [span.label for span in spans if span.kind == "wait"] == [
         *(f"wait {index} for B{index}@1" for index in range(MICROBATCHES)),
         "wait for pending sends",
     ]
-    assert counted(others)["forward"] == MICROBATCHES
-    assert {span.label for span in others if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}
+    assert counted(other_spans)["forward"] == MICROBATCHES
+    assert {span.label for span in other_spans if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}
 
 
 def test_a_recording_of_a_failed_step_has_the_spans_that_ended() -> None:
