@@ -35,7 +35,7 @@ def told(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
 
 
 @pytest.mark.parametrize(
-    ("seen", "gpus"),
+    ("visible", "gpus"),
     [
         pytest.param([VisibleDevices("x", ALL, rank) for rank in range(4)], [0, 1, 2, 3], id="torchrun"),
         pytest.param([VisibleDevices("x", ALL) for _ in range(4)], [0, 1, 2, 3], id="no LOCAL_RANK"),
@@ -55,9 +55,9 @@ def told(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
     ],
 )
 def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(
-    seen: list[VisibleDevices], gpus: list[int]
+    visible: list[VisibleDevices], gpus: list[int]
 ) -> None:
-    assignments = told(seen)
+    assignments = told(visible)
     assert [place.gpu for place in assignments] == gpus
     assert [str(place.device) for place in assignments] == [f"cuda:{gpu}" for gpu in gpus]
     assert {(place.backend, place.shared, place.refusal) for place in assignments} == {("nccl", "", "")}

@@ -69,12 +69,12 @@ def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_ea
 def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
     store = Counting()
     ranks = everyone(store)
-    gone, away = ranks[1234], ranks[99]
+    lost_rank, away = ranks[1234], ranks[99]
     thread = threading.get_ident()
     for rank in ranks:
-        if rank is not gone:
+        if rank is not lost_rank:
             rank.answer(rank.store, -1 if rank is away else thread)
-    waiting = [rank for rank in ranks if rank not in (gone, away)]
+    waiting = [rank for rank in ranks if rank not in (lost_rank, away)]
     for rank in waiting[1:]:  # each has stopped before the first one is done with its investigation
         rank.set_status(RankStatus("stopped"))
     verdicts = {str(rank.report(lost())) for rank in waiting}

@@ -78,11 +78,11 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     write(tmp_path / "ours", entries(tensors), tensors.items())
     with safe_open(tmp_path / "ours", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    found = load_file(tmp_path / "ours")
-    assert found.keys() == tensors.keys()
+    loaded = load_file(tmp_path / "ours")
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        actual_bytes, expected_bytes = (each.view(-1).view(torch.uint8) for each in (found[name], alone(tensor)))
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        actual_bytes, expected_bytes = (part.view(-1).view(torch.uint8) for part in (loaded[name], alone(tensor)))
         assert torch.equal(actual_bytes, expected_bytes), name
 
 
@@ -91,17 +91,17 @@ def test_a_file_of_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == by_the_library({}, tmp_path / "theirs")
 
 
-def soon(here: Tensor, away: Tensor) -> Callable[[], object]:
+def soon(tensor: Tensor, away: Tensor) -> Callable[[], object]:
     """A GPU that copies at once."""
-    here.copy_(away)
+    tensor.copy_(away)
     return lambda: None
 
 
-def late(here: Tensor, away: Tensor) -> Callable[[], object]:
+def late(tensor: Tensor, away: Tensor) -> Callable[[], object]:
     """A GPU that copies when somebody waits for it, and leaves rubbish until then."""
     values = away.clone()
-    here.fill_(0xEE)
-    return lambda: here.copy_(values)
+    tensor.fill_(0xEE)
+    return lambda: tensor.copy_(values)
 
 
 class Away:

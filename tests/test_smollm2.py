@@ -64,12 +64,12 @@ def gguf() -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(gguf: Path):
+def hf_model(gguf: Path):
     return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def ours(gguf: Path):
+def model(gguf: Path):
     return load_model(gguf, dtype=torch.float32).eval()
 
 
@@ -84,30 +84,30 @@ def asked(tokenizer, question: str) -> list[int]:
 
 
 @torch.no_grad()
-def test_log_probs_equal_transformers(tokenizer, ours, theirs) -> None:
+def test_log_probs_equal_transformers(tokenizer, model, hf_model) -> None:
     batch = [tokenizer(text)["input_ids"] for text in TEXTS]
     microbatches = pack(batch, budget=64)
-    actual = unpack(microbatches, [-ours(microbatch, targets=True) for microbatch in microbatches])
+    actual = unpack(microbatches, [-model(microbatch, targets=True) for microbatch in microbatches])
     for tokens, logprobs in zip(batch, actual, strict=True):
         ids = torch.tensor(tokens)
-        expected = theirs(ids[None]).logits[0].float().log_softmax(-1)
+        expected = hf_model(ids[None]).logits[0].float().log_softmax(-1)
         assert difference(logprobs[1:], expected[:-1].gather(-1, ids[1:, None])[:, 0]) < 1e-4
 
 
-def test_export_of_the_real_model_loads_in_transformers(ours, theirs, tmp_path: Path) -> None:
-    reloaded = AutoModelForCausalLM.from_pretrained(export_hf(ours, tmp_path / "smollm2"))
+def test_export_of_the_real_model_loads_in_transformers(model, hf_model, tmp_path: Path) -> None:
+    reloaded = AutoModelForCausalLM.from_pretrained(export_hf(model, tmp_path / "smollm2"))
     ids = torch.tensor([[1, 4093, 198, 28120]])
     with torch.no_grad():
-        assert torch.equal(reloaded(ids).logits, theirs(ids).logits)
+        assert torch.equal(reloaded(ids).logits, hf_model(ids).logits)
 
 
-def test_generated_answers_equal_transformers(tokenizer, ours, theirs) -> None:
+def test_generated_answers_equal_transformers(tokenizer, model, hf_model) -> None:
     prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), asked(tokenizer, "Name three colours.")]
-    generator = Generator(ours, tokenizer, max_sequences=2)
+    generator = Generator(model, tokenizer, max_sequences=2)
     answered = generator.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, answered, strict=True):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(
+        expected = hf_model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, min_new_tokens=12, do_sample=False
         )[0, len(prompt) :].tolist()
         ends = expected.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in expected else len(expected)
@@ -154,7 +154,7 @@ def llama_cpp(gguf: Path) -> Iterator[str]:
     del server
 
 
-def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
+def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None:
     """Greedy tokens are the native generator's, after prompts whose likeliest tokens are so by 0.5 and more.
 
     Log-probs are near: the file's weights have 4 bits, and llama.cpp rounds what they are multiplied with to 8 bits
@@ -163,7 +163,7 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
     partial_turn = [*asked(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
     prompts = [*(tokenizer(text)["input_ids"] for text in (TEXTS[1], "1, 2, 3, 4, 5, 6, 7,")), partial_turn]
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
-    expected = Generator(ours, tokenizer).generate(prompts, greedy)
+    expected = Generator(model, tokenizer).generate(prompts, greedy)
     with closing(GenerationClient(llama_cpp, tokenizer=tokenizer)) as engine:
         answered = engine.generate(prompts, greedy)
         (server,) = engine.pool.servers
@@ -188,11 +188,11 @@ def test_answers_of_a_llama_cpp_server(tokenizer, ours, llama_cpp: str) -> None:
 
 
 @pytest.mark.thorough  # as tiny models show
-def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, ours) -> None:
+def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, model) -> None:
     prompt = asked(tokenizer, "Name three colours of the rainbow.")
-    generator = Generator(ours, tokenizer)
+    generator = Generator(model, tokenizer)
     answered = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
-    for completion, expected in zip(answered[0], teacher_forced(ours, [prompt], answered, 0.7), strict=True):
+    for completion, expected in zip(answered[0], teacher_forced(model, [prompt], answered, 0.7), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
         assert completion.text is not None
         if completion.finish_reason == "stop" and "." in tokenizer.decode(completion.tokens):

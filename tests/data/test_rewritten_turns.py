@@ -199,13 +199,13 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
 def test_a_turn_is_learned_as_it_is_written_when_it_is_the_last(case: str) -> None:
     template, messages, expected = CASES[case]
     chat_encoder = Encoder(tokenizer=tokenizer(template))
-    made = chat_encoder.conversation(messages)
-    assert [shown(chat_encoder, encoded) for encoded in made] == expected
+    encoded_turns = chat_encoder.conversation(messages)
+    assert [shown(chat_encoder, encoded) for encoded in encoded_turns] == expected
     (last,) = Encoder(tokenizer=chat_encoder.tokenizer, turns="last").conversation(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     assert shown(chat_encoder, last).split("«")[-1] == expected[-1].split("«")[-1]
     # Each turn follows exactly what a rollout begins from.
-    sequences = made if len(made) == len(turns) else made * len(turns)
+    sequences = encoded_turns if len(encoded_turns) == len(turns) else encoded_turns * len(turns)
     for index, encoded in zip(turns, sequences, strict=True):
         prompt = chat_encoder.prompt(messages[:index])
         assert encoded.tokens[: len(prompt)] == prompt

@@ -199,7 +199,7 @@ def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None
     """Peak memory with a tensor as large as all that was offloaded is no more than before."""
     large = small_config("[*-]{4}", hidden_size=1024, vocab_size=32_000)
     with started(device="cuda"):
-        others = torch.cuda.memory_allocated()  # by tests before this one: a cuBLAS workspace for each stream
+        allocated_before = torch.cuda.memory_allocated()  # by tests before this one: a cuBLAS workspace for each stream
         engine = Engine(large, budget=64, optimizer=ADAMW, **options)
         for seed in range(2):
             step(engine, seed)
@@ -211,7 +211,7 @@ def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None
         engine.offload()
         freed = before - torch.cuda.memory_allocated()
         assert freed >= size
-        assert before - freed - others < 80 << 20, "cuBLAS keeps two workspaces of 32 MiB; the rest is small"
+        assert before - freed - allocated_before < 80 << 20, "cuBLAS keeps two workspaces of 32 MiB; the rest is small"
         assert reserved - torch.cuda.memory_reserved() > 0.8 * freed, "other processes get it too"
         assert all(chunk.is_pinned() for chunk in engine._state_offload.chunks)
         torch.cuda.reset_peak_memory_stats()

@@ -59,11 +59,11 @@ def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_
     ungrouped = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "ungrouped")
     sources = [llama, Recast(llama, "[*-]|[*-]"), ungrouped]
     assert [read_model(source)[1].family for source in sources] == ["llama", None, None]
-    transformer, grouped, apart = ranks(1, curves, sources, 100)[0]
+    transformer, grouped, ungrouped_curve = ranks(1, curves, sources, 100)[0]
     assert len(transformer) == 100
     assert transformer[-1][0] < 0.5 * transformer[0][0]
     assert grouped == transformer
-    assert apart == grouped
+    assert ungrouped_curve == grouped
 
 
 def go_on(group: Any, directory: str, checkpoint: str, pattern: str, layouts: tuple[str, str]) -> tuple[Any, ...]:

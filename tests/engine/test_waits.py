@@ -40,16 +40,18 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def columns(given: Batch) -> Batch:
+def columns(input_batch: Batch) -> Batch:
     """With all that the objectives read; the first answers are not learned at all."""
-    lengths = [len(sequence) for sequence in given.sequences]
-    given.columns["mask"][:2] = [torch.zeros(length) for length in lengths[:2]]
+    lengths = [len(sequence) for sequence in input_batch.sequences]
+    input_batch.columns["mask"][:2] = [torch.zeros(length) for length in lengths[:2]]
     extra: dict[str, Any] = {
         name: [torch.full((length,), -1.0) for length in lengths] for name in ("old_logprobs", "reference_logprobs")
     }
     extra["teacher_ids"] = [torch.arange(3).expand(length, 3) for length in lengths]
     extra["teacher_logprobs"] = [torch.full((length, 3), -2.0) for length in lengths]
-    return Batch(given.sequences, {**given.columns, **extra}, groups=[place // 2 for place in range(len(lengths))])
+    return Batch(
+        input_batch.sequences, {**input_batch.columns, **extra}, groups=[place // 2 for place in range(len(lengths))]
+    )
 
 
 def source(model: str) -> Any:

@@ -76,9 +76,12 @@ def bits(groups: list[list[Completion]]) -> list[tuple[list[int], list[float]]]:
 def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) -> dict[str, float]:
     """The share of tokens from the first other token of a completion on, and of other log-probs before it."""
     tokens = other_tokens = shared = other_logprobs = 0
-    for (one, logprobs), (expected_tokens, expected_logprobs) in zip(bits(actual), bits(expected), strict=True):
+    for (actual_tokens, logprobs), (expected_tokens, expected_logprobs) in zip(
+        bits(actual), bits(expected), strict=True
+    ):
         same = next(
-            (i for i, (a, b) in enumerate(zip(one, expected_tokens, strict=False)) if a != b), len(expected_tokens)
+            (i for i, (a, b) in enumerate(zip(actual_tokens, expected_tokens, strict=False)) if a != b),
+            len(expected_tokens),
         )
         tokens, other_tokens, shared = (
             tokens + len(expected_tokens),

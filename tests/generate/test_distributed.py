@@ -32,8 +32,8 @@ def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
     worst = 0.0
     batch = [prompt + answer.tokens for prompt, group in zip(PROMPTS, completions, strict=True) for answer in group]
     scores = iter(engine.logprobs(Batch(batch)).logprob)
-    for each in completions:
-        for answer in each:
+    for completion_group in completions:
+        for answer in completion_group:
             own_scores = next(scores)[-len(answer.tokens) :]
             worst = max(worst, float((own_scores - torch.tensor(answer.logprobs)).abs().max()))
     return [[answer.tokens for answer in group] for group in completions], worst

@@ -128,18 +128,18 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
     model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt_list, sampling = prompts(model), SAMPLINGS[way]
-    said: list[Tensor] = []  # by the depth, a row for each guess
+    logit_rows: list[Tensor] = []  # by the depth, a row for each guess
     numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
 
     def recorded(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        said.extend(logits)
+        logit_rows.extend(logits)
         numbers.extend(zip(settings.keys.tolist(), counts.tolist(), strict=True))
         return sample(logits, settings, counts)
 
     monkeypatch.setattr("postlude.generate.draft.sample", recorded)
     actual = Generator(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
-    rows = dict(zip(numbers, said, strict=True))
-    assert len(rows) == len(said) == sum(completion.drafted for group in actual for completion in group)
+    rows = dict(zip(numbers, logit_rows, strict=True))
+    assert len(rows) == len(logit_rows) == sum(completion.drafted for group in actual for completion in group)
     for place, (prompt, group) in enumerate(zip(prompt_list, actual, strict=True)):
         for number, completion in enumerate(group):
             key, known, accepted = rng_key(sampling.seed, place, number), 1, 0

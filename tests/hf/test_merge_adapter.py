@@ -112,7 +112,7 @@ def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, caps
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, capsys: Any) -> None:
     make("qwen3", tmp_path, lora=LoRA(rank=2, targets="q_proj,k_proj"))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    whole = load_file(file)
+    adapter_tensors = load_file(file)
 
     def refusal(tensors: dict[str, Tensor], *words: str) -> str:
         save_file(tensors, file)
@@ -120,16 +120,18 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, cap
         assert not (tmp_path / "merged").exists()
         return str(capsys.readouterr().err)
 
-    some = {name: tensor for name, tensor in whole.items() if "layers.1.self_attn.k_proj" not in name}
+    some = {name: tensor for name, tensor in adapter_tensors.items() if "layers.1.self_attn.k_proj" not in name}
     assert 'names "k_proj", but its file has no weights for 1 of 2 such modules' in refusal(some)
-    renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in whole.items()}
+    renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in adapter_tensors.items()}
     message = refusal(renamed)
     assert "which takes no adapter here" in message
     assert "There are down_proj, embed_tokens, gate_proj" in message
-    assert "--pattern changes the model that an adapter was made for" in refusal(whole, "--pattern", "[*-]{2}")
+    assert "--pattern changes the model that an adapter was made for" in refusal(
+        adapter_tensors, "--pattern", "[*-]{2}"
+    )
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "config.json").write_text("{}")
-    save_file(whole, file)
+    save_file(adapter_tensors, file)
     assert convert(tmp_path) == 2
     assert "holds a model already" in capsys.readouterr().err
 

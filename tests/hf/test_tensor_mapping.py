@@ -63,10 +63,10 @@ def ours() -> dict[str, Tensor]:
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     mapped = {}
-    for theirs in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
-        mapped[theirs.name] = torch.full(theirs.shape, -1.0)
-        for name, mapping in theirs.parts:
-            mapping.write(mapped[theirs.name], tensors[name][mapping.region])
+    for hf_tensor in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
+        mapped[hf_tensor.name] = torch.full(hf_tensor.shape, -1.0)
+        for name, mapping in hf_tensor.parts:
+            mapping.write(mapped[hf_tensor.name], tensors[name][mapping.region])
     return mapped
 
 

@@ -57,8 +57,8 @@ def small_microbatch(*lengths: int, **columns: Any) -> Microbatch:
 
 def assert_packed_equals_alone(model: LanguageModel, *lengths: int) -> None:
     batch = sequences(*lengths)
-    (together,) = pack(batch, budget=64)
-    packed = unpack([together], [model(together)], shifted=False)
+    (packed_batch,) = pack(batch, budget=64)
+    packed = unpack([packed_batch], [model(packed_batch)], shifted=False)
     for sequence, rows in zip(batch, packed, strict=True):
         (alone,) = pack([sequence], budget=64)
         assert_equal(rows, model(alone), "logits")

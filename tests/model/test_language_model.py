@@ -23,8 +23,8 @@ PATTERNS = ["[*-]{4}", "*-*E", "[*-][S-][*E]*", "[S*-][*E]{3}"]
 def test_packed_equals_each_sequence_alone(pattern: str) -> None:
     model = small_model(pattern)
     batch = sequences(6, 1, 9, 2, 6, 4)
-    (together,) = pack(batch, budget=64)
-    packed = unpack([together], [model(together)], shifted=False)
+    (packed_batch,) = pack(batch, budget=64)
+    packed = unpack([packed_batch], [model(packed_batch)], shifted=False)
     for sequence, logits in zip(batch, packed, strict=True):
         (alone,) = pack([sequence], budget=64)
         assert_equal(logits, model(alone))

@@ -51,8 +51,8 @@ def test_the_model_returns_the_very_object_of_the_output_processor() -> None:
         return result
 
     assert model(microbatch, output_processor=processor, output_processor_context=context) is result
-    ((inputs, given),) = calls  # once
-    assert given is context
+    ((inputs, received_context),) = calls  # once
+    assert received_context is context
     assert inputs.microbatch is microbatch
     assert inputs.config is model.config
     assert inputs.layout == model.layout
@@ -178,9 +178,9 @@ def test_the_hook_is_given_by_keyword_alone_and_called_once_with_its_context(run
     assert inputs.microbatch is microbatch
     assert context is marker
     assert not keywords
-    for given in ((processor,), (processor, marker), (None, processor, marker)):
+    for hook_arguments in ((processor,), (processor, marker), (None, processor, marker)):
         with pytest.raises(TypeError, match="positional argument"):
-            run(model, microbatch, None, *given)
+            run(model, microbatch, None, *hook_arguments)
     assert len(calls) == 1
 
 

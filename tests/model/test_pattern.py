@@ -168,8 +168,8 @@ def test_error_is_the_sentence_of_the_style_guide():
 
 @many
 @given(st.text(MIXERS, max_size=5), st.text("E", min_size=1, max_size=4), st.text(sorted(SYMBOLS), min_size=1))
-def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, others):
-    blocks = mixers + terminals + others
+def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, remaining):
+    blocks = mixers + terminals + remaining
     error = raised(f"[{blocks}]")
     full_fix, first = error.fix.removeprefix("Write ").removesuffix(".").split(" or ")
     assert Pattern.parse(full_fix).blocks == blocks
@@ -403,8 +403,8 @@ def test_stages_of_a_cut_pattern_are_its_segments_joined(pattern, count):
             pattern.stages(count)
         return
     stages = pattern.stages(count)
-    each = segments // count
-    joined = [tuple(chain(*pattern.segments[index * each : (index + 1) * each])) for index in range(count)]
+    per_stage = segments // count
+    joined = [tuple(chain(*pattern.segments[index * per_stage : (index + 1) * per_stage])) for index in range(count)]
     assert [tuple(pattern.layers[index] for index in stage) for stage in stages] == joined
     assert list(chain(*stages)) == list(range(len(pattern)))
     assert pattern.stages(1) == (range(len(pattern)),)
@@ -443,8 +443,8 @@ def test_no_stages_are_refused(count):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-@pytest.mark.parametrize("where", ["cost", "embedding_cost", "head_cost"])
-def test_impossible_costs_are_refused(where, value):
-    argument = (lambda _: value) if where == "cost" else value
+@pytest.mark.parametrize("stage", ["cost", "embedding_cost", "head_cost"])
+def test_impossible_costs_are_refused(stage, value):
+    argument = (lambda _: value) if stage == "cost" else value
     with pytest.raises(ValueError, match=r"The cost of (block '\*'|the embedding|the head) is"):
-        Pattern.parse("**").stages(2, **{where: argument})
+        Pattern.parse("**").stages(2, **{stage: argument})

@@ -116,9 +116,9 @@ def assert_alike(plain: LanguageModel, planned: LanguageModel, results: list[Any
 @pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", pytest.param("M[G-][S+E]/[*E]", marks=pytest.mark.slow)])
 def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) -> None:
     config = small_config(pattern, tied_head=tied)
-    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(plain, other, at_once(plain, microbatches), planned(other, microbatches))
+    assert_alike(plain, interleaved, at_once(plain, microbatches), planned(interleaved, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.thorough), "full"])
@@ -134,8 +134,10 @@ def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: 
 @pytest.mark.parametrize("processor_type", [Processor(), Processor(mtp_options=None)], ids=["said", "not said"])
 def test_one_depth_used_again_has_one_gradient(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
-    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(plain, other, at_once(plain, batch(3), processor_type), planned(other, batch(3), processor_type))
+    plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(
+        plain, interleaved, at_once(plain, batch(3), processor_type), planned(interleaved, batch(3), processor_type)
+    )
 
 
 def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
@@ -166,8 +168,10 @@ def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
 )
 def test_planned_mtp_depths_equal_those_of_a_forward(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*E]/[*E]/[*E]", tied_head=True)
-    plain, other = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(plain, other, at_once(plain, batch(2), processor_type), planned(other, batch(2), processor_type))
+    plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
+    assert_alike(
+        plain, interleaved, at_once(plain, batch(2), processor_type), planned(interleaved, batch(2), processor_type)
+    )
 
 
 def exchanges(model: LanguageModel, processor: Any) -> list[str]:

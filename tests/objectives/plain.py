@@ -100,8 +100,8 @@ def preference(
         if loss_type == "ipo":
             loss = (difference - 1 / (2 * beta)) ** 2
         else:
-            own = float(batch.columns["margins"][chosen]) if margins else 0.0
-            right = torch.sigmoid(beta * difference - margin - own)
+            own_margin = float(batch.columns["margins"][chosen]) if margins else 0.0
+            right = torch.sigmoid(beta * difference - margin - own_margin)
             loss = -(1 - label_smoothing) * right.log() - label_smoothing * (1 - right).log()
         if nll:
             loss = loss - nll * sum(token.logprob for token in answers[chosen]) / len(answers[chosen])

@@ -166,7 +166,7 @@ def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]
     """Returns how far the loss, the log-probs and the gradients of each case are from those in float64."""
     engine, differences = engine_of(layout), {}
     for case, (loss_name, settings, _) in CASES.items():
-        loss, found, gradients = expected(case)
+        loss, expected_rows, gradients = expected(case)
         batch, objective = batch_of(case), SUMMED_LOSSES[loss_name](**settings)
         engine.zero_grad()
         evaluated = engine.evaluate_loss(batch, objective, counts=SUM)
@@ -175,7 +175,7 @@ def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]
         off = {"loss": abs(result.loss - loss) / abs(loss), "evaluated": abs(evaluated.loss - loss) / abs(loss)}
         for outputs in (result.outputs, evaluated.outputs):
             returned = torch.cat([rows[1:].flatten() for rows in outputs["logprobs"]])
-            expected_outputs = torch.cat([rows.flatten() for rows in found])
+            expected_outputs = torch.cat([rows.flatten() for rows in expected_rows])
             off["logprobs"] = max(
                 off.get("logprobs", 0.0),
                 float((returned - expected_outputs).abs().max() / expected_outputs.abs().max()),

@@ -96,12 +96,12 @@ def assert_same_head(fused: Any, operands: Operands, *, within: float = TOLERANC
     gradients = operands.gradients(results)
     exact = dense(operands.hidden, operands.weight, operands.targets, bias=operands.bias, **options)
     expected = operands.gradients(exact)
-    for name, got, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
+    for name, actual_part, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
         # A log-prob is a difference of numbers as large as the logits, and 1 nat is what it is measured in.
-        assert_close(got, want, name, scale=1.0, within=within)
+        assert_close(actual_part, want, name, scale=1.0, within=within)
     slope = options.get("logit_scale", 1.0) / float(torch.as_tensor(options.get("temperature", 1.0)).min())
     largest = max((float(up.abs().max()) for up in operands.upstream if up.numel()), default=0.0) * slope
     widest = max(float(leaf.detach().abs().max()) if leaf.numel() else 0.0 for leaf in leaves)
-    for name, got, want, leaf in zip(("hidden", "weight", "bias"), gradients, expected, leaves, strict=False):
-        assert got.dtype == leaf.dtype
-        assert_close(got, want, f"gradient of {name}", scale=largest * max(widest, 1.0), within=within)
+    for name, actual_part, want, leaf in zip(("hidden", "weight", "bias"), gradients, expected, leaves, strict=False):
+        assert actual_part.dtype == leaf.dtype
+        assert_close(actual_part, want, f"gradient of {name}", scale=largest * max(widest, 1.0), within=within)

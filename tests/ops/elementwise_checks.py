@@ -141,8 +141,8 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
     def run(inputs: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
         used = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
         with defer_wgrad(later):
-            gate, up, *others = used
-            product = gated_linear(gate, up, "silu", *others, backend=backend)
+            gate, up, *bias_inputs = used
+            product = gated_linear(gate, up, "silu", *bias_inputs, backend=backend)
         product.backward(torch.linspace(-1, 1, product.numel()).view(product.shape).to(product))
         flush_wgrad(later or [])
         return [product, *(None if tensor is None else tensor.grad for tensor in used)]
@@ -151,8 +151,8 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
     for left in (gate, None):
         inputs = [left, up, weight, bias]
         exact = [None if tensor is None else tensor.double() for tensor in inputs]
-        results, wanted = run(inputs, "triton", [] if put else None), run(exact, "torch", None)
-        for index, (actual, expected) in enumerate(zip(results, wanted, strict=True)):
+        results, expected_results = run(inputs, "triton", [] if put else None), run(exact, "torch", None)
+        for index, (actual, expected) in enumerate(zip(results, expected_results, strict=True)):
             if expected is not None:
                 assert_equal(actual, expected, f"result {index}", 2 * TOLERANCES[dtype])
 

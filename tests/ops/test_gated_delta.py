@@ -65,8 +65,8 @@ def check(operands: list[Tensor], lengths: list[int], chunk: int, tolerance: flo
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(tensor.shape, generator=generator) for tensor in expected]
     weights[1] *= weights[0].numel() / weights[1].numel() ** 0.5 / 100  # neither drowns the other
-    for actual, expected_tensor, what in zip(outputs, expected, ("outputs", "states"), strict=True):
-        assert_equal(actual.cpu(), expected_tensor, what, tolerance)
+    for actual, expected_tensor, tensor_name in zip(outputs, expected, ("outputs", "states"), strict=True):
+        assert_equal(actual.cpu(), expected_tensor, tensor_name, tolerance)
     gradients = torch.autograd.grad(outputs, operands, [weight.to(operands[0].device) for weight in weights])
     expected_gradients = torch.autograd.grad(expected, exact, [weight.double() for weight in weights])
     for name, actual, expected_tensor in zip(NAMES, gradients, expected_gradients, strict=True):

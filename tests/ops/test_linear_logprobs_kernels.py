@@ -36,11 +36,11 @@ class TestOnTheGpu:
         run_checks(checks)
 
     def operands(self) -> Operands:
-        made = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")
-        made.hidden = made.hidden.detach().bfloat16().requires_grad_()
-        made.weight = made.weight.detach().bfloat16().requires_grad_()
-        made.targets[::5] = -100
-        return made
+        drawn = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")
+        drawn.hidden = drawn.hidden.detach().bfloat16().requires_grad_()
+        drawn.weight = drawn.weight.detach().bfloat16().requires_grad_()
+        drawn.targets[::5] = -100
+        return drawn
 
     @pytest.mark.parametrize("backend", ["triton", "torch"])
     @pytest.mark.parametrize("softcap", [None, 20.0])

@@ -215,10 +215,10 @@ def test_the_gradient_in_place_equals_torch(columns: int, dtype: torch.dtype) ->
     """Half precision overwrites products of the same row that the kernel has yet to leave behind."""
     state = empty_state(5, torch.float32, torch.device(DEVICE))
     torch_epilogue.accumulate(make_slab(columns), state, entropy=True)
-    ours = empty_state(5, torch.float32, torch.device(DEVICE))
+    running_state = empty_state(5, torch.float32, torch.device(DEVICE))
     slab = make_slab(columns)
-    triton_epilogue.accumulate(slab, ours, entropy=True)
-    assert_close(ours, state, "state")
+    triton_epilogue.accumulate(slab, running_state, entropy=True)
+    assert_close(running_state, state, "state")
     results = torch_epilogue.results(state)
     ones = torch.ones(5, device=DEVICE)
     upstream = Upstream(ones, ones, ones)

@@ -399,7 +399,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     shutil.copytree(good, folder)
     monkeypatch.chdir(folder)
@@ -431,7 +431,9 @@ def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.Capt
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 @pytest.mark.slow
-def test_a_mistake_is_a_sentence_and_leaves_nothing(bad: Bad, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_a_sentence_and_leaves_nothing(
+    bad: Bad, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad.arrange()
     refused(bad.command, bad.says, capsys)
     if bad.mended is not None:
@@ -440,61 +442,61 @@ def test_a_mistake_is_a_sentence_and_leaves_nothing(bad: Bad, here: Path, capsys
         assert run(bad.mended) == 0
 
 
-def test_no_gpu_where_one_is_asked_for(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_where_one_is_asked_for(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     refused((*SFT, "--device=cuda"), ("cuda", "no GPU", "--device cpu"), capsys)
     assert run((*SFT, "--device=cpu")) == 0
 
 
-def test_a_directory_that_cannot_be_written_to(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_to(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     refused(SFT, ("run", "cannot be written to", "--run"), capsys)
 
 
-def test_a_disk_that_is_full(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(here)._replace(free=1 << 20)
+def test_a_disk_that_is_full(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(directory)._replace(free=1 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     refused(SFT, (r"checkpoint takes about \d", r"1\.0 MiB left", "Make room"), capsys)
 
 
-def test_a_run_that_another_process_holds(here: Path, capsys: Any) -> None:
-    (here / "run").mkdir()
-    lock = RunLock(here / "run")
+def test_a_run_that_another_process_holds(directory: Path, capsys: Any) -> None:
+    (directory / "run").mkdir()
+    lock = RunLock(directory / "run")
     refused(SFT, ("in use by", "--run"), capsys)
     lock.release()
     assert run(SFT) == 0
 
 
-def test_a_run_of_another_model_or_optimizer(here: Path, capsys: Any) -> None:
+def test_a_run_of_another_model_or_optimizer(directory: Path, capsys: Any) -> None:
     assert run(SFT) == 0
     refused((*SFT, "--model=tiny-moe"), ("another run", "model", "tiny-dense", "tiny-moe", "--run"), capsys)
     refused((*SFT, "--optimizer=sgd"), ("another run", "optimizer", "--run"), capsys)
     refused((*SFT, "--seed=3"), ("another run", "seed is 0 there and 3 here", "--run"), capsys)
-    (here / "run" / "config.yaml").write_text("model: [\n")
+    (directory / "run" / "config.yaml").write_text("model: [\n")
     refused(SFT, (r"config\.yaml cannot be read", "--run"), capsys)
     assert run((*SFT, "--run=other")) == 0
 
 
 @pytest.mark.slow
 def test_checkpoints_that_are_not_there_or_not_whole(
-    here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     two = (*SFT, "--steps=2", "--save_every=1", "--keep_checkpoints=2")
     assert run(two) == 0
     more = (*two, "--steps=3")
     refused((*more, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
     refused((*more, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
-    checkpoint_files = tree(here / "run" / "checkpoints" / "step-000002")
-    damage(here / "run" / "checkpoints" / "step-000002")
+    checkpoint_files = tree(directory / "run" / "checkpoints" / "step-000002")
+    damage(directory / "run" / "checkpoints" / "step-000002")
     assert run(more) == 0
     assert "step-000002" in caplog.text  # named, and the one before it taken
     assert any(
         set(tree(left)) == set(checkpoint_files)
-        for left in (here / "run" / "checkpoints").iterdir()
+        for left in (directory / "run" / "checkpoints").iterdir()
         if "damaged" in left.name
     )
-    for checkpoint in (here / "run" / "checkpoints").glob("step-*"):
+    for checkpoint in (directory / "run" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     capsys.readouterr()
     assert run((*more, "--steps=4")) == 2

@@ -102,10 +102,10 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
     caplog.set_level(logging.WARNING, "postlude")
     watched, silent = health(), health(verbose=False)
     for step, entropy in enumerate([0.05, 0.2, 0.05, 0.05, 0.05], start=1):
-        for each in (watched, silent):
-            each.check_step({"entropy": entropy}, step)
-            each.check_step({"loss": 1.0}, step) if step < 3 else None
-            each.check_rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
+        for checked in (watched, silent):
+            checked.check_step({"entropy": entropy}, step)
+            checked.check_step({"loss": 1.0}, step) if step < 3 else None
+            checked.check_rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
     messages = [record.getMessage() for record in caplog.records]
     assert [words.split(":")[0] for words in messages] == [
         "for 2 steps, up to 3, all completions of a prompt had the same reward, and nothing was learned",

@@ -161,9 +161,9 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(ranks: Ranks, tmp_path:
         for columns in recorded["after"]
         for advantages, mask in zip(columns["advantages"], columns["response_mask"], strict=True)
     ]
-    kept = torch.cat(rows)
-    assert float(kept.mean()) == pytest.approx(0.0, abs=1e-5)
-    assert float(kept.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
+    all_advantages = torch.cat(rows)
+    assert float(all_advantages.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(all_advantages.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
 
 
 def rows_of_two(group: Any) -> tuple[list[int], list[int], list[float]]:

@@ -32,8 +32,8 @@ SMALL = (
 def rows(tmp_path: Path) -> str:
     """Rows to learn from, as an option."""
     path = tmp_path / "rows.jsonl"
-    said = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(16)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in said))
+    examples = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in examples))
     return f"--data.path={path}"
 
 

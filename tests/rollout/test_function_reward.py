@@ -161,12 +161,12 @@ def test_processes_lists_and_coroutines_give_the_same_scores(file: Path) -> None
 def test_a_failure_names_function_row_and_value(file: Path, name: str, sentences: list[str]) -> None:
     """An invalid value fails its own completion; a call that fails, all of its completions."""
     scores = score(FunctionReward(f"{file}:{name}", workers=0), ["x"] * 4)
-    for place, each in enumerate(scores):
+    for place, row_score in enumerate(scores):
         sentence = (
             sentences[place % len(sentences)].replace("NAME", f"{file}:{name}").replace("line 1:", f"line {place + 1}:")
         )
-        assert each.excluded == bool(sentence)
-        assert (each.error or "").startswith(sentence), each.error
+        assert row_score.excluded == bool(sentence)
+        assert (row_score.error or "").startswith(sentence), row_score.error
     with pytest.raises(ValueError, match=r"That was a trial on line 1 with the completion .*Fix it"):
         FunctionReward(f"{file}:{name}", workers=0).trial_call(ROWS[0], AssistantTurn("x"))
 

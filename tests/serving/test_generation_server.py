@@ -97,8 +97,8 @@ def test_answers_over_http_are_those_of_generate() -> None:
 @pytest.mark.slow
 def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp_path: Path) -> None:
     old, new, model = sharp(), sharp(seed=1), sharp()
-    for name, each in (("old", old), ("new", new), ("cut", old)):
-        export_hf(each, tmp_path / name)
+    for name, saved_model in (("old", old), ("new", new), ("cut", old)):
+        export_hf(saved_model, tmp_path / name)
     weight_bytes = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(weight_bytes[: len(weight_bytes) // 2])
     with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:

@@ -289,8 +289,8 @@ def test_reload_in_the_background_finishes_before_the_next_request(two, engines)
 
 
 def test_a_restarted_server_gets_the_newest_weights_before_its_first_request(engines) -> None:
-    with closing(FakeVLLM()) as old, closing(FakeVLLM()) as other:
-        engine = engines(old, other, retries=0)
+    with closing(FakeVLLM()) as old, closing(FakeVLLM()) as healthy:
+        engine = engines(old, healthy, retries=0)
         engine.connect()
         engine.reload(Weights("/weights/1", "start.1"))
         old.kill()
