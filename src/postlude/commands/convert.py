@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     check_writable("DST", Path(options.target), "it")
     check_export_target(options.target, options.overwrite)
     source: Source = options.source
-    how = "Converted by `postlude convert`."
+    description = "Converted by `postlude convert`."
     if options.adapter is None and is_adapter_directory(options.source):
         raise ValueError(
             f"{options.source} is an adapter, which has no weights of a model: give its base too, as postlude convert "
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         source = Recast(options.source, pattern, blocks)
         for line in (lines := describe_changes(read_recast_plan(source))):
             print_line(line)
-        how = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
+        description = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
     adapter = None if options.adapter is None else read_saved_adapter(options.adapter, *read_model(source))
     try:
         tokenizer = load_tokenizer(options.source)
@@ -74,14 +74,14 @@ def run(options: argparse.Namespace) -> None:
         _check_base(adapter, model, str(options.source))
         merge_adapter(model, adapter)
         model = rounded_to(model, dtype or weights_dtype(model.config))
-        how = f"Base {options.source} with the adapter {options.adapter} merged in by `postlude convert`."
+        description = f"Base {options.source} with the adapter {options.adapter} merged in by `postlude convert`."
         print_line(f"merged {adapter.parameters:,} parameters of adapters into {len(adapter.pairs)} layers")
     target = export_model(
         model,
         options.target,
         tokenizer=tokenizer,
         generation_config=read_generation_config(options.source),
-        card=ModelCard(base=str(options.source), how=how),
+        card=ModelCard(base=str(options.source), how=description),
         overwrite=options.overwrite,
     )
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -103,7 +103,7 @@ def _kernel_lines(kernels: dict[str, str | None], gpu: str | None) -> list[str]:
     lines = [f"kernels for {torch.bfloat16} on {gpu} (a call whose shapes a kernel does not take runs in torch)"]
     for name, reason in kernels.items():
         lines.append(f"  {name:<22} {'triton' if reason is None else 'torch '} {KERNELS[name].computes}")
-        lines += [] if reason is None else [f"  {'':<22}        {why}" for why in (reason, KERNELS[name].cost)]
+        lines += [] if reason is None else [f"  {'':<22}        {note}" for note in (reason, KERNELS[name].cost)]
     return lines
 
 

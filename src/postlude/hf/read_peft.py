@@ -201,16 +201,16 @@ def _split(matrix: HFMatrix, a: Tensor, b: Tensor) -> Adapters:
     rows = {part.layer.name: b[..., part.rows, :] for part in matrix.parts}
     columns = [slice(index * per_part, (index + 1) * per_part) for index in range(count)]
     is_joined = rank % count == 0 and all(
-        not mine[..., column].any()
-        for index, mine in enumerate(rows.values())
-        for other, column in enumerate(columns)
-        if other != index
+        not row[..., column].any()
+        for index, row in enumerate(rows.values())
+        for other_index, column in enumerate(columns)
+        if other_index != index
     )
     if not is_joined:
-        return {name: (a.clone(), mine.contiguous()) for name, mine in rows.items()}
+        return {name: (a.clone(), row.contiguous()) for name, row in rows.items()}
     return {
-        name: (a[..., column, :].contiguous(), mine[..., column].contiguous())
-        for (name, mine), column in zip(rows.items(), columns, strict=True)
+        name: (a[..., column, :].contiguous(), row[..., column].contiguous())
+        for (name, row), column in zip(rows.items(), columns, strict=True)
     }
 
 

@@ -113,5 +113,5 @@ def _new_copies(layers: Sequence[Linear]) -> Sequence[FP8Weight]:
     if any(len(weight) % BLOCK for weight in weights):
         return [FP8Weight.like(weight) for weight in weights]
     sizes = [len(weight) for weight in weights]
-    whole = FP8Weight.like(weights[0], features=sum(sizes))
-    return whole.split(sizes)
+    fused = FP8Weight.like(weights[0], features=sum(sizes))
+    return fused.split(sizes)

@@ -146,7 +146,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     tokens = len(query)
     # cuDNN takes 0.1 s to plan each length, so lengths are rounded up. No query sees the padding.
     more = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
-    query, key, value = (F.pad(each, more).transpose(0, 1)[None] for each in (query, key, value))
+    query, key, value = (F.pad(tensor, more).transpose(0, 1)[None] for tensor in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     return heads[0].transpose(0, 1)[:tokens]
@@ -183,7 +183,7 @@ def varlen_attention(
     width = max(query.shape[-1], value.shape[-1])
     width += -width % FLASH_STEP
     # Zeros add nothing to a score, and the padded values are cut off again.
-    query, key, padded = (_pad_heads(each, width) for each in (query, key, value))
+    query, key, padded = (_pad_heads(tensor, width) for tensor in (query, key, value))
     left = -1 if score_config.window is None else score_config.window - 1  # flash counts keys before the query's own
     arguments = queries, keys, score_config.scale, (left, 0)  # aligned at the ends
     if score_config.sinks is None:
@@ -225,7 +225,7 @@ def _flash_backward(
 
     `borders` are cu_seqlens and `longest` the longest sequences, of queries and of keys.
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         gradient,
         query,
         key,
@@ -242,7 +242,7 @@ def _flash_backward(
         window_size_left=window[0],
         window_size_right=window[1],
     )
-    return found
+    return gradients
 
 
 def _pad_heads(tensor: Tensor, width: int) -> Tensor:
@@ -310,8 +310,8 @@ class _FlashWithSinks(Function):
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Adds `sinks` [heads, 1 or T] to the denominator of output [T, heads, v] and lse [heads, T]."""
     sinks = sinks.float()
-    kept = (lse - sinks).sigmoid().T[..., None]
-    return (output * kept).to(output.dtype), torch.logaddexp(lse, sinks)
+    kept_weight = (lse - sinks).sigmoid().T[..., None]
+    return (output * kept_weight).to(output.dtype), torch.logaddexp(lse, sinks)
 
 
 def _by_lengths(queries: Packing, keys: Packing) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -324,6 +324,6 @@ def _by_lengths(queries: Packing, keys: Packing) -> dict[tuple[int, int], list[t
 
 def _visible(tq: int, tk: int, window: int | None, device: torch.device) -> Tensor:
     """Returns [tq, tk], True where the query (row) sees the key (column); both are aligned at the end."""
-    own = torch.arange(tk - tq, tk, device=device)
-    distance = own[:, None] - torch.arange(tk, device=device)[None, :]
+    query_positions = torch.arange(tk - tq, tk, device=device)
+    distance = query_positions[:, None] - torch.arange(tk, device=device)[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

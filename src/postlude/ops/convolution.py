@@ -140,9 +140,9 @@ class _TritonConvolution(Function):
         from postlude.ops.kernels import convolution as kernels
 
         inputs, kernel, bias, positions = ctx.saved_tensors
-        found = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
-        for_bias = None if bias is None else found[2].to(bias.dtype)
-        return found[0], found[1].to(kernel.dtype), for_bias, None, None
+        kernel_gradients = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
+        for_bias = None if bias is None else kernel_gradients[2].to(bias.dtype)
+        return kernel_gradients[0], kernel_gradients[1].to(kernel.dtype), for_bias, None, None
 
 
 def _lay_out(tokens: Tensor, places: Tensor, sequences: int, gap: int) -> Tensor:

@@ -35,13 +35,13 @@ def refusal(*tensors: Tensor, width: int, gradient: bool) -> str | None:
     """Returns why fla cannot scan these with keys of `width`, or None. `gradient`: a backward will follow."""
     if not installed():
         return "flash-linear-attention is not installed (pip install 'postlude[fla]')"
-    device, dtypes = tensors[0].device, {each.dtype for each in tensors}
+    device, dtypes = tensors[0].device, {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or dtypes.isdisjoint((torch.bfloat16, torch.float16)):
         return f"flash-linear-attention is for one half precision, and these are {', '.join(map(str, dtypes))}"
     if width > WIDEST:
         return f"flash-linear-attention has room for keys {WIDEST} wide, and these are {width}"
-    why = why_no_triton(device, tensors[0].dtype, False)
-    return why or _refusal(version_of("fla"), version_of("triton"), gpu_of(device).capability, gradient)
+    reason = why_no_triton(device, tensors[0].dtype, False)
+    return reason or _refusal(version_of("fla"), version_of("triton"), gpu_of(device).capability, gradient)
 
 
 def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool) -> str | None:
@@ -55,31 +55,31 @@ def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool)
     )
 
 
-def steps_in(name: str, own: str, *tensors: Tensor, width: int) -> bool:
+def steps_in(name: str, own_kernels: str, *tensors: Tensor, width: int) -> bool:
     """Whether "auto" takes fla for `name`. `own` is why it does not take our kernels. Logs the choice once.
 
     It always requires the backward, so that passes with and without gradient give the same results.
     """
     if not tensors[0].is_cuda or not installed():
         return False
-    why = refusal(*tensors, width=width, gradient=True)
-    _log_once(name, own, why)
-    return why is None
+    reason = refusal(*tensors, width=width, gradient=True)
+    _log_once(name, own_kernels, reason)
+    return reason is None
 
 
 @functools.cache
-def _log_once(name: str, own: str, why: str | None) -> None:
-    if why is None:
-        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, version_of("fla"), own)
+def _log_once(name: str, own_kernels: str, reason: str | None) -> None:
+    if reason is None:
+        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, version_of("fla"), own_kernels)
     else:
-        log.warning("%s cannot use flash-linear-attention in place of its own kernels: %s", name, why)
+        log.warning("%s cannot use flash-linear-attention in place of its own kernels: %s", name, reason)
 
 
 def check(*tensors: Tensor, width: int) -> None:
     """Raises RuntimeError if fla was requested and cannot run."""
-    gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    if why := refusal(*tensors, width=width, gradient=gradient):
-        raise RuntimeError(f'backend="fla" cannot run: {why}. Use backend="auto", which takes what can run.')
+    gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if reason := refusal(*tensors, width=width, gradient=gradient):
+        raise RuntimeError(f'backend="fla" cannot run: {reason}. Use backend="auto", which takes what can run.')
 
 
 def ssd(
@@ -116,7 +116,7 @@ def gated_delta(
     """See `postlude.ops.gated_delta.gated_delta`."""
     kernels = importlib.import_module("fla.ops.gated_delta_rule")
     output, states = kernels.chunk_gated_delta_rule(
-        *(each[None] for each in (query, key, value)),
+        *(tensor[None] for tensor in (query, key, value)),
         g=log_decay.float()[None],
         beta=beta.float()[None],
         scale=scale,

@@ -14,6 +14,6 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype))
 
 
-def foreach_copy(into: list[Tensor], values: list[Tensor]) -> None:
+def foreach_copy(outputs: list[Tensor], values: list[Tensor]) -> None:
     """Copies each of `values` into its counterpart, which may have another dtype."""
-    torch._foreach_copy_(into, values)
+    torch._foreach_copy_(outputs, values)

@@ -126,7 +126,7 @@ def gated_delta_step(
     if normalise:
         query, key = _unit(query)[0], _unit(key)[0]
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-    query, key = (each.repeat_interleave(group, dim=1)[:, :, None] for each in (query, key))  # [n, heads, 1, dk]
+    query, key = (tensor.repeat_interleave(group, dim=1)[:, :, None] for tensor in (query, key))  # [n, heads, 1, dk]
     states = states.to(wide) * log_decay.to(wide).exp()[..., None, None]
     written = beta.to(wide)[..., None, None] * (value.to(wide)[:, :, None] - key @ states)  # [n, heads, 1, dv]
     states = states + key.mT * written
@@ -192,7 +192,7 @@ def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[T
         options = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
         scan = _Scan(*options)
     gradients = scan.gradients(output, states if ctx.last_states else None)
-    return *(each.to(like.dtype) for each, like in zip(gradients, inputs, strict=True)), *(None,) * 7
+    return *(gradient.to(like.dtype) for gradient, like in zip(gradients, inputs, strict=True)), *(None,) * 7
 
 
 _operator.register_autograd(_backward, setup_context=_setup)
@@ -212,8 +212,8 @@ class Chunks:
         order = sorted(range(len(lengths)), key=lambda sequence: -needed[sequence])
         rank = {sequence: place for place, sequence in enumerate(order)}
         counts = [0] * max(needed)
-        for each in needed:
-            counts[each - 1] += 1
+        for chunk_count in needed:
+            counts[chunk_count - 1] += 1
         counts = list(accumulate(reversed(counts)))[::-1]  # sequences with a chunk in each round
         starts = list(accumulate(counts, initial=0))
         self.count = starts[-1]
@@ -222,7 +222,7 @@ class Chunks:
         packing = Packing(tuple(lengths), cu_seqlens)
         device = cu_seqlens.device
         table = to_device(torch.tensor([rank[sequence] for sequence in range(len(lengths))] + starts), device)
-        last = [starts[each - 1] + rank[sequence] for sequence, each in enumerate(needed)]
+        last = [starts[chunk_count - 1] + rank[sequence] for sequence, chunk_count in enumerate(needed)]
         self.last = to_device(torch.tensor(last), device)
         """[n] the last chunk of each sequence."""
         position = packing.positions()
@@ -306,8 +306,8 @@ class _Scan:
     def last_states(self) -> Tensor:
         """[n, heads, dk, dv]."""
         states, chunk_decay, decayed_key, delta = (
-            _parted(each, self.heads).index_select(0, self.chunks.last)
-            for each in (self.states, self.chunk_decay, self.decayed_key, self.delta)
+            _parted(tensor, self.heads).index_select(0, self.chunks.last)
+            for tensor in (self.states, self.chunk_decay, self.decayed_key, self.delta)
         )
         return states * chunk_decay + decayed_key.mT @ delta
 
@@ -346,9 +346,9 @@ class _Scan:
         gradients = (
             _through_unit(of_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_over),
             _through_unit(of_key.view_as(self.unit_key), self.unit_key, self.key_over),
-            *(_parted(each, self.heads) for each in (right, decay, beta_gradient)),
+            *(_parted(tensor, self.heads) for tensor in (right, decay, beta_gradient)),
         )
-        return tuple(self.chunks.to_tokens(each) for each in gradients)
+        return tuple(self.chunks.to_tokens(gradient) for gradient in gradients)
 
     def _run_back(self, output: Tensor, delta_grads: Tensor, last_states: Tensor | None) -> Tensor:
         """Returns the gradient of each chunk's final state, [B, dk, dv]. `delta_grads` are those of δ from outputs."""
@@ -398,7 +398,7 @@ class _Scan:
 
     def _rounds(self) -> list[slice]:
         """Returns the slice of B of each round."""
-        return [slice(each.start * self.heads, each.stop * self.heads) for each in self.chunks.rounds]
+        return [slice(rows.start * self.heads, rows.stop * self.heads) for rows in self.chunks.rounds]
 
 
 def _parted(tensor: Tensor, inner: int) -> Tensor:
@@ -408,8 +408,8 @@ def _parted(tensor: Tensor, inner: int) -> Tensor:
 
 def _inverse_of_one_plus(lower: Tensor) -> Tensor:
     """Returns (1 + A)⁻¹ of strictly lower triangles [B, C, C]."""
-    one = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
     return inverse
 
 
@@ -461,8 +461,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
     alike = query.shape == key.shape and log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
     if not alike or heads % key_heads:
         shapes = ", ".join(
-            f"{name} {tuple(each.shape)}"
-            for name, each in zip(
+            f"{name} {tuple(tensor.shape)}"
+            for name, tensor in zip(
                 ("query", "key", "value", "log_decay", "beta"), (query, key, value, log_decay, beta), strict=True
             )
         )

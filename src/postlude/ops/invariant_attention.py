@@ -47,8 +47,8 @@ def attend_in_rows(
                 values[start + oldest : start + position + 1],
             )
         )
-        seen = torch.ones(1, position + 1 - oldest, dtype=torch.bool, device=query.device)
-        output[index] = explicit_attention(q, k, v, seen, score_config)[0, :, 0]
+        mask = torch.ones(1, position + 1 - oldest, dtype=torch.bool, device=query.device)
+        output[index] = explicit_attention(q, k, v, mask, score_config)[0, :, 0]
     return output
 
 
@@ -101,6 +101,6 @@ class _Attention(Function):
         scores = ScoreConfig(scale=config.scale, window=config.window, softcap=config.softcap, sinks=sinks)
         with torch.enable_grad():
             output = ctx.ordinary(query, key, value, queries, keys, scores)
-        wanted = [part for part in inputs if part is not None]
-        found = iter(torch.autograd.grad(output, wanted, gradients[0]))
-        return *(None if part is None else next(found) for part in inputs), None, None
+        present = [part for part in inputs if part is not None]
+        gradients_in_order = iter(torch.autograd.grad(output, present, gradients[0]))
+        return *(None if part is None else next(gradients_in_order) for part in inputs), None, None

@@ -46,26 +46,26 @@ def linear_logprobs_at(
     logit_config = logit_config.replace(**changes)
     stats = linear_logprobs(hidden, weight, targets, entropy=entropy, lse=True, logit_config=logit_config)
     assert stats.lse is not None  # asked for
-    kept = (targets != logit_config.ignore_index)[:, None]
+    has_target = (targets != logit_config.ignore_index)[:, None]
     first = 0 if logit_config.group is not None else logit_config.vocab_start
     last = logit_config.vocab_start + weight.shape[0] if logit_config.vocab_size is None else logit_config.vocab_size
-    outside = kept & ((ids < first) | (ids >= last))
+    outside = has_target & ((ids < first) | (ids >= last))
     if logit_config.target_count is None and bool(outside.any()):
         raise ValueError(
             f"id {int(ids[outside][0])} is outside the vocabulary, {first} to {last - 1} "
             f"({int(outside.sum())} such of {ids.numel()}). Give ids of this model's vocabulary."
         )
     local = ids.long() - logit_config.vocab_start
-    mine = kept & (local >= 0) & (local < weight.shape[0])
+    in_shard = has_target & (local >= 0) & (local < weight.shape[0])
     logits: Tensor = _SelectedLogits.apply(
-        hidden, weight, logit_config.bias, local.where(mine, 0), mine, logit_config.group
+        hidden, weight, logit_config.bias, local.where(in_shard, 0), in_shard, logit_config.group
     )
     if logit_config.target_count is not None:
         logits = logits * torch.zeros_like(logits).masked_fill_(outside, torch.nan).add_(1.0)
     temperature = logit_config.temperature
     if isinstance(temperature, Tensor) and temperature.ndim:
         temperature = temperature.detach()[:, None]
-    return stats, (logit_config.transform(logits) / temperature - stats.lse[:, None]).where(kept, 0.0)
+    return stats, (logit_config.transform(logits) / temperature - stats.lse[:, None]).where(has_target, 0.0)
 
 
 class _SelectedLogits(torch.autograd.Function):
@@ -81,10 +81,10 @@ class _SelectedLogits(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        mine: Tensor,
+        in_shard: Tensor,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, ids, mine)
+        ctx.save_for_backward(hidden, weight, ids, in_shard)
         ctx.bias = bias is not None and (bias.shape, bias.dtype)
         dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
         logits = torch.zeros(ids.shape, dtype=dtype, device=hidden.device)
@@ -95,7 +95,7 @@ class _SelectedLogits(torch.autograd.Function):
                     logits[part] = (rows @ hidden[part].to(dtype)[:, :, None]).squeeze(-1)
                 if bias is not None:
                     logits += bias[ids].to(dtype)
-            logits.masked_fill_(~mine, 0.0)
+            logits.masked_fill_(~in_shard, 0.0)
         if group is not None:
             dist.all_reduce(logits, group=group)
         return logits
@@ -103,9 +103,9 @@ class _SelectedLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprobs_at")
-        hidden, weight, ids, mine = ctx.saved_tensors
+        hidden, weight, ids, in_shard = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        upstream = gradients[0].masked_fill(~mine, 0.0)
+        upstream = gradients[0].masked_fill(~in_shard, 0.0)
         dtype, device = upstream.dtype, upstream.device
         to_hidden = torch.zeros(hidden.shape, dtype=dtype, device=device) if wants_hidden else None
         to_weight = torch.zeros(weight.shape, dtype=dtype, device=device) if wants_weight else None

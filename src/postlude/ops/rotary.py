@@ -143,7 +143,7 @@ def rotate_heads(
     inputs = (query, key) if norms is None else (query, key, norms.query, norms.key)
     options = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
     rotated: tuple[Tensor, Tensor]
-    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         rotated = (_Rotate if norms is None else _NormRotate).apply(*inputs, *table, *options)
     else:
         from postlude.ops.kernels import rotary as kernels  # needs triton

@@ -85,7 +85,7 @@ def ssd_step(
     Returns the output of `ssd` for that token, and the new states.
     """
     wide, share = _wide(x), x.shape[1] // B.shape[1]
-    B, C = (each.to(wide).repeat_interleave(share, 1)[:, :, None] for each in (B, C))  # [T, heads, 1, n]
+    B, C = (tensor.to(wide).repeat_interleave(share, 1)[:, :, None] for tensor in (B, C))  # [T, heads, 1, n]
     decay = (dt.to(wide) * A.to(wide)).exp()
     states = decay[..., None, None] * states + (dt[..., None].to(wide) * x)[..., None] * B
     y = (states * C).sum(-1)
@@ -97,8 +97,8 @@ def ssd_step(
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> None:
     tokens, heads, _ = x.shape
     if dt.shape != (tokens, heads) or A.shape != (heads,) or B.shape != C.shape or B.shape[0] != tokens:
-        given = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-        shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items())
+        inputs_by_name = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs_by_name.items())
         raise ValueError(
             f"a scan of {shapes}: give x [T, heads, p], dt [T, heads], A [heads], and B and C [T, groups, n]."
         )
@@ -195,13 +195,13 @@ class _Scan(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, cu_seqlens = ctx.saved_tensors
         needed = ctx.needs_input_grad[:5]
-        inputs = [each.detach().requires_grad_(need) for each, need in zip(inputs, needed, strict=True)]
+        inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needed, strict=True)]
         arguments: list[Any] = [*inputs, cu_seqlens, *ctx.options]
         with torch.enable_grad():
             outputs = _scan(*arguments)
-        wanted = [each for each in inputs if each.requires_grad]
+        differentiated = [tensor for tensor in inputs if tensor.requires_grad]
         count = 2 if ctx.options[1] else 1  # without last states there is no gradient of them
-        input_gradients = iter(torch.autograd.grad(outputs[:count], wanted, gradients[:count]))
+        input_gradients = iter(torch.autograd.grad(outputs[:count], differentiated, gradients[:count]))
         return *(next(input_gradients) if need else None for need in needed), None, None, None
 
 
@@ -215,7 +215,7 @@ def _scan(
     # Sums of logarithms are float64, so that differences of large sums stay exact.
     log_decay = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
     dt_x = chunks.cut(x.to(wide) * dt.to(wide)[..., None]).permute(0, 2, 1, 3).unflatten(1, split)  # [N, g, r, l, p]
-    B, C = (chunks.cut(each.to(wide)).transpose(1, 2) for each in (B, C))  # [N, g, l, n]
+    B, C = (chunks.cut(tensor.to(wide)).transpose(1, 2) for tensor in (B, C))  # [N, g, l, n]
 
     # Within a chunk each token sees those before it, as in attention, with decays instead of a softmax.
     difference = log_decay[..., :, None] - log_decay[..., None, :]
@@ -310,13 +310,13 @@ def _carry(added: Tensor, through: Tensor) -> Tensor:
     left = sums.masked_fill(~square.tril(1), float("-inf")).exp()
     by_block = (left[..., -1:, 1:] @ added).squeeze(2)
     first = _carry(by_block, sums[..., -1, 0])[:, :, None]
-    rest = left[..., :-1, :-1] @ torch.cat((first, added[:, :, :-1]), 2)
-    return torch.cat((first, rest), 2).transpose(1, 2).flatten(0, 1)[:count]
+    remaining = left[..., :-1, :-1] @ torch.cat((first, added[:, :, :-1]), 2)
+    return torch.cat((first, remaining), 2).transpose(1, 2).flatten(0, 1)[:count]
 
 
-def _exp(logarithm: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+def _exp(logarithm: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns exp where `kept`, else 0. Other logarithms may be large."""
-    return logarithm.masked_fill(~kept, float("-inf")).to(dtype).exp()
+    return logarithm.masked_fill(~mask, float("-inf")).to(dtype).exp()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

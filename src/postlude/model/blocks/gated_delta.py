@@ -221,10 +221,10 @@ class DeltaRule:
             *heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states, backend=self.backend
         )
 
-    def _split(self, together: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _split(self, projected: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the convolution's input [T, channels]; log decay and beta [T, value_heads], fp32."""
         group = self.config.group
-        channels, b, a = together.split((together.shape[-1] - 2 * group, group, group), -1)
+        channels, b, a = projected.split((projected.shape[-1] - 2 * group, group, group), -1)
         log_decay = self.decay * F.softplus(a.flatten(1).float() + self.dt_bias)
         return channels.flatten(1), (log_decay, b.flatten(1).float().sigmoid())
 

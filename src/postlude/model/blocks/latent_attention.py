@@ -123,9 +123,9 @@ class LatentAttentionConfig(BlockConfig):
     def check_layout(self, layout: Layout, name: str) -> None:
         """Raises unless tp divides the heads."""
         if self.heads % layout.tp:
-            others = nearest_degrees(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
+            degrees = nearest_degrees(layout.tp, (tp for tp in range(1, self.heads + 1) if self.heads % tp == 0))
             raise ValueError(
-                f"{name} has {self.heads} heads, which tp={layout.tp} ranks cannot share evenly. Use tp={others}."
+                f"{name} has {self.heads} heads, which tp={layout.tp} ranks cannot share evenly. Use tp={degrees}."
             )
 
 
@@ -173,8 +173,8 @@ class LatentAttention(Block):
             )
         elif context.microbatch.cp_shard is not None:
             cp_shard = context.microbatch.cp_shard
-            seen = gather_from_sequence(latent, cp_shard.axis.group)[cp_shard.key_rows]
-            heads = self._attend((query_part, query_rotated, seen), cp_shard.queries, cp_shard.keys)
+            latent_keys = gather_from_sequence(latent, cp_shard.axis.group)[cp_shard.key_rows]
+            heads = self._attend((query_part, query_rotated, latent_keys), cp_shard.queries, cp_shard.keys)
         else:
             heads = self._prefill((query_part, query_rotated, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
@@ -225,10 +225,10 @@ class LatentAttention(Block):
             query_latent = query_latent + torch.einsum("thn,hnr->thr", query_part * scale, b_key) @ a
         query = torch.cat((query_latent, query_rotated), dim=-1)
         (latents,) = stores
-        seen = attend_stores(query, latents, latents[..., : config.latent_size], config.score_config)
-        values = torch.einsum("thl,hvl->thv", seen, to_value)
+        attended = attend_stores(query, latents, latents[..., : config.latent_size], config.score_config)
+        values = torch.einsum("thl,hvl->thv", attended, to_value)
         if adapter is not None:
-            values = values + torch.einsum("thr,hvr->thv", seen @ a.T * scale, b_value)
+            values = values + torch.einsum("thr,hvr->thv", attended @ a.T * scale, b_value)
         return values
 
     def _expansions(self, matrix: Tensor) -> tuple[Tensor, ...]:

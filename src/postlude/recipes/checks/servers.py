@@ -127,9 +127,9 @@ def _check_running(
 
 def _check_length(limit: LengthLimit, inputs: PreflightInputs, sampling: SamplingSettings) -> None:
     """Raises ValueError if a server would refuse the longest request."""
-    longest, why, lower = inputs.max_request(sampling)
+    longest, reason, lower = inputs.max_request(sampling)
     if longest > limit.tokens:
-        raise ValueError(f"{limit.source}, but {why}. {limit.fix}, or lower {lower}.")
+        raise ValueError(f"{limit.source}, but {reason}. {limit.fix}, or lower {lower}.")
 
 
 def _check_takes_weights(
@@ -152,11 +152,11 @@ def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: Pre
     prompt = tuple(inputs.tokenizer.encode(PROMPT))
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, stop=(UNUSED_STOP,))
     completion = client.generate_on(server, Request(prompt, greedy))
-    ours = inputs.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    if completion.text is not None and _alphanumeric(completion.text) != _alphanumeric(ours):
+    decoded = inputs.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    if completion.text is not None and _alphanumeric(completion.text) != _alphanumeric(decoded):
         raise ValueError(
             f"{server.url} decodes its tokens as {completion.text!r}, but the tokenizer of {inputs.config.model} gives "
-            f"{ours!r}. It serves a model with another tokenizer."
+            f"{decoded!r}. It serves a model with another tokenizer."
         )
 
 
