@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
         result = search(model, options.gpus, tokens, overlap=options.overlap)
         return _print_search(console, result, options, hardware)
-    _show(console, estimate := forecast(model, overlap=overlap), options.gpu)
+    _print_forecast(console, estimate := forecast(model, overlap=overlap), options.gpu)
     return int(estimate.peak > hardware.memory)
 
 
@@ -163,7 +163,8 @@ def _check_layout(layout: Layout, config: ModelConfig, name: str) -> None:
         raise ValueError(f"ep is {layout.ep}, but {name} has no experts to spread. Use ep=1.")
 
 
-def _show(console: Console, plan: StepForecast, gpu: str) -> None:
+def _print_forecast(console: Console, plan: StepForecast, gpu: str) -> None:
+    """Prints the step's time and memory, and a table of the pipeline ranks."""
     model, step, layout, speed = plan.model, plan.step, plan.model.layout, plan.tokens_per_second
     table = Table(show_header=False, box=None)
     usable = model.hardware.memory
@@ -181,10 +182,14 @@ def _show(console: Console, plan: StepForecast, gpu: str) -> None:
     ):  # fmt: skip
         table.add_row(name, value)
     console.print(table)
-    shown = range(layout.pp)
-    if layout.pp > MOST_RANKS:
-        shown = range(0, layout.pp, -(-layout.pp // (MOST_RANKS - 1)))
-    ranks = sorted({*shown, layout.pp - 1})
+    _print_ranks(console, plan)
+
+
+def _print_ranks(console: Console, plan: StepForecast) -> None:
+    """Prints microbatches in flight, busy time and memory of the pipeline ranks, of some if there are many."""
+    step, pp = plan.step, plan.model.layout.pp
+    stride = 1 if pp <= MOST_RANKS else -(-pp // (MOST_RANKS - 1))
+    ranks = sorted({*range(0, pp, stride), pp - 1})
     table = Table("pipeline rank", *map(str, ranks))
     rows = {
         "in flight": [str(step.timeline.peak_in_flight[rank]) for rank in ranks],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.options import check_overlap
@@ -40,36 +42,12 @@ def run(options: argparse.Namespace) -> int:
     for layout in layouts:
         config.check_layout(layout)  # no rank is started for what cannot be
         check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
-    objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
-    cases = [
-        Case(
-            source,
-            layout,
-            objective,
-            options.recompute,
-            options.overlap,
-            compute_dtype=getattr(torch, dtype),
-            initializer_range=width,
-            seed=options.seed,
-            lora=options.lora,
-            fp8=options.fp8,
-        )
-        for layout in layouts
-        for objective in objectives
-    ]
-    default = TOLERANCES["float32" if options.fp8 else dtype]
-    tolerance = default if options.tolerance is None else options.tolerance
-    by_size: dict[int, list[Case]] = {}
-    for case in cases:
-        by_size.setdefault(case.layout.world_size, []).append(case)
-    start = functools.partial(
-        run_on_ranks, compare_all, timeout=options.timeout, device=device, backend=options.backend
-    )
-    reports: list[Report] = [
-        report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)
-    ]
+    cases = _cases(options, layouts, source, initializer_range=width, compute_dtype=getattr(torch, dtype))
+    reports = _compare(cases, options, device)
     if not reports:
         return 0  # a rank other than the first, whose reports these are
+    default = TOLERANCES["float32" if options.fp8 else dtype]
+    tolerance = default if options.tolerance is None else options.tolerance
     console.print(_table(reports, tolerance))
     if options.fp8:
         line = f"products in FP8, everything else in {dtype}: in a shorter dtype the last bit of a number between two "
@@ -82,6 +60,38 @@ def run(options: argparse.Namespace) -> int:
     adapters = [] if options.lora is None else compare_adapters_of(cases[0])
     for comparison in adapters:
         console.print(_adapter_line(comparison), markup=False, highlight=False, soft_wrap=True)
+    all_equal = _print_verdict(console, reports, tolerance)
+    limit = TOLERANCES["float32"] if options.tolerance is None else options.tolerance
+    wrong = [comparison.other for comparison in adapters if not comparison.passes(limit)]
+    for name_of_other in wrong:
+        console.print(f"one rank differs from {name_of_other} by more than {limit:g}", markup=False, highlight=False)
+    return int(bool(not all_equal or wrong))
+
+
+def _cases(options: argparse.Namespace, layouts: Sequence[Layout], source: Source, **settings: Any) -> list[Case]:
+    """Returns what is compared: every layout with every objective."""
+    settings |= {"seed": options.seed, "lora": options.lora, "fp8": options.fp8}
+    objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
+    return [
+        Case(source, layout, objective, options.recompute, options.overlap, **settings)
+        for layout in layouts
+        for objective in objectives
+    ]
+
+
+def _compare(cases: Sequence[Case], options: argparse.Namespace, device: str) -> list[Report]:
+    """Runs the cases, those of one number of ranks together."""
+    by_size: dict[int, list[Case]] = {}
+    for case in cases:
+        by_size.setdefault(case.layout.world_size, []).append(case)
+    start = functools.partial(
+        run_on_ranks, compare_all, timeout=options.timeout, device=device, backend=options.backend
+    )
+    return [report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)]
+
+
+def _print_verdict(console: Console, reports: Sequence[Report], tolerance: float) -> bool:
+    """Prints the largest difference of each case that differs, and the verdict. Returns whether all are equal."""
     different = [report for report in reports if not report.passes(tolerance)]
     for report in different:
         name, off = report.worst
@@ -92,11 +102,7 @@ def run(options: argparse.Namespace) -> int:
     count = len(reports)
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
     console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
-    limit = TOLERANCES["float32"] if options.tolerance is None else options.tolerance
-    wrong = [comparison.other for comparison in adapters if not comparison.passes(limit)]
-    for name_of_other in wrong:
-        console.print(f"one rank differs from {name_of_other} by more than {limit:g}", markup=False, highlight=False)
-    return int(bool(different or wrong))
+    return not different
 
 
 def _dtype(chosen: str | None, device: str, *, fp8: bool) -> str:
