@@ -37,8 +37,9 @@ from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
 DTYPES = tuple(TOLERANCES)
-MODEL_HELP = "a model directory (Hugging Face's or Postlude's own), a .gguf file, or a built-in model: " + ", ".join(
-    [*BUILTIN, *PACKAGED]
+MODEL_HELP = (
+    "a model directory (Hugging Face's or Postlude's own), ORG/NAME on the Hugging Face Hub, a .gguf file, or a "
+    f"built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
 )
 DESCRIPTION = (
     "Trains language models after pre-training: SFT, DPO, GRPO, PPO and distillation. Start with `postlude demo`. "
@@ -117,15 +118,19 @@ class _Parser(argparse.ArgumentParser):
             from postlude.recipes.config.load import describe
             from postlude.recipes.config.packaged import config_names
 
-            summary, names = self.recipe.help, ", ".join(name for name in config_names() if "/" not in name)
+            names = ", ".join(name for name in config_names() if "/" not in name)
             self.description = (
-                f"{summary[:1].upper()}{summary[1:]}.\n\n"
+                f"{_sentence(self.recipe.help)}\n\n"
                 f"CONFIG is a YAML file, or the name of a config that comes with Postlude: {names}.\n"
                 "Each field below is a key of that file. --field value sets it too, and overrides the file.\n"
                 "--dry-run checks a run and prints its config without starting it; other options are at the end.\n\n"
             )
             self.description += describe(self.recipe.config)
         return super().format_help()
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[:1].upper()}{summary[1:]}."
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -167,7 +172,7 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, summary: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
-        command = commands.add_parser(name, help=summary)
+        command = commands.add_parser(name, help=summary, description=_sentence(summary))
         add_arguments(command)
         command.set_defaults(module=name, parser=command)
 
@@ -302,7 +307,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)"
     )
-    _add_lora(command, "compare the gradients of adapters, and them with the merged model and with peft's own")
+    _add_lora(command, "compare the gradients of adapters, and those of one rank with the merged model and with peft")
     _add_recompute(command)
     _add_overlap(command)
     command.add_argument("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
