@@ -16,6 +16,6 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected.detach().double()).abs().max() / scale)
 
 
-def assert_equal(actual: Tensor, expected: Tensor, what: str = "tensor", tolerance: float = TOLERANCE) -> None:
+def assert_equal(actual: Tensor, expected: Tensor, name: str = "tensor", tolerance: float = TOLERANCE) -> None:
     off = difference(actual, expected)
-    assert off <= tolerance, f"{what} is off by {off:.2e} relative, more than {tolerance:.0e}"
+    assert off <= tolerance, f"{name} is off by {off:.2e} relative, more than {tolerance:.0e}"

@@ -38,7 +38,7 @@ class Hub:
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         """Returns the status, headers and body of a request."""
         if api := API.match(path):
-            kind, name, what, revision = api.groups()
+            kind, name, route, revision = api.groups()
             refusal = self._refusal(kind, name, revision)
             if refusal is not None:
                 return refusal
@@ -48,7 +48,7 @@ class Hub:
             ]
             siblings = [{"rfilename": file} for file in files]
             info = {"id": name, "sha": self.commit(kind, name), "siblings": siblings}
-            return 200, {"Content-Type": "application/json"}, json.dumps(entries if what == "tree" else info).encode()
+            return 200, {"Content-Type": "application/json"}, json.dumps(entries if route == "tree" else info).encode()
         if file := FILE.match(path):
             kind, name = "datasets" if file[1] else "models", file[2]
             refusal = self._refusal(kind, name, file[3])

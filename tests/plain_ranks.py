@@ -28,19 +28,19 @@ class PlainRanks:
             free.bind(("localhost", 0))
             place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
         for rank in range(self.size):
-            ours, theirs = SERVER.Pipe()
+            parent_pipe, child_pipe = SERVER.Pipe()
             variables = {**place, "RANK": str(rank), "WORLD_SIZE": str(self.size)}
-            process = SERVER.Process(target=_be_a_rank, args=(variables, theirs, *self.work))
+            process = SERVER.Process(target=_be_a_rank, args=(variables, child_pipe, *self.work))
             process.start()
-            theirs.close()  # so that one that ends in silence is heard
-            self.started.append((process, ours))
+            child_pipe.close()  # so that the end of a rank without a message is noticed
+            self.started.append((process, parent_pipe))
         return self
 
-    def told(self, rank: int) -> str:
-        """The error that names who is to blame, as this rank ends with it."""
+    def error_of(self, rank: int) -> str:
+        """Returns the message of the error that this rank ends with."""
         assert self.started[rank][1].poll(PATIENCE), f"rank {rank} goes on"
-        said: str = self.started[rank][1].recv()
-        return said
+        message: str = self.started[rank][1].recv()
+        return message
 
     def __exit__(self, *_: object) -> None:
         for process, _ in self.started:
@@ -50,7 +50,7 @@ class PlainRanks:
 
 def _be_a_rank(
     variables: dict[str, str],
-    told: Connection,
+    reports: Connection,
     timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -60,4 +60,4 @@ def _be_a_rank(
         with ranks(timeout=timeout, device="cpu"):
             function(*arguments)
     except RankError as error:
-        told.send(str(error))
+        reports.send(str(error))

@@ -25,8 +25,8 @@ from postlude.world.mesh import high_priority_options
 ALL = ("a", "b", "c", "d")
 
 
-def told(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
-    """Each rank's place, as the ranks agree on it through a store."""
+def agreed_devices(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
+    """Returns the device of each rank, as the ranks agree on it through a store."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(visible)) as threads:
         return list(
@@ -57,14 +57,16 @@ def told(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
 def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(
     visible: list[VisibleDevices], gpus: list[int]
 ) -> None:
-    assignments = told(visible)
+    assignments = agreed_devices(visible)
     assert [place.gpu for place in assignments] == gpus
     assert [str(place.device) for place in assignments] == [f"cuda:{gpu}" for gpu in gpus]
     assert {(place.backend, place.shared, place.refusal) for place in assignments} == {("nccl", "", "")}
 
 
 def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
-    assignments = told([VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)])
+    assignments = agreed_devices(
+        [VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)]
+    )
     assert [str(place.device) for place in assignments] == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
     assert {place.backend for place in assignments} == {"gloo"}
     assert {place.warning("gloo") for place in assignments} == {
@@ -74,14 +76,14 @@ def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
-    same_host = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
+    same_host = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
     assert [place.nccl_variables(rank) for rank, place in enumerate(same_host)] == [
         {"NCCL_HOSTID": f"postlude-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} for rank in (0, 1)
     ]
     assert same_host[0].warning("nccl").startswith("ranks 0, 1 of 2 share a GPU: NCCL treats each rank as a machine")
-    two_hosts = told([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])
+    two_hosts = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])
     assert two_hosts[0].nccl_variables(0) == {"NCCL_HOSTID": "postlude-rank-0"}  # lo does not lead to another machine
-    alone = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])[0]
+    alone = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("y", ("b",))])[0]
     assert (alone.nccl_variables(0), alone.warning("nccl")) == ({}, "")
 
 
@@ -94,7 +96,7 @@ def test_nccl_on_the_cpu_is_refused() -> None:
 
 
 def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
-    assignments = told([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
+    assignments = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
     assert {place.refusal for place in assignments} == {
         "rank 1 of 3 sees no GPU, but rank 0 does; give every rank one, or start all of them on the CPU (device cpu)."
     }

@@ -111,7 +111,7 @@ def test_survivors_name_the_cause_without_an_agent(
     fault: str, failing_rank: int, sentence: str, tmp_path: Path
 ) -> None:
     with PlainRanks(3, timeout(fault), misbehave, fault, failing_rank, str(tmp_path)) as three:
-        for message in (three.told(rank) for rank in range(3) if rank != failing_rank):
+        for message in (three.error_of(rank) for rank in range(3) if rank != failing_rank):
             assert message.startswith(sentence) if fault == "sleep" else message == sentence, message
 
 

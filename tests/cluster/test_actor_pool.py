@@ -36,15 +36,18 @@ def busy(pool: WorkerPool, count: int) -> list[Any]:
     until = time.monotonic() + 300
     while time.monotonic() < until:
         with pool.changed:
-            found = [each for each in pool.workers if each.running]
-        if len(found) >= count:
-            return found[:count]
+            running = [worker for worker in pool.workers if worker.running]
+        if len(running) >= count:
+            return running[:count]
         time.sleep(0.01)
     raise AssertionError("no worker was given anything")
 
 
 def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
-    calls = [("", said, {}) for said in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")]
+    calls = [
+        ("", completion, {})
+        for completion in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")
+    ]
     with closing(open_pool(functions.misbehave, count=2, timeout=TIMEOUT, pool_factory=pool_factory)) as workers:
         return workers.call_all(calls)
 
@@ -80,8 +83,8 @@ def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None
 @pytest.mark.thorough
 def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ray: None) -> None:
     with closing(open_pool(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPool)) as workers:
-        good, bad, other = workers.call_all([("stay",), ("go",), ("stay",)])
-        assert (good.value, other.value) == ("stay", "stay")
+        good, bad, second_good = workers.call_all([("stay",), ("go",), ("stay",)])
+        assert (good.value, second_good.value) == ("stay", "stay")
         assert (bad.failure, bad.error) == ("died", f"end_parent was lost with its worker {TRIES} times.")
         assert workers.lost == TRIES
 

@@ -41,13 +41,13 @@ class MadeUp:
         self.own, self.asked, self.killed = list(nodes), list[dict[str, Any]](), list[Any]()
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": each} for each in self.own]
+        return [{"Alive": True, "Resources": resources} for resources in self.own]
 
     def remote(self, kind: type) -> Any:
         return self
 
-    def options(self, **asked: Any) -> Any:
-        self.asked.append(asked)
+    def options(self, **requested: Any) -> Any:
+        self.asked.append(requested)
         method = SimpleNamespace(remote=lambda *arguments: None)
         return SimpleNamespace(remote=lambda: SimpleNamespace(start=method, stop=method, wait=method))
 
@@ -118,7 +118,7 @@ def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
         "a server that was to be started was not ready within 0.2 s: it found no node with 2 free CPU(s) and "
         "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
     )
-    assert [(each["num_cpus"], each["num_gpus"]) for each in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
+    assert [(request["num_cpus"], request["num_gpus"]) for request in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
     assert "2 server(s) wait for a machine with 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
     assert len(made_up.killed) >= 2
 
@@ -126,12 +126,12 @@ def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
 def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said(
     made_up: MadeUp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
+    clock = [0.0]
 
     def wait(seconds: float) -> None:
-        now[0] += 10.0
+        clock[0] += 10.0
 
-    monkeypatch.setattr(rank_actors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(rank_actors, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(rank_actors, "FIRST_WARNING", 20.0)
     monkeypatch.setattr(rank_actors, "WARN_SECONDS", 50.0)
     needs = ResourceNeeds(3, 4.0, 0.0)
@@ -141,12 +141,12 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
         check_capacity(needs)
     with pytest.raises(ValueError, match="has room for 2"):
         RankActors._wait(full, lambda: None, 200.0)  # type: ignore[arg-type]
-    assert now[0] == 210.0
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in said] == [
+    assert clock[0] == 210.0
+    error_lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in error_lines] == [
         f"waiting for room, {left} s more at most (--timeout)" for left in (170, 110, 50)
     ]
-    assert lacks in said[0]
+    assert lacks in error_lines[0]
 
     def come(seconds: float) -> bool:
         made_up.own.append({"CPU": 4.0})
@@ -179,10 +179,10 @@ def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
         try:
             ranks = RankActors(ResourceNeeds(1, 1.0, 0.6), lambda: None, 300.0)
             nodes = RayLauncher(tmp_path)
-            shown = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(900)"
-            beside = nodes.start(saying(shown, gpus=0.4))
+            program = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(900)"
+            beside = nodes.start(saying(program, gpus=0.4))
             until(lambda: beside.exit_reason() is None and beside.url, 300.0)
-            another = nodes.start(saying(shown, gpus=0.4))
+            another = nodes.start(saying(program, gpus=0.4))
             until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
             time.sleep(1.0)
             assert (another.exit_reason(), another.url) == (None, ""), "no room for a third share"

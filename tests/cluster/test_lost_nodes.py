@@ -50,10 +50,10 @@ def nodes(*cpus: int) -> Iterator[Any]:
         patch.dict(os.environ, RAY_TMPDIR=place),
     ):
         Path(place, "ray").mkdir()  # where the cluster's address is left, for others to find
-        first, *others = ({"num_cpus": count, "temp_dir": place} for count in cpus)
+        first, *later_nodes = ({"num_cpus": count, "temp_dir": place} for count in cpus)
         cluster = Cluster(initialize_head=True, head_node_args=first | {"include_dashboard": False})
-        for each in others:
-            cluster.other = cluster.add_node(**each)
+        for node in later_nodes:
+            cluster.other = cluster.add_node(**node)
         ray.init(cluster.address, **{name: QUIET[name] for name in ("log_to_driver", "logging_level")})
         try:
             yield cluster
@@ -67,10 +67,10 @@ def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
         call_ids = [workers.submit(("", "x" * size, {})) for size in range(60)]
         busy(workers, 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)
-        found: dict[int, CallResult] = {}
-        while len(found) < len(call_ids):
-            found |= workers.poll(None)
-        assert [found[call_id].value for call_id in call_ids] == list(range(60))
+        results: dict[int, CallResult] = {}
+        while len(results) < len(call_ids):
+            results |= workers.poll(None)
+        assert [results[call_id].value for call_id in call_ids] == list(range(60))
         assert workers.lost == 2, "half of them were there"
 
 
@@ -112,8 +112,8 @@ def test_ranks_that_lose_a_node_restart_on_another(place: Path, caplog: pytest.L
         thread.start()
         assert grpo(place, "parts", "--ray", "--cluster.cpus_per_rank=1", "--cluster.cpus_per_worker=0", *words) == 0
         thread.join()
-    found = logged_files(place / "parts")
-    for row in found["metrics"]:
+    logged = logged_files(place / "parts")
+    for row in logged["metrics"]:
         row.pop("workers/lost", None)
-    assert found == logged_files(place / "whole")
+    assert logged == logged_files(place / "whole")
     assert caplog.text.count("All ranks start again from step-") == 1

@@ -39,16 +39,18 @@ def test_killed_ranks_restart_from_their_checkpoint(
     order(place, "backward")
     assert grpo(place, "parts", "--ray") == 0
     assert not (place / "order").exists(), "the moment never came"
-    found = logged_files(place / "parts")
-    for row in found["metrics"]:
+    logged = logged_files(place / "parts")
+    for row in logged["metrics"]:
         assert row.pop("workers/lost", 0.0) == 0.0
-    assert found == logged_files(place / "whole"), "no step is lost or learned twice"
+    assert logged == logged_files(place / "whole"), "no step is lost or learned twice"
     assert contents(place / "parts") == contents(place / "whole")
     assert [start["step"] for start in read_record(place / "parts")["starts"]] == [0, 2]
     assert "rank 0 of 1 was lost: its worker process has died. All ranks start again from step-000002" in caplog.text
-    shown = [line.split()[1] for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    logged_steps = [line.split()[1] for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     once = [f"{step}/5" for step in range(1, 6)]
-    assert shown == [*once, *once[:3], *once[2:]], "the driver shows every step, and those again that are done again"
+    assert logged_steps == [*once, *once[:3], *once[2:]], (
+        "the driver shows every step, and those again that are done again"
+    )
 
 
 def test_what_the_cluster_has_no_room_for_is_a_sentence_at_once(
@@ -64,24 +66,26 @@ def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
     local_ray: None, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
-    seen: list[bool] = []
+    states: list[bool] = []
 
     def made(logs: Path, *, single_machine: bool) -> RayLauncher:
-        seen.append(single_machine)
+        states.append(single_machine)
         raise ValueError("seen")
 
     monkeypatch.setattr(driver, "RayLauncher", made)
     for address in ("local", "auto"):
         assert grpo(place, "run", "--ray", address) == 2
         assert "postlude grpo: seen" in capsys.readouterr().err
-    assert seen == [True, False]
+    assert states == [True, False]
 
 
 def test_without_ray_there_is_a_sentence_about_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *arguments: None if name == "ray" else find_spec(name, *arguments)
+    )
     assert main(["grpo", "--run", str(tmp_path / "run"), "--ray"]) == 2
     assert "--ray needs Ray, which is not installed. Install it: pip install 'postlude[ray]'" in capsys.readouterr().err
 
@@ -93,14 +97,14 @@ def answered(error: BaseException, at: float = 0.0) -> RankResult:
 
 def test_what_is_worth_another_start() -> None:
     lost, mistake = RankLost("its node has died."), answered(ValueError("no such row"), 2.0)
-    stopped, own = (
+    stopped, own_outcome = (
         answered(RankError("rank 1 of 2 does not reply any more"), 1.0),
         answered(AssertionError("ours"), 3.0),
     )
     assert failure_of({0: stopped, 1: lost}, 2).can_restart
     assert str(failure_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
     assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).can_restart, "a lost peer"
-    for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own}):
+    for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own_outcome}):
         assert not failure_of(answers, 2).can_restart  # type: ignore[arg-type]
     named = failure_of({0: stopped, 1: mistake}, 2).error
     assert isinstance(named, RankError)
@@ -184,12 +188,12 @@ def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) ->
     first.kill()
     first.wait()
     second = started(place, *many)  # at once: the ranks of the first may not have noticed yet
-    said, _ = second.communicate(timeout=2 * PATIENCE)
-    assert second.returncode == 0, said
-    found = logged_files(place / "parts")
-    for row in found["metrics"]:
+    output, _ = second.communicate(timeout=2 * PATIENCE)
+    assert second.returncode == 0, output
+    logged = logged_files(place / "parts")
+    for row in logged["metrics"]:
         row.pop("workers/lost", None)
-    assert found == logged_files(place / "whole")
+    assert logged == logged_files(place / "whole")
     starts = [start["step"] for start in read_record(place / "parts")["starts"]]
     assert starts[0] == 0
     assert starts[1] >= 4
@@ -201,10 +205,10 @@ def test_a_signal_lets_two_ranks_finish_the_step_and_save(place: Path) -> None:
     command = started(place, "--steps=60", "--layout=dp_shard=2")
     until(command, "step 4/61")
     command.send_signal(signal.SIGINT)
-    said, _ = command.communicate(timeout=2 * PATIENCE)
-    assert command.returncode == 128 + signal.SIGINT, said
+    output, _ = command.communicate(timeout=2 * PATIENCE)
+    assert command.returncode == 128 + signal.SIGINT, output
     ending = json.loads((place / "parts" / "ending.json").read_text())
     assert ending["outcome"] == "interrupted"
-    last = said.splitlines()[-1]
+    last = output.splitlines()[-1]
     assert f"SIGINT ended the run after step {ending['step']}, which is saved; resume with: postlude grpo" in last
     assert (place / "parts" / "checkpoints" / f"step-{ending['step']:06d}" / "state.json").is_file()

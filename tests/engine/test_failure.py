@@ -234,7 +234,7 @@ def go_on(layout: str) -> None:
 @pytest.mark.slow
 def test_a_pipeline_stage_refuses_further_calls_after_a_failure() -> None:
     with PlainRanks(2, TIMEOUT, go_on, "pp=2") as processes:
-        assert processes.told(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
+        assert processes.error_of(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
 
 
 def train_to_the_end(layout: str, end: str) -> None:
@@ -269,4 +269,4 @@ def train_to_the_end(layout: str, end: str) -> None:
 )
 def test_a_rank_that_dies_in_a_step_ends_the_others(layout: str, end: str, sentence: str) -> None:
     with PlainRanks(2, TIMEOUT, train_to_the_end, layout, end) as processes:
-        assert processes.told(0) == sentence
+        assert processes.error_of(0) == sentence

@@ -14,7 +14,7 @@ from postlude.world.launcher import launch
 from tests.engine.training import batch, config
 
 
-def fail(how: str, who: int, layout: str) -> None:
+def fail(fault: str, failing_rank: int, layout: str) -> None:
     """Two steps; in the second, rank `who` does not do what the others wait for."""
     engine = Engine(config("tiny-dense"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=32)
     rank = int(os.environ["RANK"])
@@ -24,10 +24,10 @@ def fail(how: str, who: int, layout: str) -> None:
 
     engine.forward_backward(batch(0), objective)
     engine.optimizer_step()
-    if rank == who:
-        if how == "raises":
+    if rank == failing_rank:
+        if fault == "raises":
             raise ValueError("no such column")
-        if how == "is killed":
+        if fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
     engine.forward_backward(batch(1), objective)
@@ -35,16 +35,16 @@ def fail(how: str, who: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "layout", "sentence"),
+    ("fault", "layout", "sentence"),
     [
         ("raises", "pp=2", "rank 1 of 2 failed: ValueError: no such column"),
         ("is killed", "dp_shard=2", "rank 1 of 2 was killed by SIGKILL."),
         ("is late", "pp=2", "rank 1 of 2 did not come: it is in fail "),
     ],
 )
-def test_it_is_named_and_all_end(how: str, sentence: str, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_is_named_and_all_end(fault: str, sentence: str, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as failure:
-        launch(fail, how, 1, layout, nproc=2, timeout=20.0, backend="nccl", device="cuda")
+        launch(fail, fault, 1, layout, nproc=2, timeout=20.0, backend="nccl", device="cuda")
     assert str(failure.value).startswith(sentence)
     _assert_quiet(capfd)
 

@@ -64,7 +64,9 @@ def train(layout: str, options: dict[str, Any], steps: int, late: int | None) ->
     for step in range(steps):
         hooks, objective, lengths = [], policy, (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)
         if step == late:
-            hooks = [stage.register_forward_hook(lambda *given: FirstLaunches.apply(given[2])) for stage in earlier]
+            hooks = [
+                stage.register_forward_hook(lambda *arguments: FirstLaunches.apply(arguments[2])) for stage in earlier
+            ]
             objective, lengths = policy_with_new_kernels, (61, 47, 33, 64, 5, 59, 21, 37)
         losses.append(engine.forward_backward(batch(step, lengths), objective).loss)
         engine.optimizer_step()
@@ -88,11 +90,11 @@ def on_one_rank(steps: int, late: int | None) -> list[float]:
 )
 def test_in_the_first_step(layout: str, options: dict[str, Any]) -> None:
     expected = on_one_rank(2, None)
-    found = launch(train, layout, options, 2, None, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
-    assert found == pytest.approx(expected, rel=1e-4)
+    actual = launch(train, layout, options, 2, None, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_of_a_kernel_that_is_first_used_in_step_40() -> None:
     expected = on_one_rank(42, 40)
-    found = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
-    assert found == pytest.approx(expected, rel=1e-3)
+    actual = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
+    assert actual == pytest.approx(expected, rel=1e-3)

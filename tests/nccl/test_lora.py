@@ -30,7 +30,7 @@ def train(group: Any, source: str, layout: str, options: dict[str, Any]) -> dict
         if name.endswith(".b"):
             fill(name, parameter)
     loss = engine.forward_backward(batch(0), policy).loss
-    gradients = {name: each.cpu() for name, each in stream_adapters(engine, gradients=True)}
+    gradients = {name: tensor.cpu() for name, tensor in stream_adapters(engine, gradients=True)}
     engine.optimizer_step()
     logprobs = torch.cat(engine.logprobs(batch(1)).logprob)
     return {"loss": torch.tensor(loss), "log-probs after a step": logprobs} | gradients
@@ -48,7 +48,7 @@ def train(group: Any, source: str, layout: str, options: dict[str, Any]) -> dict
 )
 def test_a_layout_trains_as_one_rank(nccl_ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
     expected = nccl_ranks(1, train, source, "", {})[0]
-    found = nccl_ranks(Layout.parse(layout).world_size, train, source, layout, options)[0]
-    assert found.keys() == expected.keys()
+    actual = nccl_ranks(Layout.parse(layout).world_size, train, source, layout, options)[0]
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert_equal(found[name], expected[name], name)
+        assert_equal(actual[name], expected[name], name)

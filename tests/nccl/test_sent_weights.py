@@ -26,9 +26,9 @@ def receive(unique_id: str, connection: Connection) -> None:
     """What a worker of vLLM does: join by the id, answer the greeting, take broadcasts of rank 0."""
     os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID="receiver")
     torch.cuda.set_device(0)
-    given, communicator = UniqueId.from_buffer_copy(base64.b64decode(unique_id)), ctypes.c_void_p()
+    nccl_id, communicator = UniqueId.from_buffer_copy(base64.b64decode(unique_id)), ctypes.c_void_p()
     config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 21400, 1)
-    check(library().ncclCommInitRankConfig(ctypes.byref(communicator), 2, given, 1, ctypes.byref(config)))
+    check(library().ncclCommInitRankConfig(ctypes.byref(communicator), 2, nccl_id, 1, ctypes.byref(config)))
     stream = torch.cuda.current_stream().cuda_stream
     greeting = torch.zeros(1, device="cuda")
     check(library().ncclAllReduce(greeting.data_ptr(), greeting.data_ptr(), 1, FLOAT32, SUM, communicator, stream))
@@ -44,16 +44,16 @@ def test_bytes_arrive_in_another_process(monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)
     offer = NCCLRendezvous(2, device)
-    ours, theirs = SERVER.Pipe()
-    process = SERVER.Process(target=receive, args=(offer.info["nccl_unique_id_b64"], theirs), daemon=True)
+    parent_pipe, child_pipe = SERVER.Pipe()
+    process = SERVER.Process(target=receive, args=(offer.info["nccl_unique_id_b64"], child_pipe), daemon=True)
     process.start()
     channel = offer.open(120.0)
     try:
         for size in SIZES:
             data = torch.randint(256, (size,), dtype=torch.uint8, device=device)
             assert send_all({"http://a": channel}, data, 120.0) == {}
-            assert ours.poll(120)
-            assert ours.recv() == digest(data)
+            assert parent_pipe.poll(120)
+            assert parent_pipe.recv() == digest(data)
     finally:
         channel.close()
         process.kill()

@@ -56,9 +56,9 @@ def load_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, T
 def test_a_checkpoint_goes_on_in_another_layout(nccl_ranks: Ranks, before: str, after: str, tmp_path: Path) -> None:
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]
     saved, losses = nccl_ranks(sizes[0], save_and_go_on, before, str(tmp_path / "saved"))[0]
-    loaded, found = nccl_ranks(sizes[1], load_and_go_on, after, str(tmp_path / "saved"))[0]
+    loaded, actual = nccl_ranks(sizes[1], load_and_go_on, after, str(tmp_path / "saved"))[0]
     assert same(saved, loaded)
-    assert_equal(torch.tensor(found), torch.tensor(losses), "losses after the checkpoint", tolerance=1e-4)
+    assert_equal(torch.tensor(actual), torch.tensor(losses), "losses after the checkpoint", tolerance=1e-4)
 
 
 def stream(group: Any, layout: str) -> dict[str, Tensor]:
@@ -68,5 +68,5 @@ def stream(group: Any, layout: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2,ep=2", "pp=2,vpp=2,tp=2"])
 def test_weights_leave_every_layout_to_the_bit(nccl_ranks: Ranks, layout: str) -> None:
     expected = nccl_ranks(1, stream, "")[0]
-    for found in nccl_ranks(Layout.parse(layout).world_size, stream, layout):
-        assert same(found, expected)
+    for actual in nccl_ranks(Layout.parse(layout).world_size, stream, layout):
+        assert same(actual, expected)

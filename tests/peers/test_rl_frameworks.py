@@ -58,8 +58,8 @@ def compare(_: Any, device: str, case: Case) -> dict[str, float]:
     with megatron(device, tp=case.tp):
         sizes = {"tensor_model_parallel_size": case.tp, "sequence_parallel": case.sequence_parallel}
         model = gpt_model(device, tied=case.tied, dtype=case.dtype, **sizes)
-        theirs = with_gradients(model, inputs, way.theirs(model, inputs, CHUNK))
-        return errors_of(with_gradients(model, inputs, way.postlude(model, inputs, CHUNK)), theirs)
+        expected = with_gradients(model, inputs, way.theirs(model, inputs, CHUNK))
+        return errors_of(with_gradients(model, inputs, way.postlude(model, inputs, CHUNK)), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -88,9 +88,9 @@ def test_verls_forward_of_a_transformers_model(family: str) -> None:
         return rows | {f"gradient of {name}": parameter.grad.clone() for name, parameter in parameters.items()}
 
     output = forward(model, ids, return_dict=True, temperature=TEMPERATURE)
-    theirs = with_gradients({"logprob": output.log_probs[:, :-1], "entropy": output.entropy[:, :-1]})
+    expected = with_gradients({"logprob": output.log_probs[:, :-1], "entropy": output.entropy[:, :-1]})
     stats = logprobs(model, ids, temperature=TEMPERATURE, entropy=True)
-    ours = with_gradients({"logprob": stats.logprob[:, 1:], "entropy": stats.entropy[:, 1:]})
-    errors = errors_of(ours, theirs)
+    actual = with_gradients({"logprob": stats.logprob[:, 1:], "entropy": stats.entropy[:, 1:]})
+    errors = errors_of(actual, expected)
     report("verl", f"forward of a {family} of transformers", errors)
     assert max(errors.values()) <= TOLERANCE

@@ -36,12 +36,13 @@ def with_gradients(model: nn.Module, logprob: Tensor, entropy: Tensor) -> dict[s
     """Returns the results, and each parameter's whole gradient of the mean of their squares."""
     model.zero_grad()
     (logprob.square().mean() + entropy.square().mean()).backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    whole = {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in gradients.items()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    full_gradients = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in gradients.items()
     }
     return {"logprob": logprob.detach(), "entropy": entropy.detach()} | {
-        f"gradient of {n}": g for n, g in whole.items()
+        f"gradient of {n}": g for n, g in full_gradients.items()
     }
 
 
@@ -52,10 +53,10 @@ def of_logits(model: Any, ids: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled(family: str) -> None:
     model, ids = model_of(family, torch.float32), tokens()
-    theirs = of_logits(model, ids)
+    expected = of_logits(model, ids)
     model.base_model.compile()  # in place: the module that `logprobs` calls
     stats = logprobs(model, ids, entropy=True)
-    errors = errors_of(with_gradients(model, stats.logprob, stats.entropy), theirs)
+    errors = errors_of(with_gradients(model, stats.logprob, stats.entropy), expected)
     report("transformers", f"{family}, torch.compile", errors)
     assert max(errors.values()) <= TOLERANCE
 
@@ -70,7 +71,7 @@ def compare_sharded(_: Any, family: str) -> dict[str, float]:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     ids, model = tokens(), model_of(family, torch.float32)
-    theirs = of_logits(model, ids)
+    expected = of_logits(model, ids)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -84,9 +85,9 @@ def compare_sharded(_: Any, family: str) -> dict[str, float]:
     assert isinstance(weight, DTensor)
     assert weight.to_local().shape[0] < weight.shape[0]
     stats = scored(ids, entropy=True)
-    ours = with_gradients(scored, stats.logprob, stats.entropy)
+    actual = with_gradients(scored, stats.logprob, stats.entropy)
     return errors_of(
-        {name.replace("gradient of model.", "gradient of ", 1): each for name, each in ours.items()}, theirs
+        {name.replace("gradient of model.", "gradient of ", 1): tensor for name, tensor in actual.items()}, expected
     )
 
 

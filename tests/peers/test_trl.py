@@ -66,17 +66,17 @@ class Forward:
         if labels is None:
             return SimpleNamespace(logits=logits)
         targets = labels[:, 1:]
-        found = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-        nothing = torch.zeros_like(found)
-        return SimpleNamespace(log_probs=found.where(targets != -100, 0.0), entropy=nothing, mean_logits=nothing)
+        logprobs = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        nothing = torch.zeros_like(logprobs)
+        return SimpleNamespace(log_probs=logprobs.where(targets != -100, 0.0), entropy=nothing, mean_logits=nothing)
 
 
 def trainer(kind: type, model: LanguageModel, **settings: Any) -> Any:
     """A trainer of TRL that has what its loss reads."""
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     accelerator = SimpleNamespace(device=DEVICE, gather_for_metrics=lambda value: value)
-    vars(made).update(accelerator=accelerator, aux_loss_enabled=False, model=Forward(model), **settings)
-    return made
+    vars(instance).update(accelerator=accelerator, aux_loss_enabled=False, model=Forward(model), **settings)
+    return instance
 
 
 @pytest.mark.parametrize("shift", [-0.3, 0.3], ids=["a KL above 0", "a KL at its bound"])
@@ -84,13 +84,13 @@ def trainer(kind: type, model: LanguageModel, **settings: Any) -> Any:
 def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shift: float) -> None:
     from trl.trainer.kto_trainer import KTOTrainer
 
-    tokens, masks = [torch.as_tensor(each) for each in batch.sequences], batch.columns["response_mask"]
+    tokens, masks = [torch.as_tensor(sequence) for sequence in batch.sequences], batch.columns["response_mask"]
     answers = [
-        EncodedSequence(row.tolist(), [int(each) for each in mask]) for row, mask in zip(tokens, masks, strict=True)
+        EncodedSequence(row.tolist(), [int(weight) for weight in mask]) for row, mask in zip(tokens, masks, strict=True)
     ]
     unrelated = unrelated_pairs(answers, 64)
     with torch.no_grad():
-        own = [
+        own_logprobs = [
             torch.cat(
                 [
                     torch.zeros(1),
@@ -101,16 +101,18 @@ def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shi
             )
             for pair in unrelated
         ]
-    others = [torch.tensor(pair.mask, dtype=torch.float32) for pair in unrelated]
-    reference_sums = torch.stack([((each + shift) * mask).sum() for each, mask in zip(own, others, strict=True)])
-    deltas = [float((-shift * mask).sum()) for mask in others]
+    other_masks = [torch.tensor(pair.mask, dtype=torch.float32) for pair in unrelated]
+    reference_sums = torch.stack(
+        [((logprob + shift) * mask).sum() for logprob, mask in zip(own_logprobs, other_masks, strict=True)]
+    )
+    deltas = [float((-shift * mask).sum()) for mask in other_masks]
     kl = max(sum(deltas) / len(deltas), 0.0)
     assert (kl > 0) == (shift < 0)
 
     objective = KTO(**settings)
     columns = {**batch.columns, "batch_kl": [kl] * len(tokens)}
-    ours, metrics = run(model, Batch(tokens, columns), objective, budget=64)
-    theirs = trainer(
+    actual, metrics = run(model, Batch(tokens, columns), objective, budget=64)
+    trl_trainer = trainer(
         KTOTrainer,
         model,
         loss_type="kto",
@@ -123,33 +125,35 @@ def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shi
         _total_train_tokens=0,
         _tp_size=1,
     )
-    reference = [(each * mask).sum() for each, mask in zip(batch.columns["reference_logprobs"], masks, strict=True)]
+    reference = [
+        (logprobs * mask).sum() for logprobs, mask in zip(batch.columns["reference_logprobs"], masks, strict=True)
+    ]
     inputs = {
         "input_ids": padded(tokens),
         "attention_mask": padded([torch.ones(len(row)) for row in tokens]),
         "completion_mask": padded(list(masks)),
         "KL_input_ids": padded([torch.tensor(pair.tokens) for pair in unrelated]),
         "KL_attention_mask": padded([torch.ones(len(pair.tokens)) for pair in unrelated]),
-        "KL_completion_mask": padded(others),
+        "KL_completion_mask": padded(other_masks),
         "label": torch.tensor(batch.columns["desirable"]).bool(),
         "ref_logps": torch.stack(reference),
         "ref_KL_logps": reference_sums,
     }
-    loss = theirs._compute_loss(theirs.model, inputs, False)
-    assert_equal(ours, loss, "loss")
-    wanted = gradients(model, loss)
-    for name, gradient in gradients(model, ours).items():
-        assert_equal(gradient, wanted[name], f"gradient of {name}")
-    assert metrics["batch_kl"] == pytest.approx(theirs._metrics["train"]["kl"][0], rel=1e-4, abs=1e-6)
+    loss = trl_trainer._compute_loss(trl_trainer.model, inputs, False)
+    assert_equal(actual, loss, "loss")
+    expected_gradients = gradients(model, loss)
+    for name, gradient in gradients(model, actual).items():
+        assert_equal(gradient, expected_gradients[name], f"gradient of {name}")
+    assert metrics["batch_kl"] == pytest.approx(trl_trainer._metrics["train"]["kl"][0], rel=1e-4, abs=1e-6)
 
 
 def orpo_inputs(tokens: list[Tensor], masks: list[Tensor]) -> dict[str, Tensor]:
     inputs = {}
     for name, first in (("chosen", 0), ("rejected", 1)):
-        rows, kept = tokens[first::2], masks[first::2]
+        rows, row_masks = tokens[first::2], masks[first::2]
         inputs[f"{name}_input_ids"] = padded(rows)
         inputs[f"{name}_attention_mask"] = padded([torch.ones(len(row)) for row in rows])
-        labels = [row.masked_fill(mask == 0, -100) for row, mask in zip(rows, kept, strict=True)]
+        labels = [row.masked_fill(mask == 0, -100) for row, mask in zip(rows, row_masks, strict=True)]
         inputs[f"{name}_labels"] = padded(labels, -100)
     return inputs
 
@@ -163,27 +167,27 @@ def orpo_trainer(model: LanguageModel, beta: float) -> Any:
 @pytest.mark.parametrize("beta", [0.1, 0.8])
 def test_the_odds_ratio_of_orpo(model: LanguageModel, batch: Batch, beta: float) -> None:
     """TRL averages the likelihood over the tokens of all prompts and completions, so this term is compared alone."""
-    tokens = [torch.as_tensor(each) for each in batch.sequences]
-    theirs = orpo_trainer(model, beta)
-    chosen, rejected, *_ = theirs.concatenated_forward(
-        theirs.model, orpo_inputs(tokens, batch.columns["response_mask"])
+    tokens = [torch.as_tensor(sequence) for sequence in batch.sequences]
+    trl_trainer = orpo_trainer(model, beta)
+    chosen, rejected, *_ = trl_trainer.concatenated_forward(
+        trl_trainer.model, orpo_inputs(tokens, batch.columns["response_mask"])
     )
-    loss = -theirs.odds_ratio_loss(chosen, rejected)[0].mean()
-    ours, _ = run(model, batch, ORPO(beta=beta, nll=0.0), budget=64)
-    assert_equal(ours, loss, "loss")
-    wanted = gradients(model, loss)
-    for name, gradient in gradients(model, ours).items():
-        assert_equal(gradient, wanted[name], f"gradient of {name}")
+    loss = -trl_trainer.odds_ratio_loss(chosen, rejected)[0].mean()
+    actual, _ = run(model, batch, ORPO(beta=beta, nll=0.0), budget=64)
+    assert_equal(actual, loss, "loss")
+    expected_gradients = gradients(model, loss)
+    for name, gradient in gradients(model, actual).items():
+        assert_equal(gradient, expected_gradients[name], f"gradient of {name}")
 
 
 def test_orpo_of_one_pair_without_a_prompt(model: LanguageModel, batch: Batch) -> None:
     """There the likelihood is over the same tokens, and the whole loss is TRL's."""
-    tokens = [torch.as_tensor(each) for each in batch.sequences[:2]]
-    theirs = orpo_trainer(model, 0.3)
+    tokens = [torch.as_tensor(sequence) for sequence in batch.sequences[:2]]
+    trl_trainer = orpo_trainer(model, 0.3)
     inputs = orpo_inputs(tokens, [torch.ones(len(row)) for row in tokens])
-    loss, _ = theirs.get_batch_loss_metrics(theirs.model, inputs)
-    ours, _ = run(model, Batch(tokens), ORPO(beta=0.3, mask="tokens"), budget=64)
-    assert_equal(ours, loss, "loss")
-    wanted = gradients(model, loss)
-    for name, gradient in gradients(model, ours).items():
-        assert_equal(gradient, wanted[name], f"gradient of {name}")
+    loss, _ = trl_trainer.get_batch_loss_metrics(trl_trainer.model, inputs)
+    actual, _ = run(model, Batch(tokens), ORPO(beta=0.3, mask="tokens"), budget=64)
+    assert_equal(actual, loss, "loss")
+    expected_gradients = gradients(model, loss)
+    for name, gradient in gradients(model, actual).items():
+        assert_equal(gradient, expected_gradients[name], f"gradient of {name}")
