@@ -38,7 +38,7 @@ from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.run.runtime import Runtime
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
-from tests.recipes.test_grpo import config_of, run_and_read_metrics, without_times
+from tests.recipes.test_grpo import VARIED_REWARDS, config_of, run_and_read_metrics, without_times
 from tests.serving.fake_receiver import Receiver
 from tests.serving.fake_vllm import FakeVLLM
 from tests.serving.test_generation_server import request_json, serving
@@ -265,7 +265,7 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
     native_run, server_run, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
     for directory in (native_run, server_run, broken):
         directory.mkdir()
-    settings = (*SHORT, "--steps=4")
+    settings = (*SHORT, *VARIED_REWARDS, "--steps=4")
     (native,) = ranks(1, run_and_read_metrics, str(native_run), *settings)
     (rows,) = ranks(1, run_and_read_metrics, str(server_run), *settings, "--rollout=generators")
     (interrupted_rows,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
@@ -275,7 +275,7 @@ def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None
             assert (row["rewards"], row["lengths"]) == (expected["rewards"], expected["lengths"])
             for name in ("loss", "entropy", "grad_norm"):
                 assert row[name] == pytest.approx(expected[name], abs=1e-4)
-    assert max(row["grad_norm"] for row in native) > 1.0, "something was learned"
+    assert min(row["grad_norm"] for row in native) > 0.0, "every step changes the weights"
     assert sum(row["servers/failed"] for row in interrupted_rows) >= 1
     assert "serving" in (server_run / "run" / "servers" / "0.log").read_text()
 
