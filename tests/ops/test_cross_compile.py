@@ -19,7 +19,7 @@ from tests.ops.cross_compile import CALLS, Call, kernels_of_the_project, launche
 
 ARCHITECTURES = ("L40S", "A100", "H200", "B200")  # one GPU of each, that with the least shared memory first
 TENSOR_MEMORY = 512  # columns of a multiprocessor, on Blackwell
-LONG = ("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap")  # calls that compile for long
+LONG = ("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap", "256, fp32")  # calls that compile for long
 
 
 def cases() -> Iterator[Any]:

@@ -49,6 +49,8 @@ def cases() -> list[Any]:
             more = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
             more = more or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
             more = more or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
+            more = more or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
+            more = more or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
             name = f"{label(layout)}-{model}-{objective}"
             case = Case(config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout, objective)
             mark = pytest.mark.thorough if more else pytest.mark.slow
@@ -165,19 +167,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("family", VARIANTS)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout(tp=2), marks=pytest.mark.thorough),
-        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.thorough),
-        pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param(Layout(tp=4), marks=pytest.mark.thorough),
-        pytest.param(Layout(dp_shard=2, cp=2), marks=pytest.mark.thorough),
-        pytest.param(Layout(tp=2, cp=2, ep=2), marks=pytest.mark.thorough),
-    ],
-    ids=label,
-)
+def odd_models() -> list[Any]:
+    """Every family in every layout. `make test` has the others of them with adapters, in test_lora.py."""
+    quick = ("mistral", "qwen2", "olmo3", "deepseek_v3", "qwen3_next")
+    layouts = (Layout(tp=2), Layout(cp=2, tp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(dp_shard=2, cp=2))
+    found = []
+    for layout in (*layouts, Layout(tp=2, cp=2, ep=2)):
+        for family in VARIANTS:
+            mark = pytest.mark.slow if layout == Layout(pp=2, tp=2) and family in quick else pytest.mark.thorough
+            found.append(pytest.param(layout, family, id=f"{label(layout)}-{family}", marks=mark))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "family"), odd_models())
 def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
     """Sizes that divide unevenly, fewer key heads than ranks, windows, norms over heads and over all of them."""
     report = check(ranks, Case(VARIANTS[family], layout, "gspo"))
@@ -191,8 +193,16 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, ep=2), Layout(pp=2, cp=2)], ids=label)
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        (Layout(dp_shard=2, ep=2), "selective"),
+        (Layout(pp=2, cp=2), "full"),
+        pytest.param(Layout(dp_shard=2, ep=2), "full", marks=pytest.mark.thorough),
+        pytest.param(Layout(pp=2, cp=2), "selective", marks=pytest.mark.thorough),
+    ],
+    ids=label,
+)
 @pytest.mark.slow
 def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
     report = check(ranks, Case(config("tiny-moe", num_hidden_layers=2), layout, "grpo", recompute))
