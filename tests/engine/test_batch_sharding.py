@@ -61,7 +61,7 @@ def compare_sharded_with_global(group: dist.ProcessGroup, layout: str, owners: S
     [
         ("dp_shard=2", OWNERS),
         ("dp_shard=2", (1,) * len(LENGTHS)),
-        pytest.param("dp_shard=2,tp=2", OWNERS, marks=pytest.mark.slow),
+        pytest.param("dp_shard=2,tp=2", OWNERS, marks=pytest.mark.thorough),
         pytest.param("dp_replicate=2,pp=2", OWNERS, marks=pytest.mark.slow),
         pytest.param("dp_shard=2,cp=2", OWNERS, marks=pytest.mark.slow),
     ],

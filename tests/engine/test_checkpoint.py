@@ -227,7 +227,8 @@ def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, director
 @pytest.mark.parametrize(
     ("start", "layout", "moments"),
     [
-        *((start, "", "fp32") for start in UNMOVED),
+        ("idle_between", "", "fp32"),
+        *(pytest.param(start, "", "fp32", marks=pytest.mark.thorough) for start in UNMOVED if start != "idle_between"),
         ("skipped", "", "8bit"),
         pytest.param("another_skipped", "pp=2", "fp32", marks=pytest.mark.slow),
         pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),

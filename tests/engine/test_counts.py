@@ -178,8 +178,19 @@ def refused_after(group: Any, layout: str) -> list[str]:
     return sentences
 
 
-@pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
-@pytest.mark.parametrize(("refused", "cases"), [(refused_before, BEFORE), (refused_after, AFTER)])
+@pytest.mark.parametrize(
+    ("refused", "cases", "layout"),
+    [
+        (refused_before, BEFORE, "cp=2"),
+        (refused_before, BEFORE, "pp=2"),
+        (refused_after, AFTER, ""),
+        (refused_after, AFTER, "dp_shard=2"),
+        pytest.param(refused_before, BEFORE, "", marks=pytest.mark.thorough),
+        pytest.param(refused_before, BEFORE, "dp_shard=2", marks=pytest.mark.thorough),
+        pytest.param(refused_after, AFTER, "pp=2", marks=pytest.mark.thorough),
+        pytest.param(refused_after, AFTER, "cp=2", marks=pytest.mark.thorough),
+    ],
+)
 def test_unknown_counts_raise_on_every_rank_and_the_engine_stays_usable(
     ranks: Any, layout: str, refused: Callable[..., list[str]], cases: dict[str, tuple[Any, Any, str]]
 ) -> None:
@@ -216,7 +227,7 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
     return actual
 
 
-@pytest.mark.parametrize("layout", ["", "dp_shard=2", "pp=2", "cp=2"])
+@pytest.mark.parametrize("layout", ["", "pp=2", "cp=2", pytest.param("dp_shard=2", marks=pytest.mark.thorough)])
 def test_values_of_any_dtype_and_under_any_names_come_back(ranks: Any, layout: str) -> None:
     places = torch.arange(sum(LENGTHS)).split(LENGTHS)
     for actual in ranks(Layout.parse(layout).world_size, evaluated, layout):

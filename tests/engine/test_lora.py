@@ -72,7 +72,7 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("source", "layout", "options"),
     [
-        ("dense", "tp=2", {}),
+        pytest.param("dense", "tp=2", {}, marks=pytest.mark.thorough),  # as llama in tests/verify/test_lora.py
         pytest.param("dense", "pp=2", {}, marks=pytest.mark.thorough),
         pytest.param("dense", "cp=2,dp_shard=2", {}, marks=pytest.mark.thorough),
         pytest.param("moe", "dp_shard=2,ep=2", {}, marks=pytest.mark.thorough),

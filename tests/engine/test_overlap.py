@@ -87,7 +87,7 @@ LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,cp=2,ep=2", marks=pytest.mark.thorough)])
 def test_a_few_steps(ranks: Any, layout: str) -> None:
     assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
 
@@ -152,8 +152,8 @@ def test_gradients_accumulate_and_evaluations_use_gathered_weights(ranks: Any, l
         assert all(torch.equal(*pair) for pair in zip(plain, overlapped, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
 def test_in_bf16(ranks: Any, layout: str) -> None:
     """Where gradients of single microbatches are bf16, and their sums fp32."""
     assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))

@@ -51,7 +51,7 @@ SLOW = [
 
 def mark_of(layout: str, model: str) -> pytest.MarkDecorator:
     """Thorough are more ranks, and layouts that the quick ones have with another model."""
-    more = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[1:3]
+    more = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[:3]
     return pytest.mark.thorough if more else pytest.mark.slow
 
 
