@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tinker_load import HTTPClient
 
-from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, SampleParams, SampleRequest
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, PassRequest, SampleParams, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.server import run_server, serve
@@ -102,9 +102,8 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         models = RankModels(settings, tokenizer)
         models.create("one", LoRAConfig(RANK, seed=1))
         vocabulary = models.engine.config.vocab_size
-        request = read_pass(
-            data(options), "cross_entropy", {}, forward_only=False, vocab_size=vocabulary, max_context_length=1 << 20
-        )
+        asked = PassRequest(data(options), "cross_entropy", {}, forward_only=False)
+        request = read_pass(asked, vocab_size=vocabulary, max_context_length=1 << 20)
         for step in range(options.warmup + options.steps):
             if step == options.warmup:
                 synchronize()

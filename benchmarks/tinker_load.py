@@ -36,6 +36,7 @@ from postlude.tinker.backend import (
     Datum,
     LoRAConfig,
     ModelSpec,
+    PassRequest,
     SampleParams,
     SampleRequest,
 )
@@ -168,7 +169,7 @@ async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:
     request = SampleRequest(np.ones(PROMPT, np.int32), SampleParams(max_tokens=NEW_TOKENS))
     for _ in range(rounds):
         start = time.perf_counter()
-        await backend.forward_backward("one", rows, "cross_entropy", {}, forward_only=False)
+        await backend.forward_backward("one", PassRequest(rows, "cross_entropy", {}, forward_only=False))
         passed = time.perf_counter()
         await backend.optim_step("one", AdamParams())
         stepped = time.perf_counter()

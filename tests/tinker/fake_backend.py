@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 from postlude.tinker.backend import (
     AdamParams,
     BaseModelInfo,
-    Datum,
     ForwardBackwardResult,
     ModelSpec,
+    PassRequest,
     SampledSequence,
     SampleProgress,
     SampleRequest,
@@ -37,11 +37,14 @@ class FakeBackend:
         self.weights: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.samplers: dict[str, float] = {}
+        self.staged: set[PassRequest] = set()
         self.failure: Exception | None = None
         """Raised by the next call that trains or saves."""
         self.gate = asyncio.Event()
         self.gate.set()
         """Passes and samples wait while it is not set."""
+        self.results: asyncio.Event | None = None
+        """If there is one, passes say that they ran, and their results wait while it is not set."""
         self.cancelled = 0
 
     async def start(self) -> None: ...
@@ -58,25 +61,31 @@ class FakeBackend:
         self._called("create", model_id, spec)
         self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
 
+    def stage(self, model_id: str, request: PassRequest) -> None:
+        self.staged.add(request)
+
+    def unstage(self, request: PassRequest) -> None:
+        self.staged.remove(request)
+
     async def forward_backward(
-        self,
-        model_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        forward_only: bool,
+        self, model_id: str, request: PassRequest, ran: Callable[[], None] | None = None
     ) -> ForwardBackwardResult:
+        self.staged.discard(request)
+        data = request.data
         total = float(sum(datum.loss_fn_inputs["weights"].sum() for datum in data))
-        self._called("forward" if forward_only else "pass", model_id, total, dict(config))
+        self._called("forward" if request.forward_only else "pass", model_id, total, dict(request.config))
         await self.gate.wait()
         await asyncio.sleep(0)
-        if not forward_only:
+        if not request.forward_only:
             self.gradients[model_id] += total
         outputs = [
             {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -self.weights[model_id], np.float32)}
             for datum in data
         ]
+        if self.results is not None and ran is not None:
+            ran()
+            await self.results.wait()
+            self._called("result")
         return ForwardBackwardResult(outputs, {"loss:sum": total})
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:

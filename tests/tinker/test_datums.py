@@ -10,7 +10,7 @@ import torch
 
 from postlude.engine.result import Result
 from postlude.objectives.summed import PPO
-from postlude.tinker.backend import Datum
+from postlude.tinker.backend import Datum, PassRequest
 from postlude.tinker.datums import read_pass, to_result
 
 
@@ -22,7 +22,8 @@ def datum(length: int = 3, **changes: Any) -> Datum:
 
 
 def read(data: list[Datum], loss_fn: str = "cross_entropy", config: Any = None) -> Any:
-    return read_pass(data, loss_fn, config or {}, forward_only=False, vocab_size=50, max_context_length=8)
+    request = PassRequest(data, loss_fn, config or {}, forward_only=False)
+    return read_pass(request, vocab_size=50, max_context_length=8)
 
 
 def test_targets_are_shifted_to_the_position_that_predicts_them() -> None:
@@ -40,7 +41,7 @@ def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_sh
     assert [tuple(column.shape) for column in given.batch.columns["target_tokens"]] == [(3, 3)] * 3
     assert given.batch.columns["weights"][1].tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
     values = [torch.arange(9.0).view(3, 3)] * 3
-    result = to_result(data, Result(1.5, {}, 1, 9, outputs={"logprobs": values}))
+    result = to_result(given, Result(1.5, {}, 1, 9, outputs={"logprobs": values}))
     assert [output["logprobs"].tolist() for output in result.loss_fn_outputs] == [
         [[3, 4, 5], [6, 7, 8]],
         [3, 6],

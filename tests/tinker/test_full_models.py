@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from postlude.hf.load import load_tokenizer
-from postlude.tinker.backend import ModelLost, SampleParams, SampleRequest
+from postlude.tinker.backend import ModelLost, PassRequest, SampleParams, SampleRequest
 from postlude.tinker.datums import read_pass
 from postlude.tinker.memory import check_memory
 from postlude.tinker.messages import Call, Cancel
@@ -133,7 +133,8 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
         check_memory(models.engine, free=10 << 20)
     models.create("one", SPECS["one"].lora)
     models.create("full", None)
-    request = read_pass(data(1), "cross_entropy", {}, forward_only=False, vocab_size=264, max_context_length=63)
+    asked = PassRequest(data(1), "cross_entropy", {}, forward_only=False)
+    request = read_pass(asked, vocab_size=264, max_context_length=63)
     for name in ("one", "full"):
         models.run_pass(name, request)
 

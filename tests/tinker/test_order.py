@@ -121,7 +121,7 @@ def test_a_failed_pass_fails_its_step_and_the_next_step_is_whole(tmp_path: Path)
 def test_large_requests_are_read_before_their_turn_and_fail_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first `PREPARED` that wait, also those whose model ends before their turn."""
+    """The next `PREPARED`, which the backend gets too. What it got of those that do not run is freed."""
     read = list[int]()
 
     def read_pass_request(message: Any, *limits: int) -> Any:
@@ -138,21 +138,73 @@ def test_large_requests_are_read_before_their_turn_and_fail_in_it(
             ids = {seq: await client.run_pass(model, seq, float(seq)) for seq in range(2, PREPARED + 4) if seq != 3}
             ids[3] = await client.run_pass(model, 3)  # without data
             await asyncio.sleep(0.2)
-            assert sorted(read) == list({2, *range(4, PREPARED + 3)})
+            assert sorted(read) == list(range(2, PREPARED + 3))
+            assert len(backend.staged) == PREPARED  # not the one without data
             assert [call[0] for call in backend.calls] == ["create"]
             ids[1] = await client.run_pass(model, 1, 1.0)
             for seq in (1, 2):
                 assert isinstance(await client.result(ids[seq]), bytes)
             assert "got no data" in (await client.result(ids[3]))["error"]
             assert "was not run" in (await client.result(ids[PREPARED + 3]))["error"]
+            assert not backend.staged
             assert [call[2] for call in backend.calls if call[0] == "pass"] == [1.0, 2.0]
-            await client.run_pass(model, PREPARED + 6)  # it waits for the ones before, which never come
+            for weights in [(), (1.0,)]:
+                await client.run_pass(model, PREPARED + 6 + len(weights), *weights)  # the ones before never come
             await asyncio.sleep(0.2)
-            assert read[-1] == PREPARED + 6
+            assert sorted(read)[-2:] == [PREPARED + 6, PREPARED + 7]
+            assert len(backend.staged) == 1
+            await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
+            assert not backend.staged
 
     asyncio.run(run())
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_a_request_is_read_when_few_are_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_requests, "LARGE", 0)
+
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            backend.gate.clear()
+            ids = [await client.run_pass(model, seq, float(seq)) for seq in range(1, PREPARED + 3)]
+            await asyncio.sleep(0.2)
+            assert {staged.data[0].loss_fn_inputs["weights"].sum() for staged in backend.staged} == {2, 3, 4, 5}
+            backend.gate.set(), backend.gate.clear()  # the first one ends, and the second waits
+            await client.result(ids[0])
+            await asyncio.sleep(0.2)
+            assert {staged.data[0].loss_fn_inputs["weights"].sum() for staged in backend.staged} == {3, 4, 5, 6}
+            backend.gate.set()
+
+    asyncio.run(run())
+
+
+def test_the_next_request_runs_while_the_result_of_a_pass_is_still_to_come(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            one, two = await client.create_model(0), await client.create_model(1)
+            backend.results = asyncio.Event()
+            passed = await client.run_pass(one, 1, 2.0)
+            assert (await client.result(await client.step(one, 2)))["metrics"]["weight"] == 2.0
+            waiting = await client.post("retrieve_future", {"request_id": passed})
+            assert waiting.status == 408
+            backend.results.set()
+            assert ForwardBackwardOutput.FromString(await client.result(passed)).metrics["loss:sum"] == 2.0
+            backend.results.clear()
+            passed = await client.run_pass(one, 3, 4.0)
+            assert (await client.result(await client.step(one, 4)))["metrics"]["weight"] == 6.0
+            backend.failure = RuntimeError("out of memory")
+            backend.results.set()  # the result is lost after the step was made of it, so the model ends
+            assert "out of memory" in (await client.result(passed))["error"]
+            ended = await client.post("optim_step", {"model_id": one, "seq_id": 5})
+            assert (ended.status, "the result of a forward_backward" in ended.json["error"]) == (410, True)
+            await client.run_pass(two, 1, 1.0)
+            assert (await client.result(await client.step(two, 2)))["metrics"]["weight"] == 1.0
+
+    asyncio.run(run())
 
 
 def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from postlude.layout import Layout
-from postlude.tinker.backend import ModelLost, SampleParams, SampleRequest
+from postlude.tinker.backend import ModelLost, PassRequest, SampleParams, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 
 from .test_worker import ADAM, SPECS, data
@@ -29,9 +29,9 @@ pytestmark = [
 async def train(backend: EngineBackend, name: str) -> list[Any]:
     """Returns log-probs after a step, and what is sampled then."""
     await backend.create_model(name, SPECS["one"])
-    await backend.forward_backward(name, data(1), "cross_entropy", {}, forward_only=False)
+    await backend.forward_backward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=False))
     await backend.optim_step(name, ADAM)
-    scored = await backend.forward_backward(name, data(2), "cross_entropy", {}, forward_only=True)
+    scored = await backend.forward_backward(name, PassRequest(data(2), "cross_entropy", {}, forward_only=True))
     await backend.snapshot_sampler(name, f"{name}-sampler")
     request = SampleRequest(np.arange(60, 72, dtype=np.int32), SampleParams(max_tokens=6, seed=3, ignore_eos=True))
     sampled = await backend.sample(f"{name}-sampler", request)
@@ -41,7 +41,7 @@ async def train(backend: EngineBackend, name: str) -> list[Any]:
 async def use_until_lost(backend: EngineBackend, name: str) -> NoReturn:
     while True:
         try:
-            await backend.forward_backward(name, data(1), "cross_entropy", {}, forward_only=True)
+            await backend.forward_backward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=True))
         except ModelLost:
             raise
         except RuntimeError:  # of the call that ran when the rank was killed: its connection to the others ended

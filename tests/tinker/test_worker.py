@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,17 @@ import torch.distributed as dist
 
 from postlude.hf.load import load_tokenizer
 from postlude.layout import Layout
-from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, SampleParams, SampleRequest, SampleResult
-from postlude.tinker.messages import ERROR, PROGRESS, Call, Cancel
+from postlude.tinker.backend import (
+    AdamParams,
+    Datum,
+    LoRAConfig,
+    ModelSpec,
+    PassRequest,
+    SampleParams,
+    SampleRequest,
+    SampleResult,
+)
+from postlude.tinker.messages import ERROR, PROGRESS, RAN, Call, Cancel
 from postlude.tinker.rank_models import to_lora
 from postlude.tinker.settings import WorkerSettings, parse_model
 from postlude.tinker.worker import RankWorker, Worker
@@ -43,7 +53,7 @@ class ScriptedConnection:
         self._script = script(self.replies)
         self._waiting: list[Call | Cancel] = []
 
-    def poll(self) -> bool:
+    def poll(self, seconds: float = 0.0) -> bool:
         return bool(self._waiting)
 
     def recv(self) -> Call | Cancel | None:
@@ -51,6 +61,11 @@ class ScriptedConnection:
             with suppress(StopIteration):
                 self._waiting = list(next(self._script))
         return self._waiting.pop(0) if self._waiting else None
+
+    def send_at_once(self, message: tuple[str, int, Any]) -> None:
+        kind, call_id, _ = message
+        assert kind == RAN
+        assert call_id not in self.replies  # which come later
 
     def send(self, message: tuple[str, int, Any]) -> None:
         kind, call_id, value = message
@@ -78,8 +93,8 @@ class Calls:
         return [*passes, self("optim_step", model_id=model_id, adam=ADAM)]
 
     def forward_backward(self, model_id: str, seed: int, **changes: Any) -> Call:
-        arguments = {"data": data(seed), "loss_fn": "cross_entropy", "config": {}, "forward_only": False}
-        return self("forward_backward", model_id=model_id, **(arguments | changes))
+        request = PassRequest(data(seed), "cross_entropy", {}, forward_only=False)
+        return self("forward_backward", model_id=model_id, request=replace(request, **changes))
 
     def sample(self, sampler_id: str, request: SampleRequest, streamed: bool = False) -> Call:
         return self("sample", sampler_id=sampler_id, request=request, streamed=streamed)

@@ -84,6 +84,23 @@ class Datum:
     """Arrays [N] or [N, K] by name, such as target_tokens (int64), weights, logprobs, advantages (float32)."""
 
 
+@dataclass(frozen=True, eq=False)
+class PassRequest:
+    """A forward_backward request, read."""
+
+    data: Sequence[Datum]
+    loss_fn: str
+    config: Mapping[str, float | str]
+    forward_only: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of its arrays."""
+        return sum(
+            datum.tokens.nbytes + sum(values.nbytes for values in datum.loss_fn_inputs.values()) for datum in self.data
+        )
+
+
 @dataclass(frozen=True)
 class ForwardBackwardResult:
     """What a pass returns: one entry per datum, in the order of the call."""
@@ -203,16 +220,19 @@ class Backend(Protocol):
         A ValueError says that there is no memory to train all weights.
         """
 
+    def stage(self, model_id: str, request: PassRequest) -> None:
+        """Begins what can be done for a pass before its turn. Later the same request is run, or given to `unstage`."""
+
+    def unstage(self, request: PassRequest) -> None:
+        """Frees what `stage` did for a pass that will not run."""
+
     async def forward_backward(
-        self,
-        model_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        forward_only: bool,
+        self, model_id: str, request: PassRequest, ran: Callable[[], None] | None = None
     ) -> ForwardBackwardResult:
-        """Runs a pass. Adds its gradients to those of earlier passes, or with `forward_only` leaves them alone."""
+        """Runs a pass. Adds its gradients to those of earlier passes, or with `forward_only` leaves them alone.
+
+        May call `ran` once it has run, in the event loop, before it returns: the next training call may then be made.
+        """
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
         """Updates the weights with the accumulated gradients, then sets those to zero. Returns metrics (free names)."""

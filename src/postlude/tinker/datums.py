@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from postlude.data import Batch
 from postlude.engine.result import Result
 from postlude.objectives.summed import LOGPROBS, SUM, SUMMED_LOSSES, TARGETS, SummedLoss
-from postlude.tinker.backend import Datum, ForwardBackwardResult
+from postlude.tinker.backend import Datum, ForwardBackwardResult, PassRequest
 from postlude.tinker.token_checks import check_tokens, check_vocabulary
 
 EXTRA_TOKENS = 1
@@ -32,6 +32,8 @@ class Pass:
     objective: SummedLoss
     counts: Mapping[str, float]
     forward_only: bool
+    widths: Sequence[int | None]
+    """The targets of a position, by sequence; None if there is one that is not in a list."""
 
 
 def read_objective(loss_fn: str, config: Mapping[str, float | str]) -> SummedLoss:
@@ -50,15 +52,13 @@ def read_objective(loss_fn: str, config: Mapping[str, float | str]) -> SummedLos
 
 
 def read_pass(
-    data: Sequence[Datum],
-    loss_fn: str,
-    config: Mapping[str, float | str],
+    request: PassRequest,
     *,
-    forward_only: bool,
     vocab_size: int,
     max_context_length: int,
 ) -> Pass:
     """Returns the pass of a request. Raises ValueError or TypeError with one sentence for the client."""
+    data, loss_fn, config = request.data, request.loss_fn, request.config
     objective = read_objective(loss_fn, config)
     if not data:
         raise ValueError("data is empty: give at least one datum.")
@@ -77,14 +77,14 @@ def read_pass(
     columns = {name: [_column(datum.loss_fn_inputs[name], width) for datum in data] for name in names_by_datum[0]}
     sequences = [_sequence(datum) for datum in data]
     counts = {**SUM, "all_tokens": float(sum(map(len, sequences)))}
-    return Pass(Batch(sequences, columns), objective, counts, forward_only)
+    return Pass(Batch(sequences, columns), objective, counts, request.forward_only, widths)
 
 
-def to_result(data: Sequence[Datum], result: Result) -> ForwardBackwardResult:
+def to_result(request: Pass, result: Result) -> ForwardBackwardResult:
     """Returns the log-probs of each datum in the shape of its targets, and the loss."""
     outputs = []
-    for datum, values in zip(data, result.outputs[LOGPROBS], strict=True):
-        rows, width = values[EXTRA_TOKENS:].numpy(), _width(datum)
+    for width, values in zip(request.widths, result.outputs[LOGPROBS], strict=True):
+        rows = values[EXTRA_TOKENS:].numpy()
         if width is None and rows.ndim == 2:
             rows = rows[:, 0]
         elif width is not None:

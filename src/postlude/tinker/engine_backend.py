@@ -12,10 +12,10 @@ from postlude.layout import Layout
 from postlude.tinker.backend import (
     AdamParams,
     BaseModelInfo,
-    Datum,
     ForwardBackwardResult,
     ModelLost,
     ModelSpec,
+    PassRequest,
     SampleProgress,
     SampleRequest,
     SampleResult,
@@ -93,18 +93,27 @@ class EngineBackend:
         await worker.call("create_model", model_id=model_id, spec=spec)
         self._models[model_id] = (spec.base_model, worker)
 
+    def stage(self, model_id: str, request: PassRequest) -> None:
+        """Sends a pass to rank 0, which reads it while others run. Beyond the limit it is sent in its turn."""
+        _, worker = self._models.get(model_id, ("", None))
+        if worker is not None:
+            worker.stage(request)
+
+    def unstage(self, request: PassRequest) -> None:
+        """Frees a pass that was staged."""
+        for worker in self._workers.values():
+            worker.unstage(request)
+
     async def forward_backward(
-        self,
-        model_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        forward_only: bool,
+        self, model_id: str, request: PassRequest, ran: Callable[[], None] | None = None
     ) -> ForwardBackwardResult:
         """Runs a pass."""
-        arguments = {"data": data, "loss_fn": loss_fn, "config": config, "forward_only": forward_only}
-        result: ForwardBackwardResult = await self._train("forward_backward", model_id, **arguments)
+        _, worker = self._model(model_id)
+        number = worker.take_staged(request)
+        if number is None:
+            result: ForwardBackwardResult = await self._train("forward_backward", model_id, ran=ran, request=request)
+        else:
+            result = await self._train("run_staged", model_id, ran=ran, number=number)
         return result
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:

@@ -1,13 +1,20 @@
-"""Messages between the HTTP process and rank 0 of a base model's ranks. No torch here."""
+"""Messages between the HTTP process and rank 0 of a base model's ranks. No torch here.
+
+Both send lists: all messages that wait at once, so that a burst of small ones is one write and one read.
+"""
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-READY, RESULT, ERROR, PROGRESS = "ready", "result", "error", "progress"
-"""What rank 0 sends: (kind, id of the call, value)."""
+from postlude.tinker.backend import PassRequest
+
+READY, RAN, RESULT, ERROR, PROGRESS = "ready", "ran", "result", "error", "progress"
+"""What rank 0 sends: (kind, id of the call, value). RAN comes before the result of a pass, which is large."""
+Message = TypeVar("Message")
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,26 @@ class Cancel:
     """Ends a sample call."""
 
     call_id: int
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """A pass, sent before its turn; a call of `run_staged` runs it."""
+
+    number: int
+    request: PassRequest
+
+
+@dataclass(frozen=True)
+class UnstagePass:
+    """Drops a staged pass."""
+
+    number: int
+
+
+def take_all(messages: queue.SimpleQueue[Message]) -> list[Message]:
+    """Waits for a message. Returns all that are there."""
+    taken = [messages.get()]
+    while not messages.empty():
+        taken.append(messages.get())
+    return taken

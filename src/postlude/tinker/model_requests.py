@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from postlude.tinker import bodies
-from postlude.tinker.backend import ModelSpec
+from postlude.tinker.backend import Backend, ModelSpec, PassRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future
 from postlude.tinker.paths import Kind, TinkerPath, check_name
@@ -17,7 +18,7 @@ from postlude.tinker.sampling import Sampler
 from postlude.tinker.service import ClientSession, TinkerService
 from postlude.tinker.state import Checkpoint, Run, SamplerRecord
 from postlude.tinker.training import Operation, Role, TrainedModel
-from postlude.tinker.wire import PassRequest, encode_pass, read_pass_request
+from postlude.tinker.wire import encode_pass, read_pass_request
 
 LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
 SAVE_KINDS: dict[Kind, str] = {
@@ -25,6 +26,38 @@ SAVE_KINDS: dict[Kind, str] = {
     "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }
+
+
+class _WaitingPass:
+    """A pass from its arrival to its turn. A large one is read and given to the backend before its turn."""
+
+    def __init__(self, backend: Backend, model_id: str, read: Callable[[], PassRequest], *, large: bool) -> None:
+        self._backend, self._model_id, self._read, self._large = backend, model_id, read, large
+        self._reading: asyncio.Task[PassRequest] | None = None
+
+    def prepare(self) -> None:
+        """Begins to read it."""
+        if self._large:
+            self._reading = asyncio.create_task(self._read_and_stage())
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised in its turn
+
+    def drop(self) -> None:
+        """Frees it, since it will not run."""
+        if self._reading is not None and not self._reading.cancel() and self._reading.exception() is None:
+            self._backend.unstage(self._reading.result())
+
+    async def run(self, ran: Callable[[], None]) -> bytes:
+        """Runs it, and calls `ran` once the next request can be run. Returns the result as it is sent."""
+        if self._reading is None:
+            self.prepare()
+        request = self._read() if self._reading is None else await self._reading
+        result = await self._backend.forward_backward(self._model_id, request, ran)
+        return await asyncio.to_thread(encode_pass, result) if self._large else encode_pass(result)
+
+    async def _read_and_stage(self) -> PassRequest:
+        request = await asyncio.to_thread(self._read)
+        self._backend.stage(self._model_id, request)
+        return request
 
 
 class ModelRequests:
@@ -42,7 +75,7 @@ class ModelRequests:
         spec = ModelSpec(body.base_model, lora)
         model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
 
-        async def create() -> JSON:
+        async def create(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_config)
             await self._create(model)
             return {"type": "create_model", "model_id": model.model_id}
@@ -113,7 +146,6 @@ class ModelRequests:
         """Queues a pass; `message` is the request as it was sent."""
         model = self._service.model(owner, message.model_id)
         info = self._service.bases[model.spec.base_model]
-        reading: asyncio.Task[PassRequest] | None = None
 
         def read() -> PassRequest:
             if message.loss_fn not in info.losses:
@@ -122,29 +154,16 @@ class ModelRequests:
                 )
             return read_pass_request(message, info.max_context_length, info.vocab_size)
 
-        def prepare() -> None:
-            nonlocal reading
-            if size > LARGE:
-                reading = asyncio.create_task(asyncio.to_thread(read))
-                reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # raised in its turn
-
-        async def run() -> bytes:
-            if reading is None:
-                prepare()
-            request = read() if reading is None else await reading
-            result = await self._backend.forward_backward(
-                model.model_id, request.data, request.loss_fn, request.config, forward_only=request.forward_only
-            )
-            return await asyncio.to_thread(encode_pass, result) if size > LARGE else encode_pass(result)
-
+        waiting = _WaitingPass(self._backend, model.model_id, read, large=size > LARGE)
         role: Role = "other" if message.forward_only else "pass"
-        return self._training.submit(model, message.seq_id, Operation("forward_backward", run, role, size, prepare))
+        operation = Operation("forward_backward", waiting.run, role, size, waiting.prepare, waiting.drop)
+        return self._training.submit(model, message.seq_id, operation)
 
     async def optim_step(self, owner: str, body: bodies.OptimStepBody) -> Future:
         """Queues an optimizer step."""
         model = self._service.model(owner, body.model_id)
 
-        async def run() -> JSON:
+        async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_params)
             adam = (body.adam_params or bodies.AdamBody()).params()
             return {"type": "optim_step", "metrics": dict(await self._backend.optim_step(model.model_id, adam))}
@@ -155,7 +174,7 @@ class ModelRequests:
         """Queues a save of weights and optimizer state, or of weights for sampling or for use elsewhere."""
         model = self._service.model(owner, body.model_id)
 
-        async def run() -> JSON:
+        async def run(_: Callable[[], None]) -> JSON:
             if body.age_encryption_recipients:
                 raise ValueError("age_encryption_recipients is not supported: files are written as they are.")
             if kind == "external_weights" and not body.path:
@@ -185,7 +204,7 @@ class ModelRequests:
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}"
         record = SamplerRecord(sampler_id, model.spec.base_model, snapshot=True, full=model.spec.lora is None)
 
-        async def run() -> JSON:
+        async def run(_: Callable[[], None]) -> JSON:
             await self._backend.snapshot_sampler(model.model_id, sampler_id)
             await self._service.samplers.made_snapshot(Sampler(record, owner, model.session_id))
             await self._service.record_sampler(model.session_id, record)
@@ -210,7 +229,7 @@ class ModelRequests:
         else:
             raise APIError(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id.")
 
-        async def run() -> JSON:
+        async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_config)
             path = TinkerPath.parse(body.path)
             checkpoint = self._service.checkpoint(owner, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from postlude.tinker.limits import Limits
 from postlude.tinker.state import StateDirectory
 
 LOG = logging.getLogger("postlude")
-PREPARED = 4  # waiting requests of a model that are read before their turn, so that ranks do not wait for them
+PREPARED = 4  # the next requests of a model, which are read before their turn, so that ranks do not wait for them
 Role = Literal["pass", "step", "other"]
 
 
@@ -33,13 +34,16 @@ class Operation:
     """One training request."""
 
     kind: str
-    run: Callable[[], Awaitable[JSON | bytes]]
+    run: Callable[[Callable[[], None]], Awaitable[JSON | bytes]]
+    """Runs it. May call its argument once the next request can be run, before it returns the result."""
     role: Role = "other"
     """What it is in a step: a pass that adds gradients, the optimizer step, or neither."""
     size: int = 0
     """Bytes that it holds while it waits."""
     prepare: Callable[[], None] | None = None
-    """Begins what can be done before its turn."""
+    """Begins what can be done before its turn; None once it has begun."""
+    drop: Callable[[], None] | None = None
+    """Frees what `prepare` made, if it does not run."""
     future: Future = field(init=False)
     arrived: float = field(default_factory=time.monotonic)
     knows_failure: Future | None = None
@@ -82,6 +86,7 @@ class TrainingQueues:
         self._bases = {info.name: _Base() for info in backend.base_models}
         self._queued_bytes = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._running: set[asyncio.Task[None]] = set()  # requests, also those whose result is still to come
 
     def start(self) -> None:
         """Begins to run requests."""
@@ -89,9 +94,10 @@ class TrainingQueues:
 
     async def stop(self) -> None:
         """Ends; the request that runs is not waited for."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._running]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def request_id(self, model_id: str, seq_id: int) -> str:
         """Returns the id of a training request; a retry has the same."""
@@ -132,15 +138,14 @@ class TrainingQueues:
             operation.knows_failure = failed
         model.waiting[seq_id] = operation
         self._queued_bytes += operation.size
-        if operation.prepare is not None and len(model.waiting) <= PREPARED:
-            operation.prepare()
+        self._prepare_next(model)
         self._make_ready(model)
         return operation.future
 
     def refuse(self, model: TrainedModel, seq_id: int, kind: str, sentence: str, role: Role = "other") -> None:
         """Lets a request that cannot be read fail in its turn, so that the ones after it do not wait for it."""
 
-        async def fail() -> JSON:
+        async def fail(_: Callable[[], None]) -> JSON:
             raise ValueError(sentence)
 
         with contextlib.suppress(APIError):
@@ -151,10 +156,7 @@ class TrainingQueues:
         if model.ended is not None:
             return
         model.ended = sentence
-        for operation in model.waiting.values():
-            self._queued_bytes -= operation.size
-            operation.future.fail(sentence, "server")
-        model.waiting.clear()
+        self._fail_waiting(model, sentence)
         base = self._bases[model.spec.base_model]
         if model not in base.ready:
             base.ready.append(model)
@@ -186,12 +188,9 @@ class TrainingQueues:
                 "the last step are dropped."
             )
             last = max(model.waiting)
-            for operation in model.waiting.values():
-                self._queued_bytes -= operation.size
-                operation.future.fail(sentence, "server")
-            model.waiting.clear()
+            self._fail_waiting(model, sentence)
 
-            async def drop(model_id: str = model.model_id) -> JSON:
+            async def drop(_: Callable[[], None], model_id: str = model.model_id) -> JSON:
                 await self._backend.discard_gradients(model_id)
                 return {}
 
@@ -200,6 +199,20 @@ class TrainingQueues:
             model.next_seq, model.failed_pass = last, None
             model.waiting[last] = operation
             self._make_ready(model)
+
+    def _fail_waiting(self, model: TrainedModel, sentence: str) -> None:
+        for operation in model.waiting.values():
+            self._queued_bytes -= operation.size
+            operation.future.fail(sentence, "server")
+            if operation.drop is not None:
+                operation.drop()
+        model.waiting.clear()
+
+    def _prepare_next(self, model: TrainedModel) -> None:
+        for seq_id in heapq.nsmallest(PREPARED, model.waiting):
+            prepare, model.waiting[seq_id].prepare = model.waiting[seq_id].prepare, None
+            if prepare is not None:
+                prepare()
 
     def _make_ready(self, model: TrainedModel) -> None:
         base = self._bases[model.spec.base_model]
@@ -219,7 +232,8 @@ class TrainingQueues:
                     await self._free(model)
                 else:
                     operation = model.waiting.pop(model.next_seq)
-                    await self._run(model, operation)
+                    self._prepare_next(model)
+                    await self._run_turn(model, operation)
                     self._queued_bytes -= operation.size
                     model.next_seq += 1
             finally:
@@ -237,7 +251,15 @@ class TrainingQueues:
         except Exception:
             LOG.exception("removing %s failed", model.model_id)
 
-    async def _run(self, model: TrainedModel, operation: Operation) -> None:
+    async def _run_turn(self, model: TrainedModel, operation: Operation) -> None:
+        """Runs a request until the next one can be run. Its result may come later."""
+        ran: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(model, operation, ran))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.wait([task, ran], return_when=asyncio.FIRST_COMPLETED)
+
+    async def _run(self, model: TrainedModel, operation: Operation, ran: asyncio.Future[None]) -> None:
         if model.failed_pass is not None and operation.knows_failure is model.failed_pass:
             model.failed_pass = None
         if model.failed_pass is not None and operation.role != "other":
@@ -248,11 +270,13 @@ class TrainingQueues:
                 f"part of its data; its gradients were dropped. The failure: {reason.sentence}",
                 reason.category,
             )
+            if operation.drop is not None:
+                operation.drop()
             if operation.role == "step":
                 model.failed_pass = None
             return
         try:
-            operation.future.succeed(await operation.run())
+            operation.future.succeed(await operation.run(lambda: ran.done() or ran.set_result(None)))
             return
         except ModelLost as error:
             sentence = f"{error} {self.last_saved(model.model_id)}"
@@ -262,7 +286,9 @@ class TrainingQueues:
         except Exception as error:
             sentence, category = self._sentence(operation.kind, error)
         operation.future.fail(sentence, category)
-        if not model.created:
+        if ran.done():  # what ran after it has used its gradients
+            self.end(model, f"the result of a {operation.kind} of {model.model_id} was lost: {sentence}")
+        elif not model.created:
             self.end(model, f"{model.model_id} could not be created: {sentence}")
         elif operation.role == "pass":
             model.failed_pass = operation.future

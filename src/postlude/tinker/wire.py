@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, SampleResult, TopK
+from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, PassRequest, SampleResult, TopK
 from postlude.tinker.errors import APIError
 from postlude.tinker.token_checks import check_tokens
 from postlude.tinker.wire_messages import message_class
@@ -22,16 +20,6 @@ SampleResponse = message_class("SampleResponse")
 DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
 FLOAT32, BFLOAT16 = 1, 4
 OUTPUT_TYPE = "ArrayRecord"
-
-
-@dataclass(frozen=True)
-class PassRequest:
-    """A forward_backward request, read."""
-
-    data: Sequence[Datum]
-    loss_fn: str
-    config: Mapping[str, float | str]
-    forward_only: bool
 
 
 def decompress(body: bytes, limit: int) -> bytes:

@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from postlude.engine.result import Result
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
@@ -31,15 +32,15 @@ from postlude.objectives.summed import SUMMED_LOSSES
 from postlude.tinker.backend import (
     AdamParams,
     BaseModelInfo,
-    Datum,
-    ForwardBackwardResult,
     ModelSpec,
+    PassRequest,
     SampleRequest,
 )
-from postlude.tinker.datums import EXTRA_TOKENS, read_pass, to_result
-from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
+from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
+from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel
 from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
+from postlude.tinker.rank_connection import RankConnection, StagedPasses
 from postlude.tinker.rank_models import RankModels
 from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, Weights
 from postlude.tinker.settings import WorkerSettings
@@ -49,6 +50,8 @@ from postlude.world.agreement import Rank0Controller, if_picklable
 SEED_BITS = 48
 STEP_SECONDS = 0.05
 """How long ranks sample before rank 0 looks for new calls, if there are several: a call of all of them costs time."""
+BURST_SECONDS, MAX_BURST_SECONDS = 0.003, 0.02
+"""How long idle ranks wait for another sample, after the last one and after the first: a burst then has one prefill."""
 LOG = logging.getLogger("postlude")
 
 
@@ -58,6 +61,14 @@ class _OnRanks:
 
     method: str
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class PassRan:
+    """A pass that has run, and what the engine returned."""
+
+    request: Pass
+    result: Result
 
 
 class RankWorker:
@@ -150,6 +161,7 @@ class Worker:
         self.vocab_size = rank.models.engine.config.vocab_size
         self.max_context_length = _max_context_length(settings)
         self.directory = directory
+        self.staged = StagedPasses(self._read_pass)
         self.samplers: dict[str, Weights] = {}
         """What each sampler samples."""
         self._new: list[SampleCall] = []
@@ -179,24 +191,19 @@ class Worker:
         """Makes a model."""
         self._train("create", model_id, spec.lora)
 
-    def forward_backward(
-        self,
-        model_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        forward_only: bool,
-    ) -> ForwardBackwardResult:
+    def forward_backward(self, model_id: str, request: PassRequest) -> PassRan:
         """Runs a pass."""
-        request = read_pass(
-            data,
-            loss_fn,
-            config,
-            forward_only=forward_only,
-            vocab_size=self.vocab_size,
-            max_context_length=self.max_context_length,
-        )
-        return to_result(data, self._train("run_pass", model_id, request))
+        return self._run_pass(model_id, self._read_pass(request))
+
+    def run_staged(self, model_id: str, number: int) -> PassRan:
+        """Runs a pass that was sent before its turn."""
+        return self._run_pass(model_id, self.staged.take(number))
+
+    def _read_pass(self, request: PassRequest) -> Pass:
+        return read_pass(request, vocab_size=self.vocab_size, max_context_length=self.max_context_length)
+
+    def _run_pass(self, model_id: str, request: Pass) -> PassRan:
+        return PassRan(request, self._train("run_pass", model_id, request))
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
         """Updates the weights."""
@@ -282,21 +289,13 @@ class Worker:
 
     # --- the loop
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: RankConnection) -> None:
         """Runs calls until the HTTP process closes the connection."""
         training: deque[Call] = deque()
         sampling_time = 0.0  # seconds of sampling that are owed before the next training call
         while True:
-            idle = not training and not self._sampling
-            while idle or connection.poll():
-                try:
-                    message = connection.recv()
-                except (EOFError, ConnectionError):
-                    message = None
-                if message is None:
-                    return
-                idle = False
-                self._receive(message, training, connection)
+            if not self._receive_all(training, connection):
+                return
             if training and (not self._sampling or sampling_time <= 0):
                 began = time.monotonic()
                 self._run(training.popleft(), connection)
@@ -306,7 +305,21 @@ class Worker:
                 self._sample(connection)
                 sampling_time -= time.monotonic() - began
 
-    def _receive(self, message: Call | Cancel, training: deque[Call], connection: Connection) -> None:
+    def _receive_all(self, training: deque[Call], connection: RankConnection) -> bool:
+        """Receives the calls that are there; if there is nothing to do, waits for some. Returns False at the end."""
+        idle, burst_end, seconds = not training and not self._sampling, 0.0, 0.0
+        while idle or connection.poll(seconds):
+            message = connection.recv()
+            if message is None:
+                return False
+            self._receive(message, training, connection)
+            if idle:
+                idle, burst_end = False, time.monotonic() + MAX_BURST_SECONDS
+            in_burst = self._sampling and not training and time.monotonic() < burst_end
+            seconds = BURST_SECONDS if in_burst else 0.0
+        return True
+
+    def _receive(self, message: Call | Cancel, training: deque[Call], connection: RankConnection) -> None:
         if isinstance(message, Cancel):
             if message.call_id in self._sampling:
                 self._sampling.remove(message.call_id)
@@ -323,10 +336,13 @@ class Worker:
                 self._new.append(call)
                 self._sampling.add(call.call_id)
 
-    def _run(self, call: Call, connection: Connection) -> None:
+    def _run(self, call: Call, connection: RankConnection) -> None:
         method: Callable[..., Any] = getattr(self, call.method)
         try:
             result = method(**call.arguments)
+            if isinstance(result, PassRan):
+                connection.send_at_once((RAN, call.call_id, None))  # so the next call comes meanwhile
+                result = to_result(result.request, result.result)
         except (ValueError, TypeError, LookupError, OSError, RuntimeError, ArithmeticError) as error:
             if not isinstance(error, (ValueError, TypeError)):
                 LOG.exception("%s failed", call.method)
@@ -336,7 +352,7 @@ class Worker:
         else:
             connection.send((RESULT, call.call_id, result))
 
-    def _sample(self, connection: Connection) -> None:
+    def _sample(self, connection: RankConnection) -> None:
         calls, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
         seconds = 0.0 if self.controller.group is None else STEP_SECONDS
@@ -358,9 +374,12 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
     def serve() -> None:
         with tempfile.TemporaryDirectory(prefix="postlude-", dir=settings.scratch) as directory:
             worker = Worker(settings, rank, controller, Path(directory))
-            with Client(address, authkey=key) as connection:
-                connection.send((READY, None, worker.describe(tokenizer)))
-                worker.serve(connection)
+            with (
+                Client(address, authkey=key) as connection,
+                RankConnection(connection, worker.staged) as rank_connection,
+            ):
+                rank_connection.send((READY, None, worker.describe(tokenizer)))
+                worker.serve(rank_connection)
 
     controller.on_rank0(serve)
     controller.close()

@@ -12,20 +12,22 @@ import queue
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from postlude.cluster.ray_cluster import LOCAL
-from postlude.tinker.backend import BaseModelInfo, SampleProgress
-from postlude.tinker.messages import ERROR, PROGRESS, READY, RESULT, Call, Cancel
+from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleProgress
+from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, StagePass, UnstagePass, take_all
 from postlude.tinker.settings import WorkerSettings
 
 Address = str | tuple[str, int]
 CLOSE_SECONDS = 10.0
 """For ranks to end by themselves."""
+STAGED_BYTES = 256 * 1024**2
+"""Of passes that rank 0 holds before their turn."""
 
 
 class WorkerDied(RuntimeError):
@@ -43,7 +45,10 @@ class WorkerProcess:
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._progress: dict[int, Callable[[SampleProgress], None]] = {}
-        self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
+        self._ran: dict[int, Callable[[], None]] = {}
+        self._outbox: queue.SimpleQueue[Call | Cancel | StagePass | UnstagePass | None] = queue.SimpleQueue()
+        self._staged: dict[PassRequest, int] = {}  # the number of each pass that rank 0 has before its turn
+        self._staged_bytes = 0
         self._process: Any = None
 
     async def start(self) -> BaseModelInfo:
@@ -73,9 +78,16 @@ class WorkerProcess:
         return listener, ("", listener.address[1])
 
     async def call(
-        self, method: str, progress: Callable[[SampleProgress], None] | None = None, **arguments: Any
+        self,
+        method: str,
+        progress: Callable[[SampleProgress], None] | None = None,
+        ran: Callable[[], None] | None = None,
+        **arguments: Any,
     ) -> Any:
-        """Returns the result of a method of `Worker`, or raises its error. If a task is cancelled, sampling ends."""
+        """Returns the result of a method of `Worker`, or raises its error. If a task is cancelled, sampling ends.
+
+        `ran` is called once a pass has run, before its result is here.
+        """
         if self.death is not None:
             raise WorkerDied(self.death)
         call_id = next(self._ids)
@@ -83,6 +95,8 @@ class WorkerProcess:
         self._pending[call_id] = future
         if progress is not None:
             self._progress[call_id] = progress
+        if ran is not None:
+            self._ran[call_id] = ran
         self._outbox.put(Call(call_id, method, arguments))
         try:
             return await future
@@ -92,6 +106,26 @@ class WorkerProcess:
         finally:
             self._pending.pop(call_id, None)
             self._progress.pop(call_id, None)
+            self._ran.pop(call_id, None)
+
+    def stage(self, request: PassRequest) -> None:
+        """Sends a pass to rank 0 before its turn, unless rank 0 holds too many."""
+        if self.death is None and self._staged_bytes + request.size <= STAGED_BYTES:
+            number = self._staged[request] = next(self._ids)
+            self._staged_bytes += request.size
+            self._outbox.put(StagePass(number, request))
+
+    def unstage(self, request: PassRequest) -> None:
+        """Has rank 0 drop a pass that was staged, if it was."""
+        if (number := self.take_staged(request)) is not None:
+            self._outbox.put(UnstagePass(number))
+
+    def take_staged(self, request: PassRequest) -> int | None:
+        """Returns the number of a staged pass, once, to run it; None if rank 0 does not have it."""
+        number = self._staged.pop(request, None)
+        if number is not None:
+            self._staged_bytes -= request.size
+        return number
 
     async def stop(self) -> None:
         """Ends the ranks."""
@@ -112,16 +146,18 @@ class WorkerProcess:
             with listener.accept() as connection:
                 threading.Thread(target=self._send, args=(connection,), name="tinker calls", daemon=True).start()
                 while True:
-                    message = connection.recv()
-                    self._loop.call_soon_threadsafe(self._deliver, *message)
+                    messages = connection.recv()
+                    self._loop.call_soon_threadsafe(self._deliver_all, messages)
         except (EOFError, OSError, RuntimeError):
             return  # the ranks ended, and `_watch` says why; or the event loop did
 
     def _send(self, connection: Connection) -> None:
         with suppress(OSError, ValueError):
-            while (message := self._outbox.get()) is not None:
-                connection.send(message)
-            connection.send(None)  # the last one
+            while True:
+                messages = take_all(self._outbox)
+                connection.send(messages)
+                if None in messages:  # the last one
+                    return
 
     def _watch(self, report: Connection, listener: Listener) -> None:
         reason = "its process was killed"
@@ -134,6 +170,10 @@ class WorkerProcess:
 
     # --- in the event loop
 
+    def _deliver_all(self, messages: Sequence[tuple[str, int, Any]]) -> None:
+        for message in messages:
+            self._deliver(*message)
+
     def _deliver(self, kind: str, call_id: int, value: Any) -> None:
         if kind == READY:
             if not self._ready.done():
@@ -141,6 +181,9 @@ class WorkerProcess:
         elif kind == PROGRESS:
             if call_id in self._progress:
                 self._progress[call_id](value)
+        elif kind == RAN:
+            if call_id in self._ran:
+                self._ran[call_id]()
         elif (future := self._pending.get(call_id)) is not None and not future.done():
             if kind == ERROR:
                 future.set_exception(value)
@@ -153,6 +196,8 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(WorkerDied(self.death))
         self._outbox.put(None)
+        self._staged.clear()
+        self._staged_bytes = 0
         self._directory.cleanup()
         if not self._ended.done():
             self._ended.set_result(None)

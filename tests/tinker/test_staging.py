@@ -1,0 +1,130 @@
+"""A pass that is sent before its turn is read while others run, and gives the results of one that is not."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from postlude.tinker import worker_process
+from postlude.tinker.backend import ModelLost, PassRequest
+from postlude.tinker.engine_backend import EngineBackend
+from postlude.tinker.messages import RAN, RESULT, Call, Cancel, StagePass, UnstagePass
+from postlude.tinker.rank_connection import RankConnection, StagedPasses
+
+from .test_worker import SPECS, data
+
+PASS = PassRequest(data(1), "cross_entropy", {}, forward_only=True)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    """The two ends of a connection."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_calls_keep_their_order_and_passes_before_them_have_been_read(ends: tuple[Connection, Connection]) -> None:
+    readers = list[str]()
+
+    def read(request: PassRequest) -> Any:
+        readers.append(threading.current_thread().name)
+        if request.loss_fn == "unknown":
+            raise ValueError("the loss is unknown.")
+        return request.loss_fn
+
+    staged, first, second = StagedPasses(read), Call(3, "run_staged", {}), Call(4, "run_staged", {})
+    ends[1].send([StagePass(0, PASS), StagePass(1, replace(PASS, loss_fn="unknown")), StagePass(2, PASS), first])
+    ends[1].send([UnstagePass(2), second])
+    ends[1].send([Cancel(4), None])
+    with RankConnection(ends[0], staged) as connection:
+        assert connection.recv() == first
+        assert staged.take(0) == "cross_entropy"
+        with pytest.raises(ValueError, match="the loss is unknown"):
+            staged.take(1)
+        assert connection.poll(10)
+        assert connection.poll()
+        assert connection.recv() == second
+        with pytest.raises(KeyError):
+            staged.take(2)
+        assert connection.recv() == Cancel(4)
+        assert connection.recv() is None
+        assert not connection.poll(0.01)
+        connection.send_at_once((RAN, 0, None))
+        assert ends[1].recv() == [(RAN, 0, None)]
+        for number in range(100):
+            connection.send((RESULT, number, "result"))
+    assert readers == ["tinker calls"] * 3
+    received = list[Any]()
+    while ends[1].poll():
+        received += ends[1].recv()
+    assert received == [(RESULT, number, "result") for number in range(100)]  # the last ones too
+
+
+def test_the_calls_end_if_the_http_process_does(ends: tuple[Connection, Connection]) -> None:
+    with RankConnection(ends[0], StagedPasses(Any)) as connection:
+        ends[1].send([Call(1, "optim_step", {})])
+        ends[1].close()
+        assert connection.recv() == Call(1, "optim_step", {})
+        assert connection.recv() is None
+        connection.send((RESULT, 1, {}))
+
+
+def test_a_message_that_cannot_be_read_is_an_error(ends: tuple[Connection, Connection]) -> None:
+    with RankConnection(ends[0], StagedPasses(Any)) as connection:
+        ends[1].send_bytes(b"no pickle")
+        with pytest.raises(Exception, match=r"pickle|load key"):
+            connection.recv()
+
+
+@pytest.mark.slow  # ranks start twice: the second time after a kill
+def test_staged_passes_give_the_same_results_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        backend = EngineBackend(["tiny=tiny-dense"], device="cpu", budget=64, max_batch_tokens=512)
+        await backend.start()
+        try:
+            await backend.create_model("one", SPECS["one"])
+            expected = logprobs(await backend.forward_backward("one", PASS))
+            backend.stage("one", PASS)
+            backend.unstage(PASS)
+            assert np.array_equal(logprobs(await backend.forward_backward("one", PASS)), expected)
+            requests = [PASS, replace(PASS, loss_fn="unknown"), replace(PASS, data=data(2)), replace(PASS)]
+            monkeypatch.setattr(worker_process, "STAGED_BYTES", 3 * PASS.size)
+            for request in requests:
+                backend.stage("one", request)  # the last one is beyond the limit
+            backend.unstage(requests[2])
+            assert np.array_equal(logprobs(await backend.forward_backward("one", requests[0])), expected)
+            with pytest.raises(ValueError, match="loss_fn is 'unknown', but the losses here are"):
+                await backend.forward_backward("one", requests[1])
+            assert np.array_equal(logprobs(await backend.forward_backward("one", requests[3])), expected)
+            backend.stage("one", requests[2])  # there is room again
+            running = asyncio.create_task(backend.forward_backward("one", PASS))
+            await asyncio.sleep(0)
+            (process,) = multiprocessing.active_children()
+            os.kill(process.pid or 0, signal.SIGKILL)
+            for lost in (running, backend.forward_backward("one", requests[2])):
+                with pytest.raises(ModelLost, match="its process was killed"):
+                    await lost
+            backend.stage("one", PASS)  # which is lost
+            await backend.create_model("two", SPECS["one"])
+            for request in requests[:2]:
+                backend.stage("two", request)
+            assert np.array_equal(logprobs(await backend.forward_backward("two", PASS)), expected)
+        finally:
+            await backend.stop()
+
+    asyncio.run(run())
+
+
+def logprobs(result: Any) -> Any:
+    return np.concatenate([output["logprobs"] for output in result.loss_fn_outputs])
