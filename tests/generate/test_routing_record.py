@@ -12,6 +12,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
+from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.ops.paged_attention import PAGE_SIZE
 from tests.generate.test_generator import prompts
@@ -107,22 +108,23 @@ def test_drafted_answers_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_cuda_graphs_record_what_the_host_does() -> None:
-    """In fp32, with more completions than rows and prompts of several pages. What is recorded does not stay pinned."""
-    moe = model("[*E][*-][*E]{2}").cuda()
-    asked, sampling = prompts(VOCABULARY, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
-    graphs = Generator(moe, eos_tokens=(END,), max_sequences=8, routing=True)
-    assert graphs.why_no_cuda_graph() is None
-    by_host = Stepped(moe, eos_tokens=(END,), max_sequences=8, routing=True)
-    replays = [graphs.generate(asked, sampling, n=4) for _ in range(2)]
-    for groups in replays:
-        for group, expected in zip(groups, by_host.generate(asked, sampling, n=4), strict=True):
-            for completion, other in zip(group, expected, strict=True):
-                assert completion.tokens == other.tokens
-                assert torch.equal(completion.routing, other.routing)
-                assert not completion.routing.is_pinned()
-    graphs.routing = False
-    assert all(one.routing is None for group in graphs.generate(asked, sampling) for one in group)
+def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit in the batch-invariant mode, with more completions than rows and prompts of several pages."""
+    with torch.device("cuda"):
+        moe = LanguageModel(read_model("tiny-moe")[1], dtype=torch.bfloat16, batch_invariant=True)
+    asked, sampling = prompts(256, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
+    generator = Generator(moe, max_sequences=8, routing=True)
+    assert generator.why_no_cuda_graph() is None
+    for prompt, group in zip(asked, generator.generate(asked, sampling, n=4), strict=True):
+        for completion in group:
+            (microbatch,) = pack([[*prompt, *completion.tokens]], budget=256)
+            with torch.no_grad():
+                choices = own_choices(moe, microbatch.to("cuda"), monkeypatch)
+            assert completion.routing is not None
+            assert torch.equal(completion.routing[:-1].long(), choices[: len(microbatch.tokens) - 1].cpu())
+            assert not completion.routing.is_pinned()
+    generator.routing = False
+    assert all(one.routing is None for group in generator.generate(asked, sampling) for one in group)
 
 
 def test_nothing_is_recorded_unasked_and_answers_are_the_same() -> None:

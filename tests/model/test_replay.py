@@ -84,12 +84,12 @@ def replayed(block: Any) -> tuple[float, float] | None:
 
 def own_choices(of: LanguageModel, batch: Microbatch, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """What the routers of the trunk choose, [T, routers, top_k]."""
-    gradients: dict[str, Tensor] = {}
+    choices: dict[str, Tensor] = {}
     choose = MoE.choose
     with monkeypatch.context() as patch:
-        patch.setattr(MoE, "choose", lambda self, scores: gradients.setdefault(self.name, choose(self, scores)))
+        patch.setattr(MoE, "choose", lambda self, scores: choices.setdefault(self.name, choose(self, scores)))
         of(batch)
-    return torch.stack([gradients[name] for name in of.config.routers], 1)
+    return torch.stack([choices[name] for name in of.config.routers], 1)
 
 
 def test_routers_are_those_of_the_trunk_in_order() -> None:
@@ -114,17 +114,17 @@ def test_another_choice_equals_a_router_that_makes_it(monkeypatch: pytest.Monkey
     routing[3:6] = -1  # these choose
     routing[8, 1, 0] = -1  # as does one that is not told all
     chooses = (routing < 0).any(-1)
-    gradients = learned(moe, microbatch(routing))
+    actual = learned(moe, microbatch(routing))
     choose = MoE.choose
 
     def forced(self: MoE, scores: Tensor) -> Tensor:
         place = list(moe.config.routers).index(self.name)
         return torch.where(chooses[:, place, None], choose(self, scores), routing[:, place].long())
 
-    assert not torch.equal(gradients["output"], moe(microbatch()))
+    assert not torch.equal(actual["output"], moe(microbatch()))
     with monkeypatch.context() as patch:
         patch.setattr(MoE, "choose", forced)
-        assert_same(gradients, learned(moe, microbatch()))
+        assert_same(actual, learned(moe, microbatch()))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
