@@ -51,12 +51,11 @@ def select(
         factor=torch.empty_like(targets, dtype=dtype),
         broken=None if promised is None else targets.new_empty((), dtype=torch.bool),
     )
-    _select_kernel[(1,)](
-        targets, targets.numel(), tensors, 0 if tensors is None else tensors.stride(0),
-        scale / temperature if tensors is None else scale, ignore_index, *allowed, vocab_start, selection.counts,
-        selection.positions, selection.targets, selection.factor, 0 if promised is None else promised,
-        selection.broken, BLOCK=SELECTION_BLOCK, num_warps=SELECTION_WARPS,
-    )  # fmt: skip
+    written = selection.counts, selection.positions, selection.targets, selection.factor, selection.broken
+    stride = 0 if tensors is None else tensors.stride(0)
+    factor = scale if isinstance(temperature, Tensor) else scale / temperature
+    numbers = (targets.numel(), stride, factor, *allowed, vocab_start, 0 if promised is None else promised)
+    _select((1, 1, 1), (targets, tensors, *written), numbers, (ignore_index, SELECTION_BLOCK), SELECTION_WARPS)
     return selection
 
 
@@ -125,12 +124,11 @@ def _block(columns: int, most: int) -> int:
     return min(most, max(256, 1 << (columns - 1).bit_length()))
 
 
-@Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["count", "temperature_stride", "scale", "low", "high", "vocab_start", "promised"])
 def _select_kernel(
-    targets, count, temperatures, temperature_stride, scale, ignore_index, low, high, vocab_start, counts, positions,
-    kept_targets, factors, promised, broken,
-    BLOCK: tl.constexpr,
+    targets, temperatures, counts, positions, kept_targets, factors, broken, count, temperature_stride, scale, low,
+    high, vocab_start, promised,
+    IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program: a token's row depends on all before it, and all together take a few microseconds.
     kept_before = 0
@@ -140,8 +138,8 @@ def _select_kernel(
         position = first + tl.arange(0, BLOCK)
         inside = position < count
         target = tl.load(targets + position, mask=inside, other=0)
-        ignored = inside & (target == ignore_index)
-        kept = inside & (target != ignore_index) & (target >= low) & (target < high)
+        ignored = inside & (target == IGNORE_INDEX)
+        kept = inside & (target != IGNORE_INDEX) & (target >= low) & (target < high)
         place = kept_before + tl.cumsum(kept.to(tl.int32), 0) - 1
         factor = tl.full((BLOCK,), scale, tl.float32)
         if temperatures is not None:
@@ -352,4 +350,4 @@ def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexp
             tl.store(tensor + place, value.to(tensor.dtype.element_ty), mask=inside)
 
 
-_results, _coefficients = Launcher(_results_kernel), Launcher(_coefficients_kernel)
+_select, _results, _coefficients = Launcher(_select_kernel), Launcher(_results_kernel), Launcher(_coefficients_kernel)
