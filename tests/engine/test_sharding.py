@@ -16,12 +16,15 @@ from postlude import LanguageModel, Layout
 from postlude.data import pack
 from postlude.engine import Engine
 from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.unsharded import Unsharded
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard
+from postlude.ops.experts import alternating_view
 from postlude.verify.cases import Case
 from tests.engine.training import BUDGET, DAMPED, batch, build, config, optimizer_state, policy, same, train, weights
 from tests.equality import assert_equal
 from tests.meshes import verify
+from tests.model.small import small_model
 
 
 def few(experts: int) -> Any:
@@ -137,6 +140,23 @@ def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap:
             assert torch.equal(found[name], total), name
         else:
             assert_equal(found[name], total, name, 2.0**-8)
+
+
+def test_gate_and_up_of_experts_alternate_in_the_copies_of_one_rank() -> None:
+    """So that they are one product. The stored weights do not, and the copies follow them at every pass."""
+    model = small_model("[*E]")
+    layers = [layer for name, layer in model.named_modules() if name.endswith(("gate_proj", "up_proj"))]
+    sharding = Unsharded(model, torch.bfloat16)
+    for shift in (0.0, 1.0):
+        with torch.no_grad():
+            stored = [layer.weight.add_(shift).clone() for layer in layers]
+        assert alternating_view([layer.weight for layer in layers]) is None
+        sharding.begin_pass(train=True)
+        copies = alternating_view([layer.weight for layer in layers])
+        assert copies is not None
+        assert torch.equal(copies, torch.cat(stored, 1).bfloat16())
+        sharding.end_pass()
+        assert all(map(torch.equal, stored, (layer.weight for layer in layers)))
 
 
 def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:

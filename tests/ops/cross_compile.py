@@ -32,9 +32,11 @@ from postlude.ops.kernels import (
     capabilities,
     convolution,
     decode_linear,
+    embedding,
     experts,
     fp8,
     gated_delta,
+    grouped_wgrad,
     invariant_attention,
     invariant_linear,
     linear_logprobs_fused,
@@ -96,6 +98,15 @@ def call_experts() -> None:
     experts.collect(rows, inverse, 8, weights)
     experts.spread_and_rate(tokens, inverse, 8, weights, rows)
     experts.add_to(fp32(2048, 768), bf16(2048, 768))
+
+
+def call_embedding() -> None:
+    embedding.add_rows(fp32(8192, 2048), bf16(TOKENS, 2048), whole(TOKENS), whole(TOKENS))
+
+
+def call_grouped_wgrad() -> None:
+    gradient, rows = bf16(TOKENS, 2 * 768)[:, 768:], bf16(TOKENS, 2048)
+    grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, whole(8, dtype=torch.int32))
 
 
 def call_fp8() -> None:
@@ -270,6 +281,8 @@ CALLS = (
     Call("gated_activation", "12288", call_activation),
     Call("rotate_heads", "128", call_rotary),
     Call("merge_rows", "2048", call_experts),
+    Call("embed", "2048", call_embedding),
+    Call("grouped_wgrad", "2048", call_grouped_wgrad),
     Call("fp8_quantize", "24576", call_fp8),
     Call("convolve", "10240", call_convolution),
     ssd_call(64, 128),

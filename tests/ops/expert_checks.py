@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.experts import add_to, expert_order, merge_rows, replicate_rows
+from postlude.ops.experts import add_grouped_products, expert_order, merge_rows, replicate_rows
+from postlude.ops.linear import add_to, embed
 from tests.equality import assert_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
 
 
 @pytest.mark.parametrize(("tokens", "copies", "width"), [(7, 3, 20), (5, 1, 16), (0, 2, 8)])
@@ -44,3 +46,48 @@ def test_gradients_are_added_in_the_dtype_of_their_sum(size: tuple[int, ...]) ->
     expected = total + gradient.bfloat16()
     add_to(total, gradient.bfloat16(), backend="triton")
     assert torch.equal(total, expected)
+    scale = torch.tensor(0.3, device=DEVICE)
+    add_to(total, gradient.bfloat16(), scale, backend="triton")
+    assert_equal(total, expected.double() + gradient.bfloat16().double() * scale.double(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("repeated", [1, 7, 8, 9, 40])  # times that one token occurs
+def test_an_embeddings_gradient_is_added_to_the_rows_of_its_tokens(repeated: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.cat([torch.randint(50, (30,), generator=generator), torch.full((repeated,), 3)]).to(DEVICE)
+    table = torch.randn(50, 520, generator=generator).to(DEVICE, HALF).requires_grad_()
+    before = torch.randn(50, 520, generator=generator).to(DEVICE)
+    upstream = torch.randn(len(tokens), 520, generator=generator).to(DEVICE, HALF)
+    total = before.clone()
+    table.main_grad = total  # type: ignore[attr-defined]
+    embedded = embed(tokens, table, backend="triton")
+    assert torch.equal(embedded, table[tokens])
+    embedded.backward(upstream)
+    assert table.grad is None
+    assert_equal(total, before.double().index_add(0, tokens, upstream.double()), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (256, 512), (136, 264)])
+@pytest.mark.parametrize("counts", [[3, 0, 64, 130], [0, 0, 0, 65], [128, 64, 1, 0]])
+def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], outputs: int, inputs: int) -> None:
+    """Products of half precision are exact in fp32: only sums are rounded. Gradients are columns of a larger tensor.
+
+    NaN in the rows of one expert reaches that expert alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    total, gradient, rows = (
+        torch.randn(size, generator=generator).to(DEVICE)
+        for size in ((4, outputs, inputs), (sum(counts), outputs + 16), (sum(counts), inputs))
+    )
+    gradient, rows = gradient.to(HALF)[:, 8:-8], rows.to(HALF)
+    pieces = zip(gradient.double().split(counts), rows.double().split(counts), strict=True)
+    expected = total.double() + torch.stack([left.T @ right for left, right in pieces])
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+    broken = max(range(4), key=counts.__getitem__)
+    for value in (0.0, float("nan")):
+        actual = total.clone()
+        rows[ends[broken] - 1] = rows[ends[broken] - 1] + value
+        add_grouped_products(actual, gradient, rows, ends, backend="triton")
+        others = [expert for expert in range(4) if value == 0.0 or expert != broken]
+        assert_equal(actual[others], expected[others], tolerance=1e-6)
+    assert actual[broken].isnan().any()

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.ops.experts import add_bias, expert_order, grouped_linear, replicate_rows, restore_rows
+from postlude.ops.experts import (
+    add_bias,
+    alternating,
+    alternating_view,
+    expert_order,
+    grouped_linear,
+    grouped_linears,
+    replicate_rows,
+    restore_rows,
+)
 from postlude.ops.linear import set_main_grad
 from tests.equality import assert_equal
 
@@ -42,6 +51,33 @@ def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: 
     gradients = torch.autograd.grad(product.sum(), (rows, weight))  # an expanded upstream gradient
     for gradient, reference in zip(gradients, torch.autograd.grad(expected.sum(), (rows, weight)), strict=True):
         assert_equal(gradient, reference)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("columns", [True, False])  # whether the gradients of both products are columns of one tensor
+def test_alternating_weights_are_one_product_and_equal_two(columns: bool, fp8: bool) -> None:
+    """In FP8 too: a row of the gradient has one scale, whether it is one tensor or two."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([3, 0, 4, 1])
+    rows = torch.randn(8, 32, generator=generator, requires_grad=True)
+    joined = alternating([(4, 16, 32), (4, 48, 32)], torch.float32, rows.device)
+    separate = [torch.randn(weight.shape, generator=generator, requires_grad=True) for weight in joined]
+    for weight, values in zip(joined, separate, strict=True):
+        weight.copy_(values.detach())
+        weight.requires_grad_()
+    assert alternating_view(separate) is None
+    whole = alternating_view(joined)
+    assert whole is not None
+    assert torch.equal(whole, torch.cat(separate, 1))
+    both = torch.randn(8, 64, generator=generator).split((16, 48), 1)
+    upstream = both if columns else tuple(part.clone() for part in both)
+    results = []
+    for weights, joins in ((joined, True), (separate, False)):
+        products = grouped_linears(rows, weights, counts, fp8=fp8, joins=joins)
+        assert (products[0].untyped_storage().data_ptr() == products[1].untyped_storage().data_ptr()) == joins
+        results.append((*products, *torch.autograd.grad(products, (rows, *weights), upstream)))
+    for actual, expected in zip(*results, strict=True):
+        assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0]])
@@ -88,4 +124,4 @@ def test_on_cuda_a_weights_gradient_is_added_where_it_is_summed() -> None:
     grouped_linear(rows, weight, counts).sum().backward()
     grouped_linear(rows, alone, counts).sum().backward()
     assert weight.grad is None
-    assert torch.equal(total, before + alone.grad)
+    assert_equal(total, before + alone.grad, tolerance=2**-8)  # the other gradient is in bf16

@@ -246,3 +246,25 @@ def test_an_objective_that_returns_no_tensor_is_refused() -> None:
     operands = Operands.random(4, 3, 9)
     with pytest.raises(TypeError, match="must return a tensor of losses, but returned a float"):
         linear_objective(operands.hidden, operands.weight, operands.targets, lambda *_: 1.0)
+
+
+@pytest.mark.parametrize("ignored", [0, 9])
+@pytest.mark.parametrize("one_sweep", [True, False])
+def test_the_weights_gradient_is_added_to_its_main_grad(one_sweep: bool, ignored: int) -> None:
+    """Times what the loss is multiplied by. The gradient of the hidden states is as without."""
+    gradients = []
+    for has_main_grad in (False, True):
+        operands = Operands.random(9, 5, 23, seed=1)
+        columns = policy_columns(operands)
+        operands.targets[:ignored] = -100
+        before = torch.ones_like(operands.weight)
+        total = before.clone()
+        if has_main_grad:
+            operands.weight.main_grad = total  # type: ignore[attr-defined]
+        given = operands.hidden, operands.weight, operands.targets
+        loss = fused(*given, policy_loss, columns).loss if one_sweep else two_passes(operands, columns)[0]
+        (0.3 * loss).backward()
+        assert (operands.weight.grad is None) == has_main_grad
+        gradients.append((operands.hidden.grad, total - before if has_main_grad else operands.weight.grad))
+    for what, expected, actual in zip(("hidden", "weight"), *gradients, strict=True):
+        assert_close(actual, expected, what)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from postlude.engine.gradients import all_reduce_together, replica_count, zero_gradient
 from postlude.model import LanguageModel
 from postlude.model.parallel import FSDPUnit, local_shard
+from postlude.ops.experts import alternating
 from postlude.ops.foreach import foreach_copy
 from postlude.ops.linear import set_main_grad
 
@@ -50,6 +51,7 @@ class Unsharded:
         self.fp32_modules = {module for unit in fp32_units for module in unit.modules()}
         self.compute_parameters: list[ComputeParameter] = []  # from the first pass on, when parameters have memory
         self.copied: list[ComputeParameter] = []
+        self.copies: tuple[list[Tensor], list[Tensor]] = ([], [])  # dense parts of the copies, and of the shards
         self.memory: list[tuple[UntypedStorage, int]] = []  # of the copies, and its size; empty between passes
         self.in_pass = False
 
@@ -93,16 +95,34 @@ class Unsharded:
         if not self.compute_parameters:
             self.compute_parameters = list(self._leaves())
             self.copied = [entry for entry in self.compute_parameters if entry.is_copy]
-            for dtype in {entry.leaf.dtype for entry in self.copied}:
-                entries = [entry for entry in self.copied if entry.leaf.dtype == dtype]
-                buffers = allocate_like([entry.shard for entry in entries], dtype, torch.empty)
-                for entry, buffer in zip(entries, buffers, strict=True):
-                    entry.leaf.data = buffer
+            self._allocate_copies()
             storages = (entry.leaf.untyped_storage() for entry in self.copied)
             by_address = {storage.data_ptr(): storage for storage in storages}
             self.memory = [(storage, storage.nbytes()) for storage in by_address.values()]
         if self.copied:
-            foreach_copy([entry.leaf for entry in self.copied], [entry.shard for entry in self.copied])
+            foreach_copy(*self.copies)
+
+    def _allocate_copies(self) -> None:
+        """Gives the copies memory: those of a unit's `alternating` layers expert by expert, others one by one."""
+        weights = {entry.module: entry for entry in self.copied if entry.name == "weight"}
+        remaining = dict.fromkeys(self.copied)
+        for unit in self.stage.modules():
+            names = unit.alternating if isinstance(unit, FSDPUnit) else ()
+            group = [weights[layer] for name in names if (layer := getattr(unit, name)) in weights]
+            if len(group) > 1:
+                shards = [entry.shard for entry in group]
+                buffers = alternating([shard.shape for shard in shards], group[0].leaf.dtype, shards[0].device)
+                for entry, buffer in zip(group, buffers, strict=True):
+                    entry.leaf.data = buffer
+                    del remaining[entry]
+        for dtype in {entry.leaf.dtype for entry in remaining}:
+            entries = [entry for entry in remaining if entry.leaf.dtype == dtype]
+            allocated = allocate_like([entry.shard for entry in entries], dtype, torch.empty)
+            for entry, buffer in zip(entries, allocated, strict=True):
+                entry.leaf.data = buffer
+        for entry in self.copied:
+            for dense_parts, tensor in zip(self.copies, (entry.leaf.detach(), entry.shard), strict=True):
+                dense_parts.extend([tensor] if entry.leaf.is_contiguous() else tensor.unbind())
 
     def _leaves(self) -> Iterable[ComputeParameter]:
         for module in self.stage.modules():

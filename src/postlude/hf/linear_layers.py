@@ -12,7 +12,7 @@ from postlude.hf.family import EXPERT, Family, TensorMapping
 from postlude.lora import LoRAGroup, SharedMatrix
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import Block
-from postlude.model.blocks.moe import ExpertLinear
+from postlude.model.expert_linear import ExpertLinear
 from postlude.model.parallel import ColumnLinear, FP32Linear, Linear, RowLinear, VocabularyEmbedding
 
 ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear, FP32Linear, VocabularyEmbedding)

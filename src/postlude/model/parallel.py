@@ -24,7 +24,7 @@ from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
 from postlude.ops.block_fp8 import FP8Weight, fp8_linears, joined
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.experts import grouped_linear
-from postlude.ops.linear import adjacent_view, linear, linear_group
+from postlude.ops.linear import adjacent_view, embed, linear, linear_group
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.world.mesh import SINGLE_RANK, Axis
@@ -143,6 +143,8 @@ class FSDPUnit(nn.Module):
     FSDP does both around its forward. A schedule plan runs the steps of a layer without calling it. It then calls
     `trigger_grad_reduce` and differentiates the result, so that FSDP reduces the gradients.
     """
+
+    alternating: ClassVar[tuple[str, ...]] = ()  # its layers whose weights may be one: `ops.experts.alternating`
 
     def trigger_grad_reduce(self, nothing: Tensor) -> Tensor:
         """Returns a copy: only the call and its backward matter."""
@@ -436,7 +438,7 @@ class VocabularyEmbedding(nn.Module):
     def _rows_of(self, table: Tensor, rows: Tensor) -> Tensor:
         if self.start == self.stop:  # this rank has no part of the vocabulary
             return table.new_zeros(len(rows), table.shape[1]) + table.sum()
-        return F.embedding(rows, table)
+        return embed(rows, table)
 
 
 class RMSNorm(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.autograd import Function
 
 from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
 from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.fp8 import fp8_grouped_product
+from postlude.ops.fp8 import fp8_grouped_input_gradient, fp8_grouped_product
 from postlude.ops.invariant_linear import invariant_grouped_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
-from postlude.ops.linear import DeferredWgrads, linear, main_grad, wgrad_queue
+from postlude.ops.linear import DeferredWgrads, add_to, adjacent_view, current_wgrad_queue, linear, main_grad
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the kernels take: one program has all of them
@@ -90,18 +91,56 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, *, fp8: bool = 
     Rows are sorted by expert and `counts` [E] has the rows of each. Where the grouped kernel does not fit, the host
     waits for the counts. With `fp8` the product and the gradient of the rows are in FP8.
     """
-    if len(rows) and fp8:
-        in_fp8: Tensor = _FP8GroupedProduct.apply(rows, weight, counts, wgrad_queue(weight))
-        return in_fp8
-    if len(rows) and rows.dtype == weight.dtype and grouped_kernel_fits(weight):
-        product: Tensor = _GroupedProduct.apply(rows, weight, counts.cumsum(0).to(torch.int32), wgrad_queue(weight))
-        return product
+    return grouped_linears(rows, (weight,), counts, fp8=fp8)[0]
+
+
+def grouped_linears(
+    rows: Tensor, weights: Sequence[Tensor], counts: Tensor, *, fp8: bool = False, joins: bool | None = None
+) -> tuple[Tensor, ...]:
+    """Returns `grouped_linear` of the same `rows` with each of `weights` [E, out, in]: [R, out] each.
+
+    Weights that alternate in memory (`alternating_view`) are one product with `joins`, and so are the gradients of the
+    rows where those of the products are columns of one tensor. The default is to join on CUDA: elsewhere results would
+    not be equal to the bit.
+    """
+    one_kernel = fp8 or all(rows.dtype == weight.dtype and grouped_kernel_fits(weight) for weight in weights)
+    if len(rows) and one_kernel:
+        queue = current_wgrad_queue() if torch.is_grad_enabled() else None
+        joins = rows.is_cuda if joins is None else joins
+        products: tuple[Tensor, ...] = _GroupedProducts.apply(rows, counts, queue, fp8, joins, *weights)
+        return products
+    return tuple(_product_by_expert(rows, weight, counts) for weight in weights)
+
+
+def _product_by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if not len(rows):
         return rows @ weight[0].T  # as empty, with a gradient of zero
     pieces = rows.split(counts.tolist())
     if is_batch_invariant():
         return torch.cat([linear(piece, matrix) for piece, matrix in zip(pieces, weight, strict=True)])
     return torch.cat([piece @ matrix.T for piece, matrix in zip(pieces, weight, strict=True)])
+
+
+def alternating(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns uninitialised weights of these shapes [E, out, in] that alternate in memory, expert by expert."""
+    experts, _, width = shapes[0]
+    sizes = [size for _, size, _ in shapes]
+    parts: tuple[Tensor, ...] = torch.empty(experts, sum(sizes), width, dtype=dtype, device=device).split(sizes, 1)
+    return parts
+
+
+def alternating_view(weights: Sequence[Tensor]) -> Tensor | None:
+    """Returns weights made by `alternating` as one, [E, sum of out, in]; None for others."""
+    first = weights[0]
+    experts, _, width = first.shape
+    outputs = sum(weight.shape[1] for weight in weights)
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for weight in weights:
+        strides_fit = weight.stride() == (outputs * width, width, 1)
+        if not strides_fit or weight.data_ptr() != address or weight.untyped_storage().data_ptr() != storage:
+            return None
+        address += weight.shape[1] * width * weight.element_size()
+    return first.as_strided((experts, outputs, width), first.stride())
 
 
 def add_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
@@ -185,57 +224,98 @@ class _Collect(Function):
         return *spread_and_rate(gradients[0], inverse, weights.shape[1], weights, rows), None
 
 
-class _GroupedProduct(Function):
-    """The grouped kernel and its gradients, written out since the kernel needs contiguous operands."""
+class _GroupedProducts(Function):
+    """The grouped kernel and its gradients for weights with the same rows: see `grouped_linears`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, deferred: DeferredWgrads | None) -> Tensor:
-        ctx.save_for_backward(rows, weight, offsets)
-        ctx.weight, ctx.deferred = weight, deferred  # with its history
-        if is_batch_invariant():
-            return invariant_grouped_product(rows, weight, offsets.diff(prepend=offsets.new_zeros(1)))
-        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+    def forward(
+        ctx: Any, rows: Tensor, counts: Tensor, queue: DeferredWgrads | None, fp8: bool, joins: bool, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ends = counts.cumsum(0).to(torch.int32)
+        ctx.save_for_backward(rows, counts, ends, *weights)
+        ctx.weights, ctx.queue, ctx.fp8, ctx.joins = weights, queue, fp8, joins  # weights with their history
+        joined = alternating_view(weights) if joins and not is_batch_invariant() else None
+        if joined is None:
+            return tuple(_forward_product(rows, weight, counts, ends, fp8=fp8) for weight in weights)
+        product = _forward_product(rows, joined, counts, ends, fp8=fp8)
+        parts: tuple[Tensor, ...] = product.split([weight.shape[1] for weight in weights], 1)
+        return parts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, weight, offsets = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        for_rows = F.grouped_mm(gradient, weight, offs=offsets) if ctx.needs_input_grad[0] else None
-        return for_rows, _grouped_wgrad(ctx, gradient, rows, offsets), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, counts, ends, *weights = ctx.saved_tensors
+        gradients = tuple(_with_adjacent_columns(gradient) for gradient in gradients)
+        columns = adjacent_view(gradients, 1) if ctx.joins else None
+        joined = None if columns is None else alternating_view(weights)
+        for_rows = None
+        if ctx.needs_input_grad[0]:
+            parts, matrices = (gradients, weights) if columns is None or joined is None else ((columns,), (joined,))
+            for_rows = _rows_gradient(parts, matrices, counts, ends, fp8=ctx.fp8)
+        for_weights = [
+            _grouped_wgrad(weight, gradient, rows, ends, ctx.queue) if needed else None
+            for weight, gradient, needed in zip(ctx.weights, gradients, ctx.needs_input_grad[5:], strict=True)
+        ]
+        return for_rows, None, None, None, None, *for_weights
 
 
-class _FP8GroupedProduct(Function):
-    """The same with the product and the gradient of the rows in FP8."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, deferred: DeferredWgrads | None) -> Tensor:
-        ctx.save_for_backward(rows, weight, counts)
-        ctx.weight, ctx.deferred = weight, deferred
+def _forward_product(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor, *, fp8: bool) -> Tensor:
+    if fp8:
         return fp8_grouped_product(rows, weight, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, weight, counts = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        for_rows = fp8_grouped_product(gradient, weight, counts, transposed=True) if ctx.needs_input_grad[0] else None
-        return for_rows, _grouped_wgrad(ctx, gradient, rows, counts.cumsum(0).to(torch.int32)), None, None
+    if is_batch_invariant():
+        return invariant_grouped_product(rows, weight, counts)
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
-def _grouped_wgrad(ctx: Any, gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tensor | None:
-    """Returns the gradient of a grouped product's weight for autograd; None where it is deferred or already added."""
-    total = main_grad(ctx.weight)
+def _rows_gradient(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, ends: Tensor, *, fp8: bool
+) -> Tensor:
+    """Returns the sum of each of `gradients` [R, out] times its experts' matrices [E, out, in]: [R, in]."""
+    if fp8:
+        return fp8_grouped_input_gradient(gradients, weights, counts)
+    products = [F.grouped_mm(gradient, weight, offs=ends) for gradient, weight in zip(gradients, weights, strict=True)]
+    return functools.reduce(Tensor.add_, products)
 
-    def for_weight() -> Tensor | None:
-        product = _products_of_groups(gradient, rows, offsets)
-        if total is None:
-            return product
-        add_to(total, product)
+
+def _with_adjacent_columns(gradient: Tensor) -> Tensor:
+    """Returns the gradient [R, out] as the kernels take it: no expanded one, and rows at multiples of 16 bytes."""
+    stride, size = gradient.stride(0), gradient.element_size()
+    fits = gradient.stride(1) == 1 and stride >= gradient.shape[1] and not stride * size % 16
+    return gradient if fits and not gradient.data_ptr() % 16 else gradient.contiguous()
+
+
+def _grouped_wgrad(
+    weight: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor, queue: DeferredWgrads | None
+) -> Tensor | None:
+    """Returns the gradient of a grouped product's weight for autograd; None where it is deferred or already added.
+
+    `weight` is the tensor given to the product: see `linear.wgrad`.
+    """
+    if queue is not None:
+        queue.append((weight, functools.partial(_grouped_wgrad, weight, gradient, rows, ends, None)))
         return None
+    total = main_grad(weight)
+    if total is None:
+        return _products_of_groups(gradient, rows, ends)
+    add_grouped_products(total, gradient, rows, ends)
+    return None
 
-    if ctx.deferred is not None:
-        ctx.deferred.append((ctx.weight, for_weight))
-        return None
-    return for_weight() if ctx.needs_input_grad[1] else None
+
+def add_grouped_products(
+    total: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor, *, backend: Backend = "auto"
+) -> None:
+    """Adds `gradient`ᵀ [out, R] · `rows` [R, in] of each expert's rows to `total` [E, out, in].
+
+    The rows of expert e end before row `ends`[e], int32.
+    """
+    fits = total.dtype == torch.float32 and total.is_contiguous() and rows.is_contiguous()
+    on_gpu = total.is_cuda or backend == "triton"
+    refused = None if fits else "sums and rows are not dense, or the sums not in fp32"
+    if on_gpu and use_kernel("grouped_wgrad", backend, total.device, rows.dtype, refused=refused):
+        from postlude.ops.kernels.grouped_wgrad import add_products  # needs triton
+
+        add_products(total, gradient, rows, ends)
+    else:
+        add_to(total, _products_of_groups(gradient, rows, ends))
 
 
 def _products_of_groups(gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -246,18 +326,6 @@ def _products_of_groups(gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tens
         gradient.tensor_split(offsets[:-1].cpu().long()), rows.tensor_split(offsets[:-1].cpu().long()), strict=True
     )
     return torch.stack([left.T @ right for left, right in groups])
-
-
-def add_to(total: Tensor, gradient: Tensor, *, backend: Backend = "auto") -> None:
-    """Adds `gradient` to `total`, of another dtype. Torch's kernel for two dtypes reads number by number."""
-    dense = total.is_contiguous() and gradient.is_contiguous()
-    on_gpu = total.is_cuda or backend == "triton"
-    if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
-        from postlude.ops.kernels.experts import add_to as add_dense
-
-        add_dense(total, gradient)
-    else:
-        total += gradient
 
 
 class _Bias(Function):

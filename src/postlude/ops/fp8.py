@@ -113,19 +113,28 @@ def fp8_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], s
     return _multiply(quantize_rows(gradients, of_rows), quantize_columns(weights, of_columns), gradients[0].dtype)
 
 
-def fp8_grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False) -> Tensor:
+def fp8_grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiplies each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
-    With `transposed` rows [R, out] are multiplied by the matrices themselves: [R, in]. See `grouped_linear`.
+    See `grouped_linear`.
     """
-    product: Tensor = torch.ops.postlude.fp8_grouped_product(rows, weight, counts, transposed)
+    product: Tensor = torch.ops.postlude.fp8_grouped_product([rows], [weight], counts, False)
     return product
 
 
-def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    quantized = quantize_rows([rows])
+def fp8_grouped_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor) -> Tensor:
+    """Returns the sum of each of `gradients` [R, out] times its experts' matrices [E, out, in]: [R, in].
+
+    It is one product, as in `fp8_input_gradient`.
+    """
+    gradient: Tensor = torch.ops.postlude.fp8_grouped_product(gradients, weights, counts, True)
+    return gradient
+
+
+def _grouped_product(parts: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, transposed: bool) -> Tensor:
+    rows, weight, quantized = parts[0], weights[0], quantize_rows(parts)
     if transposed:
-        matrices = quantize_columns([weight])
+        matrices = quantize_columns(weights)
     else:
         flat = quantize_rows([weight.flatten(0, 1)])
         matrices = Quantized(flat.values.view(weight.shape), flat.scales.view(weight.shape[:2]))
@@ -149,7 +158,7 @@ def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, transposed: b
 
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define("fp8_products(Tensor rows, Tensor[] weights, Tensor? joined, Tensor[]? shared) -> Tensor[]")
-_LIBRARY.define("fp8_grouped_product(Tensor rows, Tensor weight, Tensor counts, bool transposed) -> Tensor")
+_LIBRARY.define("fp8_grouped_product(Tensor[] rows, Tensor[] weights, Tensor counts, bool transposed) -> Tensor")
 _LIBRARY.impl("fp8_products", _products, "CompositeExplicitAutograd")
 _LIBRARY.impl("fp8_grouped_product", _grouped_product, "CompositeExplicitAutograd")
 

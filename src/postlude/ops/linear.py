@@ -22,6 +22,7 @@ from torch.autograd import Function
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.fp8 import FP8Scaling, fp8_input_gradient, fp8_products, share_amax
 from postlude.ops.invariant_linear import invariant_product
+from postlude.ops.kernels.capabilities import Backend, use_kernel
 
 DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]
 """Weights, each with a closure that returns its gradient, or None if it has added it to `main_grad`."""
@@ -121,6 +122,37 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: FP8
     return _products(rows, (weight,), (bias,), one=False)[0]
 
 
+def embed(tokens: Tensor, table: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Returns the rows of `table` [V, H] of these `tokens` [T], [T, H].
+
+    The table's gradient is added to its `main_grad` where it has one: only the rows of these tokens are read.
+    """
+    total = main_grad(table)
+    if total is None or not torch.is_grad_enabled():
+        return F.embedding(tokens, table)
+    dense = total.is_contiguous() and total.dtype == torch.float32
+    refused = None if dense else "the sum of its gradients is not dense in fp32"
+    if not use_kernel("embed", backend, table.device, table.dtype, refused=refused):
+        return F.embedding(tokens, table)
+    embedded: Tensor = _Embedding.apply(tokens, table, total)
+    return embedded
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.total = total
+        return F.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        from postlude.ops.kernels.embedding import add_rows  # needs triton
+
+        add_rows(ctx.total, gradients[0].contiguous(), *ctx.saved_tensors[0].sort(stable=True))
+        return None, None, None
+
+
 def linear_group(
     rows: Tensor,
     weights: Sequence[Tensor],
@@ -206,6 +238,21 @@ def _adds_in_product(rows: Tensor) -> bool:
 def main_grad(weight: Tensor) -> Tensor | None:
     """Returns where operations add the gradient of `weight`, if `set_main_grad` was called."""
     return getattr(weight, "main_grad", None)
+
+
+def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, backend: Backend = "auto") -> None:
+    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, of another dtype.
+
+    Torch's kernel for two dtypes reads number by number.
+    """
+    dense = total.is_contiguous() and gradient.is_contiguous()
+    on_gpu = total.is_cuda or backend == "triton"
+    if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
+        from postlude.ops.kernels.experts import add_to as add_dense  # needs triton
+
+        add_dense(total, gradient, scale)
+    else:
+        total += gradient if scale is None else gradient.to(total.dtype) * scale
 
 
 class _Linears(Function):

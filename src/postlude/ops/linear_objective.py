@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from postlude.ops.linear import main_grad
 from postlude.ops.linear_logprobs.api import (
     RequestedStats,
     TokenStats,
@@ -118,7 +119,7 @@ class _OneSweep(torch.autograd.Function):
             gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
             losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=requested.entropy)
             results = problem.epilogue.results(sweep.state)
-        ctx.gradients = gradients
+        ctx.gradients, ctx.main_grad = gradients, main_grad(weight)
         ctx.problem = problem
         outputs = problem.scatter(losses), *at_positions(results, problem, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
@@ -130,7 +131,7 @@ class _OneSweep(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # frees them: they are as large as the weight
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
-        hidden, weight, bias = gradients.finish(scale)
+        hidden, weight, bias = gradients.finish(scale, ctx.main_grad)
         return None if hidden is None else ctx.problem.scatter(hidden), weight, bias, None, None, None, None
 
 

@@ -11,23 +11,21 @@ from torch import Tensor, nn
 
 from postlude.checks import Bounds
 from postlude.layout import Layout, nearest_degrees
-from postlude.lora import AdapterConfig, LoRAGroup, SharedMatrix
+from postlude.lora import LoRAGroup, SharedMatrix
 from postlude.model.block_config import BlockConfig, LayerMetric
 from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.fp8_layer import FP8Layer
-from postlude.model.parallel import Adapter, FP32Linear, FSDPUnit, Linear, Role, local, sharded_parameter
+from postlude.model.expert_linear import ExpertLinear, apply_expert_linears
+from postlude.model.parallel import FP32Linear, FSDPUnit, Linear
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import LayerStep, compute, exchange
 from postlude.ops.aux_loss import add_aux_loss, weighted_sum
 from postlude.ops.experts import (
     ExpertRoute,
-    add_bias,
     expert_order,
     grouped_kernel_fits,
-    grouped_linear,
     merge_rows,
     replicate_rows,
     start_expert_route,
@@ -428,6 +426,7 @@ class Experts(FSDPUnit):
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "experts"}
     lora_shared: ClassVar[Mapping[str, SharedMatrix]] = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
     """The matrix of an adapter on the side of the hidden states, which experts may share."""
+    alternating: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
         super().__init__()
@@ -442,40 +441,10 @@ class Experts(FSDPUnit):
         return recomputed(self._work, "selective" if recompute == "selective" else "none", rows, counts)
 
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate = self.gate_proj(rows, counts) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(rows, counts)), counts)
+        layers = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        *gates, up = apply_expert_linears(rows, counts, *layers)
+        output: Tensor = self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
         return output
-
-
-class ExpertLinear(FP8Layer):
-    """One matrix [E / ep, out, in] and one bias [E / ep, out] per expert."""
-
-    roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
-
-    def __init__(self, experts: int, in_features: int, out_features: int, ep: Axis, *, bias: bool = False) -> None:
-        super().__init__()
-        self.shape, self.ep = (experts, out_features, in_features), ep
-        self.weight = sharded_parameter(experts, out_features, in_features, axis=ep, dim=0)
-        self.bias = sharded_parameter(experts, out_features, axis=ep, dim=0) if bias else None
-        self.adapter: Adapter | None = None
-
-    def add_adapter(self, config: AdapterConfig) -> None:
-        """Gives the layer a new adapter."""
-        experts, out_features, in_features = self.shape
-
-        def matrix(name: str, *shape: int) -> nn.Parameter:
-            if config.shared == name:
-                return sharded_parameter(*shape, axis=self.ep, dim=None, dtype=torch.float32)
-            return sharded_parameter(experts, *shape, axis=self.ep, dim=0, dtype=torch.float32)
-
-        self.adapter = Adapter(config, matrix("a", config.rank, in_features), matrix("b", out_features, config.rank))
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Applies each expert's layer to its rows, [R, in] -> [R, out]."""
-        product = grouped_linear(rows, local(self.weight), counts, fp8=self.fp8 is not None)
-        if self.adapter is not None:
-            product = product + self.adapter(rows, counts)
-        return product if self.bias is None else add_bias(product, local(self.bias), counts)
 
 
 class SharedExpert(nn.Module):

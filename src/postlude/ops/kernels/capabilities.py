@@ -114,6 +114,14 @@ KERNELS: Mapping[str, KernelSpec] = {
     "replicate_rows": KernelSpec("tokens sorted by expert"),
     "merge_rows": KernelSpec("the experts' outputs, weighted and summed"),
     "add_to": KernelSpec("gradients of experts, added up"),
+    "embed": KernelSpec(
+        "the gradient of the embedding", "it is as large as the embedding, in bf16, before it is added"
+    ),
+    "grouped_wgrad": KernelSpec(
+        "gradients of experts, computed and added up",
+        "they are written in bf16, then read again to be added",
+        measured=(HOPPER,),
+    ),
     "fp8_quantize": KernelSpec("rounding of tokens and weights to FP8", oldest=FP8_SINCE),
     "convolve": KernelSpec(
         "the short convolution of Mamba-2 and gated delta nets", "torch takes 21 times as long on an H200"

@@ -42,10 +42,11 @@ def spread_and_rate(
     return spreaded, rated
 
 
-def add_to(total: Tensor, gradient: Tensor) -> None:
-    """Adds `gradient` to `total`, both dense, of any dtypes."""
+def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None) -> None:
+    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, both dense, of any dtypes."""
     size = total.numel()
-    _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, size, BLOCK=SUMMED, num_warps=4)
+    if size:
+        _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, scale, size, BLOCK=SUMMED, num_warps=4)
 
 
 def _run(
@@ -103,8 +104,10 @@ def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH:
 
 @Kernel
 @triton.jit
-def _add_kernel(total, gradient, size, BLOCK: tl.constexpr):
+def _add_kernel(total, gradient, scale, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < size
-    added = tl.load(total + at, mask=held) + tl.load(gradient + at, mask=held).to(total.dtype.element_ty)
-    tl.store(total + at, added, mask=held)
+    added = tl.load(gradient + at, mask=held).to(total.dtype.element_ty)
+    if scale is not None:
+        added *= tl.load(scale).to(total.dtype.element_ty)
+    tl.store(total + at, tl.load(total + at, mask=held) + added, mask=held)

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from postlude.ops.linear import main_grad
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.problem import Problem, resolve
@@ -139,7 +140,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 state, top = join_ranks(state, top, problem.group)
         results = problem.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
-        ctx.problem = problem
+        ctx.problem, ctx.main_grad = problem, main_grad(weight)
         ctx.set_materialize_grads(False)
         outputs = at_positions(results, problem, requested, top)
         ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
@@ -161,7 +162,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with without_autocast(hidden.device):
             head = Head(problem.select(hidden), weight, bias)
             gradients = sweep_gradients(head, problem, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
-        hidden_gradient, weight_gradient, bias_gradient = gradients.finish()
+        hidden_gradient, weight_gradient, bias_gradient = gradients.finish(main_grad=ctx.main_grad)
         if hidden_gradient is not None:
             hidden_gradient = problem.scatter(hidden_gradient)
         return hidden_gradient, weight_gradient, bias_gradient, None, None

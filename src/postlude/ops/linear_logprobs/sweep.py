@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.invariant_linear import invariant_product
+from postlude.ops.linear import add_to
 from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import (
     Plan,
@@ -208,8 +209,14 @@ class GradientSum:
         else:
             gemm.add_product(left, right, self.total[region])
 
-    def finish(self, scale: Tensor | None = None) -> Tensor:
-        """Returns the gradient times a 0-dim `scale`; call it once. Rows without any product are zero."""
+    def finish(self, scale: Tensor | None = None, main_grad: Tensor | None = None) -> Tensor | None:
+        """Returns the gradient times a 0-dim `scale`; call it once. Rows without any product are zero.
+
+        With a `main_grad` it is added to that, and None is returned.
+        """
+        if main_grad is not None:
+            add_to(main_grad[: self.written], self.total[: self.written], scale)
+            return None
         if self.written < self.total.shape[0]:
             self.total[self.written :].zero_()
         if scale is None:
@@ -248,11 +255,16 @@ class Gradients:
         if self.bias is not None:
             self.bias[operands.column_range] += gradient.sum(0, dtype=self.bias.dtype)
 
-    def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of hidden [n, H], weight and bias in their dtypes; None where not needed."""
+    def finish(
+        self, scale: Tensor | None = None, main_grad: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the gradients of hidden [n, H], weight and bias in their dtypes; None where not needed.
+
+        The weight's is added to `main_grad` instead, if given.
+        """
         return (
             None if self.hidden is None else self.hidden.finish(scale),
-            None if self.weight is None else self.weight.finish(scale),
+            None if self.weight is None else self.weight.finish(scale, main_grad),
             None if self.bias is None else (self.bias if scale is None else self.bias * scale).to(self.bias_dtype),
         )
 

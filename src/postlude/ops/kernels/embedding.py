@@ -1,0 +1,51 @@
+"""The gradient of an embedding, added to the rows of its fp32 sum that occur. Torch's is as large as the vocabulary."""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from postlude.ops.kernels.launch import Launcher
+
+ROWS, FEATURES, WARPS = 8, 512, 4  # gradients that a program loads at a time
+
+
+def add_rows(total: Tensor, gradient: Tensor, tokens: Tensor, order: Tensor) -> None:
+    """Adds row `order`[i] of `gradient` [T, H] to row `tokens`[i] of `total` [V, H] fp32. `tokens` [T] are sorted.
+
+    All are dense. Each row of the sum is written once, so that its terms are always added in the same order.
+    """
+    count, width = gradient.shape
+    if count:
+        grid = count, triton.cdiv(width, FEATURES), 1
+        _add_rows(grid, (total, gradient, tokens, order), (count,), (width, ROWS, FEATURES), WARPS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_rows_kernel(
+    total, gradient, tokens, order, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr
+):  # fmt: skip
+    start = tl.program_id(0)
+    token = tl.load(tokens + start).to(tl.int64)
+    before = tl.load(tokens + tl.maximum(start - 1, 0))
+    if (start == 0) | (before != token):
+        feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+        held = feature < WIDTH
+        added = tl.zeros((FEATURES,), tl.float32)
+        more = 1
+        while more > 0:
+            index = start + tl.arange(0, ROWS)
+            same = tl.load(tokens + index, mask=index < count, other=-1) == token
+            row = tl.load(order + index, mask=same, other=0)
+            values = gradient + row[:, None] * WIDTH + feature[None, :]
+            added += tl.sum(tl.load(values, mask=same[:, None] & held[None, :], other=0.0).to(tl.float32), 0)
+            start += ROWS
+            more = tl.min(same.to(tl.int32), 0)
+        at = total + token * WIDTH + feature
+        tl.store(at, tl.load(at, mask=held, other=0.0) + added, mask=held)
+
+
+_add_rows = Launcher(_add_rows_kernel)
