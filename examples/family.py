@@ -30,9 +30,9 @@ def largest_difference(layout: Layout) -> float:
     tokens = torch.tensor(list(b"the same weights, the same log-probs"))
     engine = Engine(SMALL, families=TABLE, layout=layout)  # or a directory with such a model, in place of SMALL
     (logprobs,) = engine.logprobs(Batch([tokens])).logprob
-    theirs = AutoModelForCausalLM.from_config(SMALL)
-    theirs.load_state_dict(dict(engine.stream_weights()))  # by transformers' names, in any layout
-    expected = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+    hf_model = AutoModelForCausalLM.from_config(SMALL)
+    hf_model.load_state_dict(dict(engine.stream_weights()))  # by transformers' names, in any layout
+    expected = hf_model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
     return (logprobs[1:] - expected).abs().max().item()
 
 
