@@ -31,7 +31,7 @@ import headline_table
 from headline_table import Found
 
 GRACE = 5.0  # seconds before the limit in which no turn runs
-WARM_UP = 150.0  # seconds of all warm-ups together, at most
+WARM_UP = 180.0  # seconds until all have started and are warm, at most
 SLOW = 6.0  # times its estimate after which a turn is given up
 
 
@@ -62,12 +62,10 @@ def serve(connection: Connection, name: str, device: str) -> None:
 
 @dataclass
 class Worker:
-    """The process of one group."""
+    """A process of one group."""
 
     name: str
     device: str
-    seconds: float
-    """What a turn takes: the group's estimate, then what the last turn took."""
     process: Any = None
     connection: Connection | None = None
     why_ended: str = ""
@@ -127,26 +125,28 @@ class Run:
 
     results: Any
     deadline: float
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, list[Worker]]
+    """By group, the process of each round: the same one, or for a group that is `fresh` another one."""
+    seconds: dict[str, float]
+    """By group, what a turn takes: its estimate, then the least that one took."""
 
-    def turn(self, worker: Worker, number: int, scale: Any, *, fresh: bool) -> None:
-        """Measures a group once. Round 0 is the warm-up."""
-        began = time.monotonic()
-        limit = min(self.deadline, began + SLOW * max(worker.seconds, 20.0))
-        if fresh:
-            worker.start()
-            for _ in worker.answers(limit):
-                pass
+    @property
+    def processes(self) -> list[Worker]:
+        return list({id(worker): worker for of_rounds in self.workers.values() for worker in of_rounds}.values())
+
+    def turn(self, worker: Worker, number: int, scale: Any) -> None:
+        """Measures a group once."""
+        began, estimate = time.monotonic(), self.seconds[worker.name]
+        limit = min(self.deadline, began + SLOW * max(estimate, 20.0))
         worker.ask(scale)
         for case, found in worker.answers(limit):
             self.add(worker.name, case, number, found)
         if worker.why_ended:
             self.add(worker.name, "all", number, {"failed": worker.why_ended})
-        worker.seconds = time.monotonic() - began
-        self.results.turns.append([worker.name, number, round(worker.seconds, 1)])
+        took = time.monotonic() - began
+        self.seconds[worker.name] = took if number == 1 else min(took, estimate)  # the first may still compile
+        self.results.turns.append([worker.name, number, round(took, 1)])
         self.results.write()
-        if fresh:
-            worker.end()
 
     def add(self, group: str, case: str, number: int, found: dict[str, Any]) -> None:
         self.results.add({"group": group, "case": case, "round": number} | found)
@@ -187,12 +187,19 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
         return []
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     results = results_of(device, arguments)
-    run = Run(results, began + arguments.seconds - GRACE)
-    run.workers = {group.name: Worker(group.name, device, group.seconds) for group in groups}
+    rounds = range(arguments.rounds)
+    workers = {
+        group.name: [Worker(group.name, device) for _ in rounds]
+        if group.fresh
+        else [Worker(group.name, device)] * len(rounds)
+        for group in groups
+    }
+    estimates = {group.name: group.seconds for group in groups}
+    run = Run(results, began + arguments.seconds - GRACE, workers, estimates)
     try:
         measure(run, groups, arguments.rounds, device, arguments.smoke)
     finally:
-        for worker in run.workers.values():
+        for worker in run.processes:
             worker.end(worker.why_ended)
         results.seconds = round(time.monotonic() - began, 1)
         results.write()
@@ -218,33 +225,34 @@ def results_of(device: str, arguments: argparse.Namespace) -> Any:
 def measure(run: Run, groups: Sequence[Any], rounds: int, device: str, tiny: bool) -> None:
     import headline_cases
 
-    whole = headline_cases.Scale(device, tiny)
-    kept = [run.workers[group.name] for group in groups if not group.fresh]
-    for worker in kept:
-        worker.start()
-    for _ in answers_of(kept, run.deadline):
-        pass
     began = time.monotonic()
-    print(f"started {len(kept)} processes, {run.deadline - began:.0f} s are left", flush=True)
-    if not tiny:
-        for worker in kept:
+    kept = [run.workers[group.name][0] for group in groups if not group.fresh]
+    for worker in run.processes:
+        worker.start()
+        if worker in kept and not tiny:
             worker.ask(headline_cases.Scale(device, layers=1))
+    for _ in answers_of(run.processes, run.deadline):
+        pass
+    print(f"started {len(run.processes)} processes in {time.monotonic() - began:.0f} s", flush=True)
+    if not tiny:
         for worker, (case, found) in answers_of(kept, min(run.deadline, began + WARM_UP)):
             run.add(worker.name, case, 0, found | {"warm_after": round(time.monotonic() - began, 1)})
-        for worker in kept:
-            if worker.why_ended:
-                run.add(worker.name, "all", 0, {"failed": worker.why_ended})
-        print(f"warm after {time.monotonic() - began:.0f} s", flush=True)
+    for worker in run.processes:
+        if worker.why_ended:
+            run.add(worker.name, "all", 0, {"failed": worker.why_ended})
+    print(f"warm in {time.monotonic() - began:.0f} s, {run.deadline - time.monotonic():.0f} s are left", flush=True)
     for number in range(1, rounds + 1):
         for place, group in enumerate(groups):
-            worker = run.workers[group.name]
-            if worker.why_ended and not group.fresh:
+            worker = run.workers[group.name][number - 1]
+            if worker.why_ended:
                 continue
-            before = [run.workers[other.name].seconds for other in groups[:place]]
-            if time.monotonic() + worker.seconds + reserved(before, number, rounds) > run.deadline:
+            before = [run.seconds[other.name] for other in groups[:place]]
+            if time.monotonic() + run.seconds[group.name] + reserved(before, number, rounds) > run.deadline:
                 run.results.left_out.append([group.name, number])
                 continue
-            run.turn(worker, number, whole, fresh=group.fresh)
+            run.turn(worker, number, headline_cases.Scale(device, tiny))
+            if group.fresh:
+                worker.end()
 
 
 def reserved(before: Sequence[float], number: int, rounds: int) -> float:

@@ -222,7 +222,9 @@ COLUMNS = ("case", "median", "least to greatest of the rounds", "peer or floor",
 
 
 def lines_of(measured: Measured, lines: Sequence[Line]) -> list[str]:
-    return heading(*COLUMNS) + [row(*line.cells(measured)) for line in lines]
+    """Returns the table of all lines whose case was tried, with or without success."""
+    tried = [line for line in lines if line.key in measured.cases or (line.key[0], "all") in measured.cases]
+    return heading(*COLUMNS) + [row(*line.cells(measured)) for line in tried]
 
 
 def head_lines(measured: Measured) -> list[str]:

@@ -131,6 +131,19 @@ def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
         assert report.placed(page, kind, "\n".join(report.TABLES[kind](cases))) == page
 
 
+HEADLINE = BENCHMARKS / "results" / "headline_h200.json"
+
+
+@pytest.mark.parametrize("page", ["docs/benchmarks.md"])
+def test_pages_show_the_headline_results_that_are_kept(load: Any, page: str) -> None:
+    """`benchmarks/headline.py --draw benchmarks/results/headline_h200.json PAGE` leaves the page as it is."""
+    table = load("headline_table")
+    text = (BENCHMARKS.parent / page).read_text()
+    measured = table.read(json.loads(HEADLINE.read_text()))
+    assert "<!-- headline" in text
+    assert table.drawn(measured, text) == text
+
+
 def run_of(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Returns the JSON of a run: by round, and by "group/case", what was found."""
     cases = [
@@ -187,7 +200,7 @@ def test_a_headline_process_that_is_slow_or_ends_is_a_result(load: Any) -> None:
     headline = load("headline")
     for closed, why in ((False, "not finished in time"), (True, "its process ended")):
         ours, theirs = multiprocessing.Pipe()
-        worker = headline.Worker("group", "cpu", 1.0, Process(), ours)
+        worker = headline.Worker("group", "cpu", Process(), ours)
         theirs.send(("case", {"seconds": 1.0}))
         if closed:
             theirs.close()
@@ -238,7 +251,7 @@ SMOKES = {
     "weight_sync": [],
     "asynchrony": [],
     "batch_invariant": [],
-    "headline": ["--rounds", "1", "--groups", "train 0.6b", "head"],
+    "headline": ["--rounds", "2", "--groups", "head", "first call, compiled"],
 }
 
 
