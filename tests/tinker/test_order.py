@@ -354,3 +354,20 @@ def test_a_pending_request_is_held_and_reports_its_queue(tmp_path: Path) -> None
             assert isinstance(await client.result(second), bytes)
 
     asyncio.run(run())
+
+
+def test_polls_end_when_the_server_stops(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, poll_seconds=60.0) as (app, backend, service):
+            client = await Client(app).open()
+            model = await client.create_model()
+            backend.gate.clear()
+            request_id = await client.run_pass(model, 1, 1.0)
+            polls = [asyncio.create_task(client.post("retrieve_future", {"request_id": request_id})) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            async with asyncio.timeout(5):
+                service.futures.close()
+                polls.append(asyncio.create_task(client.post("retrieve_future", {"request_id": request_id})))
+                assert [reply.status for reply in await asyncio.gather(*polls)] == [408] * 3
+
+    asyncio.run(run())

@@ -60,7 +60,8 @@ class FutureStore:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._futures: dict[str, Future] = {}
-        self._closing = asyncio.Event()
+        self._closed = False
+        self._polls: set[asyncio.Timeout] = set()
 
     def add(self, request_id: str, owner: str, kind: str) -> Future:
         """Adds a future that is not done."""
@@ -74,19 +75,24 @@ class FutureStore:
 
     async def wait(self, future: Future) -> bool:
         """Waits for a result as long as a poll may take. Returns whether it is there."""
-        if future.done.is_set():
-            return True
-        tasks = [asyncio.ensure_future(event.wait()) for event in (future.done, self._closing)]
-        try:
-            await asyncio.wait(tasks, timeout=self._limits.poll_seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
+        if not future.done.is_set() and not self._closed:
+            poll = asyncio.timeout(self._limits.poll_seconds)
+            self._polls.add(poll)
+            try:
+                async with poll:
+                    await future.done.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._polls.remove(poll)
         return future.done.is_set()
 
     def close(self) -> None:
         """Ends all polls, so that the server can stop."""
-        self._closing.set()
+        self._closed = True
+        for poll in self._polls:
+            if not poll.expired():
+                poll.reschedule(0.0)
 
     def drop_old(self) -> None:
         """Drops results that were kept for long enough, then the oldest ones beyond the limit of bytes."""

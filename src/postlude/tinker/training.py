@@ -232,10 +232,10 @@ class TrainingQueues:
                     await self._free(model)
                 else:
                     operation = model.waiting.pop(model.next_seq)
+                    model.next_seq += 1  # before the client can have the result
                     self._prepare_next(model)
                     await self._run_turn(model, operation)
                     self._queued_bytes -= operation.size
-                    model.next_seq += 1
             finally:
                 base.running = None
             if model.ended is None:
