@@ -5,7 +5,7 @@
 Training: passes of `--sequences` sequences of `--length` tokens and an optimizer step, rank 32. The client sends the
 next pass before the last one is done, as the real client does. Sampling: `--sequences` prompts at once. The client is
 that of tinker_load.py, so the real one need not be installed. Without --model a model of 0.6B with random weights is
-made.
+made. Figures are medians of the blocks of steps and of the rounds of samples.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from postlude.tinker.state import StateDirectory
 from postlude.tinker.wire import ForwardBackwardRequest
 
 NAME, RANK = "base", 32
+BLOCK = 6  # steps of the engine, then of the server: in turns, since the speed of a host that others use changes
 
 
 def make_model(directory: str) -> str:
@@ -82,7 +83,7 @@ def pass_body(model_id: str, seq_id: int, rows: list[Datum]) -> bytes:
 
 
 def alone(options: argparse.Namespace, pipe: Any) -> None:
-    """The same passes and samples by the engine and the generator, in this process."""
+    """Runs the same passes and samples by the engine and the generator, in this process, when it is told so."""
     import torch
 
     from postlude.hf.load import load_tokenizer
@@ -104,28 +105,30 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         vocabulary = models.engine.config.vocab_size
         asked = PassRequest(data(options), "cross_entropy", {}, forward_only=False)
         request = read_pass(asked, vocab_size=vocabulary, max_context_length=1 << 20)
-        for step in range(options.warmup + options.steps):
-            if step == options.warmup:
-                synchronize()
-                began = time.perf_counter()
-            models.run_pass("one", request)
-            models.optim_step("one", AdamParams())
-        synchronize()
-        training = (time.perf_counter() - began) / options.steps
         sampler = RankSampler(models.engine, tokenizer, settings)
         models.engine.copy_weights(sampler.generator.model)
-        sampled = []
-        for _ in range(options.warmup + options.steps):
-            calls = [
-                SampleCall(number, Weights(), one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
-                for number, one in enumerate(requests(options))
-            ]
-            began = time.perf_counter()
-            sampler.add(calls)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                models.run_pass("one", request)
+                models.optim_step("one", AdamParams())
+            synchronize()
+
+        def sample() -> None:
+            sampler.add(
+                [
+                    SampleCall(number, Weights(), one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
+                    for number, one in enumerate(requests(options))
+                ]
+            )
             while sampler.busy:
                 sampler.step()
-            sampled.append(time.perf_counter() - began)
-    pipe.send((training, min(sampled[options.warmup :])))
+
+        pipe.send("ready")
+        while (steps := pipe.recv()) is not None:
+            began = time.perf_counter()
+            train(steps) if steps else sample()
+            pipe.send(time.perf_counter() - began)
 
 
 def requests(options: argparse.Namespace) -> list[SampleRequest]:
@@ -139,14 +142,15 @@ def start_server(options: argparse.Namespace, state: str, pipe: Any) -> None:
     run_server(serve(backend, directory, host="127.0.0.1", port=0, keys=None, limits=limits, ready=pipe.send))
 
 
-async def through_server(url: str, options: argparse.Namespace) -> tuple[float, float]:
+async def measure(url: str, engine: Any, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns the seconds of a step and of a round of samples, of the engine (or generator) and the server in turns."""
     http = HTTPClient(url, "tml-benchmark")
     session = json.loads((await http.post("create_session", {"sdk_version": "benchmark"}))[1])["session_id"]
     body: Any = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
     sampler = json.loads((await http.post("create_sampling_session", body))[1])["sampling_session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": RANK, "seed": 1}}
     model = json.loads(await http.call("create_model", body))["model_id"]
-    rows, seq = data(options), 0
+    rows, seq, samples = data(options), 0, 0
 
     async def train(steps: int) -> float:
         nonlocal seq
@@ -159,28 +163,43 @@ async def through_server(url: str, options: argparse.Namespace) -> tuple[float, 
             while len(waiting) > 4:
                 await waiting.pop(0)
         await asyncio.gather(*waiting)
-        return (time.perf_counter() - began) / steps
+        return time.perf_counter() - began
 
-    async def sample(first: int) -> float:
+    async def sample() -> float:
+        nonlocal samples
         bodies = [
             {
                 "sampling_session_id": sampler,
-                "seq_id": first + number,
+                "seq_id": samples + number,
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": one.prompt.tolist()}]},
                 "sampling_params": {"max_tokens": options.new_tokens, "seed": 1, "stop": []},
                 "num_samples": 1,
             }
             for number, one in enumerate(requests(options))
         ]
+        samples += options.sequences
         began = time.perf_counter()
         await asyncio.gather(*(http.call("asample", one) for one in bodies))
         return time.perf_counter() - began
 
-    await train(options.warmup)
-    training = await train(options.steps)
-    print(f"through the server: a step {training:.3f} s", flush=True)
-    rounds = [await sample(index * options.sequences) for index in range(options.warmup + options.steps)]
-    return training, min(rounds[options.warmup :])
+    async def alone(steps: int) -> float:
+        engine.send(steps)
+        seconds: float = await asyncio.to_thread(engine.recv)
+        return seconds
+
+    await asyncio.gather(train(options.warmup), alone(options.warmup))
+    seconds: dict[str, list[float]] = {"engine": [], "server": [], "generator": [], "samples": []}
+    for _ in range(options.steps // BLOCK):
+        seconds["engine"].append(await alone(BLOCK) / BLOCK)
+        seconds["server"].append(await train(BLOCK) / BLOCK)
+        print(f"a step: {seconds['engine'][-1]:.3f} s alone, {seconds['server'][-1]:.3f} s by the server", flush=True)
+    for number in range(options.warmup + options.rounds):
+        times = await alone(0), await sample()
+        if number >= options.warmup:
+            seconds["generator"].append(times[0])
+            seconds["samples"].append(times[1])
+            print(f"samples: {times[0]:.3f} s alone, {times[1]:.3f} s by the server", flush=True)
+    return seconds
 
 
 def main() -> None:
@@ -193,30 +212,36 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--budget", type=int, default=16_384)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12, help="of training, in blocks of 6")
+    parser.add_argument("--rounds", type=int, default=8, help="of samples")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         options.model = options.model or make_model(directory)
-        receiver, sender = context.Pipe(duplex=False)
-        process: Any = context.Process(target=alone, args=(options, sender))
-        process.start()
-        training_alone, sampling_alone = receiver.recv()
-        print(f"alone: a step {training_alone:.3f} s, a round of samples {sampling_alone:.3f} s", flush=True)
-        process.join()
-        process = context.Process(target=start_server, args=(options, f"{directory}/state", sender))
-        process.start()
-        training, sampling = asyncio.run(through_server(receiver.recv(), options))
-        process.terminate()
-        process.join()
+        engine, engine_end = context.Pipe()
+        server, server_end = context.Pipe()
+        processes: list[Any] = [
+            context.Process(target=alone, args=(options, engine_end)),
+            context.Process(target=start_server, args=(options, f"{directory}/state", server_end)),
+        ]
+        for process in processes:
+            process.start()
+        engine.recv()
+        seconds = asyncio.run(measure(server.recv(), engine, options))
+        engine.send(None)
+        processes[1].terminate()
+        for process in processes:
+            process.join()
     trained, sampled = options.sequences * options.length, options.sequences * options.new_tokens
+    median = {name: float(np.median(values)) for name, values in seconds.items()}
     results = {
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
-        "training": {"engine": trained / training_alone, "server": trained / training},
-        "sampling": {"generator": sampled / sampling_alone, "server": sampled / sampling},
-        "training_share": training_alone / training,
-        "sampling_share": sampling_alone / sampling,
+        "seconds": seconds,
+        "training": {"engine": trained / median["engine"], "server": trained / median["server"]},
+        "sampling": {"generator": sampled / median["generator"], "server": sampled / median["samples"]},
+        "training_share": median["engine"] / median["server"],
+        "sampling_share": median["generator"] / median["samples"],
     }
     print(json.dumps(results, indent=2, default=str))
     if options.json is not None:

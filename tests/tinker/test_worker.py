@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from postlude.tinker.backend import (
 )
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, Call, Cancel
 from postlude.tinker.rank_models import to_lora
+from postlude.tinker.rank_sampler import SampleEvents, Weights
 from postlude.tinker.settings import WorkerSettings, parse_model
 from postlude.tinker.worker import RankWorker, Worker
 from postlude.world.agreement import Rank0Controller
@@ -355,6 +357,53 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
         ("top-k", "top_k is 0: give how many tokens to choose from, or -1 for all."),
     ):
         assert sentence in found[name]
+
+
+class LateConnection(ScriptedConnection):
+    """Gives one call of `late` whenever the worker waits for more."""
+
+    def __init__(self, script: Script, late: list[Call]) -> None:
+        super().__init__(script)
+        self.late = late
+        self.received: list[int] = []
+        self.waited_after: set[int] = set()
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        if seconds > 0:
+            self.waited_after.add(self.received[-1])
+            self._waiting += self.late[:1]
+            del self.late[:1]
+        return super().poll()
+
+    def recv(self) -> Call | Cancel | None:
+        message = super().recv()
+        if message is not None:
+            self.received.append(message.call_id)
+        return message
+
+
+def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: Path) -> None:
+    batches = list[list[int]]()
+
+    def run_command(command: Any) -> list[SampleEvents]:
+        batches.append([call.call_id for call in command.arguments[0]])
+        return [SampleEvents(dict.fromkeys(batches[-1], SampleResult([])), [], busy=False)]
+
+    call, request = Calls(), SampleRequest(np.arange(5, dtype=np.int32), SampleParams(max_tokens=3))
+    first, second, third = (call.sample("base", request) for _ in range(3))
+    streamed, last = call.sample("base", request, streamed=True), call.sample("base", request)
+    connection = LateConnection(lambda _: iter([[first], [streamed], [last]]), [second, third])
+    engine = SimpleNamespace(config=SimpleNamespace(vocab_size=264))
+    worker = Worker(
+        WorkerSettings(name="tiny", source="tiny-dense"),
+        SimpleNamespace(models=SimpleNamespace(engine=engine)),  # type: ignore[arg-type]
+        SimpleNamespace(group=None, call_all=run_command),  # type: ignore[arg-type]
+        tmp_path,
+    )
+    worker.samplers["base"] = Weights()
+    worker.serve(connection)  # type: ignore[arg-type]
+    assert batches == [[1, 2, 3], [4], [5]]
+    assert connection.waited_after == {1, 2, 3, 5}
 
 
 def test_layer_flags_choose_the_adapted_layers() -> None:

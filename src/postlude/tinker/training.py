@@ -260,6 +260,10 @@ class TrainingQueues:
         await asyncio.wait([task, ran], return_when=asyncio.FIRST_COMPLETED)
 
     async def _run(self, model: TrainedModel, operation: Operation, ran: asyncio.Future[None]) -> None:
+        def end_turn() -> None:
+            if not ran.done():
+                ran.set_result(None)
+
         if model.failed_pass is not None and operation.knows_failure is model.failed_pass:
             model.failed_pass = None
         if model.failed_pass is not None and operation.role != "other":
@@ -276,7 +280,7 @@ class TrainingQueues:
                 model.failed_pass = None
             return
         try:
-            operation.future.succeed(await operation.run(lambda: ran.done() or ran.set_result(None)))
+            operation.future.succeed(await operation.run(end_turn))
             return
         except ModelLost as error:
             sentence = f"{error} {self.last_saved(model.model_id)}"

@@ -50,8 +50,11 @@ from postlude.world.agreement import Rank0Controller, if_picklable
 SEED_BITS = 48
 STEP_SECONDS = 0.05
 """How long ranks sample before rank 0 looks for new calls, if there are several: a call of all of them costs time."""
-BURST_SECONDS, MAX_BURST_SECONDS = 0.003, 0.02
-"""How long idle ranks wait for another sample, after the last one and after the first: a burst then has one prefill."""
+BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
+"""How long idle ranks wait for another sample, after the last one and after the first: a burst then has one prefill.
+
+A sample that is streamed, to somebody who watches, is not kept waiting.
+"""
 LOG = logging.getLogger("postlude")
 
 
@@ -315,7 +318,7 @@ class Worker:
             self._receive(message, training, connection)
             if idle:
                 idle, burst_end = False, time.monotonic() + MAX_BURST_SECONDS
-            in_burst = self._sampling and not training and time.monotonic() < burst_end
+            in_burst = self._new and not (training or self._new[-1].streamed) and time.monotonic() < burst_end
             seconds = BURST_SECONDS if in_burst else 0.0
         return True
 
