@@ -204,10 +204,10 @@ def call_block_fp8(rows: int) -> None:
 
 
 def call_low_rank(rank: int, count: int) -> None:
-    rows, product = bf16(count, 4096), bf16(count, 2 * 12288)
+    product, parts = bf16(count, 2 * 12288), bf16(1, count, 2 * rank)
     adapters = LowRank(bf16(2 * rank, 4096), bf16(2 * 12288, rank), (12288, 12288))
-    decode_linear.add_low_rank(product, rows, adapters, 256)
-    decode_linear.add_low_rank(product, rows, adapters, 256, activation="silu")
+    decode_linear.add_low_rank(product, parts, adapters)
+    decode_linear.add_low_rank(product, parts, adapters, activation="silu")
 
 
 def call_sample() -> None:

@@ -13,7 +13,6 @@ from postlude.ops.activation import activate
 from postlude.ops.decode_linear import (
     COUNTERS,
     add_low_rank,
-    gated_low_rank,
     linear_add,
     norm_gated_linear,
     norm_linear,
@@ -102,6 +101,9 @@ def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: 
     x, norm, weight, exact = made(rows, width, sum(sizes), 0.0)
     low_rank = adapters(rank, width, *sizes)
     expected = exact @ weight.double().t() + added(low_rank, exact)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+    assert_near(norm_linear(x, norm, weight, low_rank, counters, backend="triton"), expected)
+    assert not counters.any()
     assert_near(norm_linear(x, norm, weight, low_rank, backend="triton"), expected)
 
 
@@ -120,7 +122,10 @@ def test_a_product_adapters_and_a_sum(shared: bool) -> None:
     residual, low_rank = normal(13, 128, seed=4), adapters(32, 1024, 128)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
     exact = residual.double() + x.double() @ weight.double().t() + added(low_rank, x.double())
-    assert_near(linear_add(residual, x, weight, low_rank, counters, backend="triton"), exact)
+    first, second = (linear_add(residual, x, weight, low_rank, counters, backend="triton") for _ in range(2))
+    assert_near(first, exact)
+    assert torch.equal(first, second)
+    assert counters is None or not counters.any()
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70, 300])
@@ -130,12 +135,37 @@ def test_adapters_of_more_rows(rows: int) -> None:
     for sizes, rank in (((256, 64, 64), 32), ((320,), 16), ((64, 64), 128)):
         low_rank, product = adapters(rank, 128, *sizes), normal(rows, sum(sizes), seed=2)
         expected = product.double() + added(low_rank, x.double())
-        actual = add_low_rank(product, x, low_rank, backend="triton")
+        actual = add_low_rank(lambda product=product: product, x, low_rank, backend="triton")
         assert actual is product
         assert_near(actual, expected)
     low_rank, product = adapters(32, 128, 192, 192), normal(rows, 384, seed=2)
     gate, up = (product.double() + added(low_rank, x.double())).chunk(2, -1)
-    assert_near(gated_low_rank(product, x, low_rank, "silu", backend="triton"), activate(gate, "silu") * up)
+    assert_near(add_low_rank(lambda: product, x, low_rank, "silu", backend="triton"), activate(gate, "silu") * up)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("rows", [16, 40])
+def test_adapters_in_a_cuda_graph(rows: int) -> None:
+    """The products with A run beside others. Each replay gives what calls outside of a graph do."""
+    x, norm, weight, _ = made(rows, 256, 512, 0.0)
+    down, first, second = normal(256, 256, seed=7, scale=0.1), adapters(32, 256, 256, 256), adapters(32, 256, 256)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+
+    def layers(hidden: Tensor) -> Tensor:
+        for _ in range(4):
+            features = norm_gated_linear(hidden, norm, "silu", weight, first, counters)
+            hidden = linear_add(hidden.clone(), features, down, second, counters)
+        return hidden
+
+    expected = layers(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = layers(x)
+    for _ in range(20):
+        actual.zero_()
+        graph.replay()
+        assert torch.equal(actual, expected)
 
 
 def test_ranks_and_layers_that_no_tile_has_are_refused() -> None:

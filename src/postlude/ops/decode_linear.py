@@ -7,7 +7,9 @@ these functions is then one kernel that reads every weight once. With more rows,
 
 from __future__ import annotations
 
-from math import gcd
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +26,30 @@ from postlude.ops.norm import Norm, rms_norm
 MOST = 16  # rows: one tile of a tensor core. With more, cuBLAS is as fast
 STEP = 64  # both sizes of a weight are multiples of this, so that its tiles are whole
 COUNTERS = 1024
-SPAN = 256  # columns that a program of `add_low_rank` takes at most
 MOST_RANK = 64  # of adapters: with more, tiles of A take too much shared memory
 
 
 def norm_linear(
-    rows: Tensor, norm: Norm, weight: Tensor | FP8Weight, low_rank: LowRank | None = None, *, backend: Backend = "auto"
+    rows: Tensor,
+    norm: Norm,
+    weight: Tensor | FP8Weight,
+    low_rank: LowRank | None = None,
+    counters: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> Tensor:
-    """Returns norm(`rows` [T, in]) · `weight`ᵀ [out, in], with what adapters add: [T, out]."""
+    """Returns norm(`rows` [T, in]) · `weight`ᵀ [out, in], with what adapters add: [T, out].
+
+    `counters` are those of `linear_add`. Adapters use one.
+    """
     if isinstance(weight, FP8Weight):
-        return add_low_rank(fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank))
+        return add_low_rank(lambda: fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank))
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product  # needs triton
 
-        return product(rows, weight, MOST, norm=norm, low_rank=low_rank)
+        return product(rows, weight, MOST, norm=norm, counters=counters, low_rank=low_rank)
     normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return add_low_rank(forward_product(normed, weight), normed, low_rank)
+    return add_low_rank(lambda: forward_product(normed, weight), normed, low_rank)
 
 
 def norm_gated_linear(
@@ -48,18 +58,20 @@ def norm_gated_linear(
     activation: Activation,
     weight: Tensor | FP8Weight,
     low_rank: LowRank | None = None,
+    counters: Tensor | None = None,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
     """Returns activation(gate) · up, [T, out], of (gate, up) = `norm_linear` with `weight` [2 · out, in]."""
     if isinstance(weight, FP8Weight):
-        return gated_low_rank(fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank), activation)
+        normed = _normed(rows, norm, low_rank)
+        return add_low_rank(lambda: fp8_linear(rows, weight, norm=norm), *normed, activation)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
-        return product(rows, weight, MOST, norm=norm, activation=activation, low_rank=low_rank)
-    normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return gated_low_rank(forward_product(normed, weight), normed, low_rank, activation)
+        return product(rows, weight, MOST, norm=norm, activation=activation, counters=counters, low_rank=low_rank)
+    normed_rows = rms_norm(rows, norm.weight, norm.eps, norm.offset)
+    return add_low_rank(lambda: forward_product(normed_rows, weight), normed_rows, low_rank, activation)
 
 
 def linear_add(
@@ -79,14 +91,14 @@ def linear_add(
     run at the same time need different ones. Without counters, programs share no sum.
     """
     if isinstance(weight, FP8Weight):
-        return add_low_rank(fp8_linear(rows, weight, residual=residual, counters=counters), rows, low_rank)
+        return add_low_rank(lambda: fp8_linear(rows, weight, residual=residual, counters=counters), rows, low_rank)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
         return product(rows, weight, MOST, residual=residual, counters=counters, low_rank=low_rank)
     if is_batch_invariant():  # rounds the product before the sum, as the trainer's forward does
-        return residual + add_low_rank(forward_product(rows, weight), rows, low_rank)
-    return add_low_rank(residual.addmm_(rows, weight.t()), rows, low_rank)
+        return residual + add_low_rank(lambda: forward_product(rows, weight), rows, low_rank)
+    return add_low_rank(lambda: residual.addmm_(rows, weight.t()), rows, low_rank)
 
 
 def _normed(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:
@@ -110,43 +122,65 @@ def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend:
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
 
 
-def add_low_rank(product: Tensor, rows: Tensor, low_rank: LowRank | None, *, backend: Backend = "auto") -> Tensor:
-    """Returns `product` [T, out] with B · A · `rows` [T, in] added. It may overwrite `product`."""
-    if low_rank is None:
-        return product
-    if _use_low_rank_kernel(product, rows, low_rank, backend):
-        from postlude.ops.kernels.decode_linear import add_low_rank as add
-
-        return add(product, rows, low_rank, _span(low_rank))
-    down = F.linear(rows, low_rank.a).split(low_rank.rank, -1)
-    parts = zip(product.split(low_rank.sizes, -1), down, low_rank.b.split(low_rank.sizes), strict=True)
-    for part, low, b in parts:
-        part.addmm_(low, b.t())
-    return product
-
-
-def gated_low_rank(
-    product: Tensor, rows: Tensor, low_rank: LowRank | None, activation: Activation, *, backend: Backend = "auto"
+def add_low_rank(
+    multiply: Callable[[], Tensor],
+    rows: Tensor,
+    low_rank: LowRank | None,
+    activation: Activation | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> Tensor:
-    """Returns activation(gate) · up, [T, out], of (gate, up) = `add_low_rank`: [T, 2 · out]."""
-    if low_rank is not None and _use_low_rank_kernel(product, rows, low_rank, backend):
-        from postlude.ops.kernels.decode_linear import add_low_rank as add
+    """Returns the product [T, out] of `multiply` with B · A · `rows` [T, in] added. It may overwrite the product.
 
-        return add(product, rows, low_rank, _span(low_rank), activation=activation)
-    gate, up = add_low_rank(product, rows, low_rank, backend=backend).chunk(2, -1)
-    return gated_activation(gate, up, activation)
+    With an activation, returns activation(gate) · up of it, [T, out / 2]. In a CUDA graph the product with A runs
+    beside that of `multiply`.
+    """
+    if low_rank is None:
+        return _activated(multiply(), activation)
+    if _use_low_rank_kernel(rows, low_rank, backend):
+        from postlude.ops.kernels import decode_linear as kernels  # needs triton
+
+        with _beside(rows.device) as wait:
+            parts = F.linear(rows, low_rank.a)[None]
+        product = multiply()
+        wait()
+        return kernels.add_low_rank(product, parts, low_rank, activation=activation)
+    product, low = multiply(), F.linear(rows, low_rank.a).split(low_rank.rank, -1)
+    layers = zip(product.split(low_rank.sizes, -1), low, low_rank.b.split(low_rank.sizes), strict=True)
+    for part, its_low, b in layers:
+        part.addmm_(its_low, b.t())
+    return _activated(product, activation)
 
 
-def _span(low_rank: LowRank) -> int:
-    return gcd(SPAN, *low_rank.sizes)
+def _activated(product: Tensor, activation: Activation | None) -> Tensor:
+    return product if activation is None else gated_activation(*product.chunk(2, -1), activation)
 
 
-def _use_low_rank_kernel(product: Tensor, rows: Tensor, low_rank: LowRank, backend: Backend) -> bool:
+@contextmanager
+def _beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Inside, kernels of a CUDA graph that is captured depend on earlier ones alone. Yields what to call before later
+    kernels use their results. Without a graph it changes nothing: the host's launches would take longer.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield lambda: None
+        return
+    current, beside = torch.cuda.current_stream(device), _second_stream(device)
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        yield lambda: current.wait_stream(beside)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _use_low_rank_kernel(rows: Tensor, low_rank: LowRank, backend: Backend) -> bool:
     if backend == "auto" and not rows.is_cuda:
         return False
     refused = low_rank.refused(rows)
     if not len(rows):
         refused = EMPTY
-    elif rows.stride(-1) != 1 or product.stride(-1) != 1 or rows.shape[1] % STEP:
+    elif rows.stride(-1) != 1 or rows.shape[1] % STEP:
         refused = f"rows are not dense, or their features no multiple of {STEP}"
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)

@@ -227,8 +227,9 @@ class Attention(Block):
         operand, output = fused_operand(layers), fused_operand((self.o_proj,))
         if operand is None or output is None:
             return None
-        projected = norm_linear(hidden, norm, *operand).split([len(local(layer.weight)) for layer in layers], -1)
-        return linear_add(hidden, self._attention_output(projected, context), *output, context.counters)
+        projected = norm_linear(hidden, norm, *operand, context.counters)
+        heads = projected.split([len(local(layer.weight)) for layer in layers], -1)
+        return linear_add(hidden, self._attention_output(heads, context), *output, context.counters)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes attention, [T / tp, H] -> [T / tp, H]."""

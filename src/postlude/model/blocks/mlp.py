@@ -148,9 +148,8 @@ class MLP(Block):
         output = fused_operand((self.down_proj,))
         if operand is None or output is None or not config.gated or not config.is_plain:
             return None
-        return linear_add(
-            hidden, norm_gated_linear(hidden, norm, config.activation, *operand), *output, context.counters
-        )
+        features = norm_gated_linear(hidden, norm, config.activation, *operand, context.counters)
+        return linear_add(hidden, features, *output, context.counters)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes the MLP, [T / tp, H] -> [T / tp, H]."""
