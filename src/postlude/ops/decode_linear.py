@@ -153,7 +153,10 @@ def add_low_rank(
 
 
 def _activated(product: Tensor, activation: Activation | None) -> Tensor:
-    return product if activation is None else gated_activation(*product.chunk(2, -1), activation)
+    if activation is None:
+        return product
+    gate, up = product.chunk(2, -1)
+    return gated_activation(gate, up, activation)
 
 
 @contextmanager
