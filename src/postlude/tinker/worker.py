@@ -117,12 +117,15 @@ class RankWorker:
 
     def sample(self, calls: Sequence[SampleCall], cancelled: Sequence[int], seconds: float) -> SampleEvents:
         """Adds this rank's share of new calls, and samples for about so many seconds, one step at least."""
-        mine = [call for call in calls if call.rank == self.index]
-        for sampler in (self.sampler, self.model_sampler):
-            sampler.cancel(cancelled)
-        self.model_sampler.add([call for call in mine if call.weights.model is not None])
-        finished: dict[int, Any] = dict(self.sampler.add([call for call in mine if call.weights.model is None]))
+        finished: dict[int, Any] = {}
         progress: list[Any] = []
+        if cancelled:
+            for sampler in (self.sampler, self.model_sampler):
+                sampler.cancel(cancelled)
+        if calls:
+            mine = [call for call in calls if call.rank == self.index]
+            self.model_sampler.add([call for call in mine if call.weights.model is not None])
+            finished |= self.sampler.add([call for call in mine if call.weights.model is None])
         end = time.monotonic() + seconds
         while True:
             busy = False
