@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,13 @@ def dense() -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def families() -> list[Any]:
+    """Every config. Of each family `make test` has the first: tests/hf/test_parity.py has the others' forward."""
+    first = {name.partition("-")[0]: name for name in reversed(CONFIGS)}.values()
+    return [pytest.param(name, marks=() if name in first else pytest.mark.thorough) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", families())
 @pytest.mark.slow
 def test_greedy_equals_transformers(name: str, tmp_path) -> None:
     hf_model = saved(CONFIGS[name](), tmp_path)
@@ -79,7 +86,7 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "olmo3", "mistral-sliding", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.thorough), 0.7])
 @pytest.mark.slow
 def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: float, tmp_path) -> None:
     if name in CONFIGS:

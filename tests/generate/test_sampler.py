@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -69,9 +70,20 @@ def drawn(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor,
     return sample(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
 
 
+def ways_and_sizes() -> list[Any]:
+    """Every way to draw from every vocabulary. `make test` has each way, and one of them from the largest."""
+    quick = [*((way, 37) for way in WAYS), ("all", 1000)]
+    return [
+        pytest.param(
+            way, vocabulary, id=f"{way}-{vocabulary}", marks=() if (way, vocabulary) in quick else pytest.mark.thorough
+        )
+        for way in WAYS
+        for vocabulary in (37, 256, 1000)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [37, pytest.param(256, marks=pytest.mark.thorough), 1000])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "vocabulary"), ways_and_sizes())
 def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> None:
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     sampling = WAYS[way]
