@@ -135,15 +135,20 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, caller: 
 
 
 @pytest.mark.slow
-def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path) -> None:
-    """As a command, which starts the two ranks."""
+@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path, started: bool) -> None:
+    """One rank is a command. Two are ranks that tests share, or `started` by a command."""
     recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "tiny-sft"
     words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
-    done = run_command([recipe, config, *words, "--layout=tp=2", f"--run={tmp_path / 'two'}", "--device=cpu"], ROOT)
-    assert done.returncode == 0, done.stderr
-    plain = ranks(1, metrics_of, recipe, config, *words, f"--run={tmp_path / 'one'}")[0]
-    assert plain[-1]["loss"] < plain[1]["loss"]
-    for expected, metrics in zip(plain, read_metrics_of(tmp_path / "two"), strict=True):
+    on_one, on_two = (f"--run={tmp_path / 'one'}",), (f"--run={tmp_path / 'two'}", "--layout=tp=2")
+    for settings in (on_one, on_two) if started else (on_one,):
+        done = run_command([recipe, config, *words, *settings, "--device=cpu"], ROOT)
+        assert done.returncode == 0, done.stderr
+    if not started:
+        ranks(2, metrics_of, recipe, config, *words, *on_two)
+    one, two = (read_metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert one[-1]["loss"] < one[1]["loss"]
+    for expected, metrics in zip(one, two, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-4)
 
 

@@ -76,7 +76,7 @@ SOURCES = {
         pytest.param("dense", "pp=2", {}, marks=pytest.mark.thorough),
         pytest.param("dense", "cp=2,dp_shard=2", {}, marks=pytest.mark.thorough),
         pytest.param("moe", "dp_shard=2,ep=2", {}, marks=pytest.mark.thorough),
-        ("moe", "tp=2,ep=2", {}),
+        pytest.param("moe", "tp=2,ep=2", {}, marks=pytest.mark.thorough),
         pytest.param("hybrid", "tp=2", {}, marks=pytest.mark.thorough),
         ("hybrid", "pp=2", {"overlap": "zero_bubble"}),
         pytest.param("moe", "dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),

@@ -105,7 +105,7 @@ def move(engine: Engine) -> None:
     ("layout", "options"),
     [
         ("tp=2", {"critic": True}),
-        ("dp_shard=2", {}),
+        pytest.param("dp_shard=2", {}, marks=pytest.mark.thorough),
         ("pp=2", {"optimizer": AdamW(lr=1e-3, moments="8bit"), "weights": "split", "overlap": True}),
         pytest.param("dp_shard=2,ep=2", {"overlap": True, "critic": True}, marks=pytest.mark.thorough),
         pytest.param("dp_shard=2", {"optimizer": MOMENTUM, "gather_once": True}, marks=pytest.mark.thorough),

@@ -424,7 +424,7 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", ["", pytest.param("pp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["", pytest.param("pp=2,tp=2", marks=pytest.mark.thorough)])
 def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:

@@ -106,9 +106,9 @@ def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: fl
     "limits",
     [
         {"max_sequences": 1},
-        {"max_sequences": 5},
+        pytest.param({"max_sequences": 5}, marks=pytest.mark.thorough),
         {"max_batch_tokens": 60},  # one or two at a time, the rest evicted when answers grow
-        {"max_batch_tokens": 200, "max_sequences": 9},
+        pytest.param({"max_batch_tokens": 200, "max_sequences": 9}, marks=pytest.mark.thorough),
         {"max_prefill_tokens": 1},
     ],
     ids=str,

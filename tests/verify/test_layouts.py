@@ -49,6 +49,7 @@ def cases() -> list[Any]:
             more = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
             more = more or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
             more = more or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
+            more = more or layout in (Layout(pp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=2))  # as the hybrid
             more = more or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
             more = more or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
             name = f"{label(layout)}-{model}-{objective}"
@@ -71,7 +72,8 @@ def hybrids() -> list[Any]:
     found = []
     for place, layout in enumerate(map(Layout.parse, layouts)):
         for turn, objective in enumerate(("grpo", "dpo", "sft")):
-            mark = pytest.mark.slow if turn == place % 3 else pytest.mark.thorough
+            others = layout in (Layout(dp_shard=2), Layout(pp=2, cp=2))  # their axes are in the other layouts
+            mark = pytest.mark.slow if turn == place % 3 and not others else pytest.mark.thorough
             case = Case("tiny-hybrid", layout, objective, initializer_range=0.1)
             found.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
     return found
