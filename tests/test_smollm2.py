@@ -101,6 +101,7 @@ def test_export_of_the_real_model_loads_in_transformers(model, hf_model, tmp_pat
         assert torch.equal(reloaded(ids).logits, hf_model(ids).logits)
 
 
+@pytest.mark.thorough  # as tiny models show
 def test_generated_answers_equal_transformers(tokenizer, model, hf_model) -> None:
     prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), asked(tokenizer, "Name three colours.")]
     generator = Generator(model, tokenizer, max_sequences=2)
@@ -154,6 +155,7 @@ def llama_cpp(gguf: Path) -> Iterator[str]:
     del server
 
 
+@pytest.mark.thorough  # as tiny models show
 def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None:
     """Greedy tokens are the native generator's, after prompts whose likeliest tokens are so by 0.5 and more.
 

@@ -215,10 +215,15 @@ HEARD: dict[str, Heard] = {
     },
 }
 # `make test` shows these in another recipe, which has them by the same code: the sampling in `eval`, the rest in `sft`.
+# Of an objective's settings it shows that some of each section reach it; tests/objectives have what each of them does.
 SAME_CODE = {
     "grpo": ("seed", "steps", "optimizer.kind", "optimizer.lr", *(f"sampling.{name}" for name in FILTERS)),
     "distill": tuple(f"data.sampling.{name}" for name in FILTERS),
 }
+SHOWN = ("surrogate", "clip_low", "over", "correction.level", "kl.coefficient", "loss_type", "beta", "nll", "margin")
+for _command, _heard in HEARD.items():
+    _settings = [path for path in _heard if path.startswith("objective.") and path[10:] not in SHOWN]
+    SAME_CODE[_command] = (*SAME_CODE.get(_command, ()), *_settings)
 ELSEWHERE = {
     "model": "the model that the runs begin with is trained here",
     "run": "every run has its own",
