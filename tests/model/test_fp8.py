@@ -36,7 +36,6 @@ def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
     other_layers = {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer)} - in_fp8(model)
     kinds = {".".join(name.split(".")[-2:]) for name in other_layers - set(unfit)}
     assert kinds == {"mamba.dt_proj", "gated_delta.a_proj", "gated_delta.b_proj", "moe.router", "0.proj", "head"}
-    assert any(name.endswith("experts.down_proj") for name in in_fp8(model))
     assert any(name.startswith("mtp.0.") for name in in_fp8(model))
 
 

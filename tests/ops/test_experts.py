@@ -53,10 +53,8 @@ def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: 
         assert_equal(gradient, reference)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("columns", [True, False])  # whether the gradients of both products are columns of one tensor
-def test_alternating_weights_are_one_product_and_equal_two(columns: bool, fp8: bool) -> None:
-    """In FP8 too: a row of the gradient has one scale, whether it is one tensor or two."""
+def test_alternating_weights_are_one_product_and_equal_two(columns: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([3, 0, 4, 1])
     rows = torch.randn(8, 32, generator=generator, requires_grad=True)
@@ -73,7 +71,7 @@ def test_alternating_weights_are_one_product_and_equal_two(columns: bool, fp8: b
     upstream = both if columns else tuple(part.clone() for part in both)
     results = []
     for weights, joins in ((joined, True), (separate, False)):
-        products = grouped_linears(rows, weights, counts, fp8=fp8, joins=joins)
+        products = grouped_linears(rows, weights, counts, joins=joins)
         assert (products[0].untyped_storage().data_ptr() == products[1].untyped_storage().data_ptr()) == joins
         results.append((*products, *torch.autograd.grad(products, (rows, *weights), upstream)))
     for actual, expected in zip(*results, strict=True):

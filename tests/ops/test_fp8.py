@@ -13,14 +13,13 @@ from torch import Tensor
 from postlude.model.recompute import recomputed
 from postlude.ops.activation import gated_linear
 from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
-from postlude.ops.experts import grouped_linear
 from postlude.ops.fp8 import E4M3, LARGEST, FP8Scaling, quantize_columns, quantize_rows
 from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, linear, linear_group
 from tests.conftest import Ranks
 from tests.equality import assert_equal, difference
 
 ONE_RANK = FP8Scaling()
-TOKENS, IN, OUTS, COUNTS = 24, 64, (48, 32, 16), (9, 0, 15)
+TOKENS, IN, OUTS = 24, 64, (48, 32, 16)
 
 
 def random(*shape: int, seed: int = 0, outliers: bool = True) -> Tensor:
@@ -123,7 +122,7 @@ def test_zero_rows_and_no_rows() -> None:
 
 
 class Layers:
-    """Three layers with one input, which have adapters or not, and experts, in one dtype."""
+    """Three layers with one input, which have adapters or not, in one dtype."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.rows = random(TOKENS, IN).to(dtype).requires_grad_()
@@ -221,28 +220,6 @@ def test_adapters_are_added_as_they_are() -> None:
         actual, torch.autograd.grad(expected, (layers.rows, a, b), upstream), strict=True
     ):
         assert_equal(gradient, expected_gradient, "gradient", 1e-13)
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_experts_equal_a_layer_each(deferred: bool) -> None:
-    rows, weight = Layers().rows, random(3, 32, IN, seed=5).float().requires_grad_()
-    upstream, queue = random(TOKENS, 32, seed=6).float(), [] if deferred else None
-    with defer_wgrad(queue):
-        output = grouped_linear(rows, weight, torch.tensor(COUNTS), fp8=True)
-    output.backward(upstream)
-    flush_wgrad(queue or [])
-    other_rows, matrices = rows.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-    expected = torch.cat(
-        [linear(part, matrix, fp8=ONE_RANK) for part, matrix in zip(other_rows.split(COUNTS), matrices, strict=True)]
-    )
-    expected.backward(upstream)
-    assert_equal(output, expected, "output")
-    assert_equal(rows.grad, other_rows.grad, "gradient of rows")
-    assert_equal(weight.grad, matrices.grad, "gradient of weights")
-    exact = product_error(rows.detach()[: COUNTS[0]].double(), weight.detach()[0].double())
-    assert_within(
-        output[: COUNTS[0]], rows.detach()[: COUNTS[0]].double() @ weight.detach()[0].double().T, exact, "output"
-    )
 
 
 def test_the_activation_before_a_product_equals_both() -> None:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig
-from postlude.model.fp8_layer import FP8Layer
 from postlude.model.parallel import Adapter, Role, local, sharded_parameter
 from postlude.ops.experts import add_bias, grouped_linears
 from postlude.world.mesh import Axis
 
 
-class ExpertLinear(FP8Layer):
+class ExpertLinear(nn.Module):
     """One matrix [E / ep, out, in] and one bias [E / ep, out] per expert."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
@@ -50,7 +49,6 @@ class ExpertLinear(FP8Layer):
 
 
 def apply_expert_linears(rows: Tensor, counts: Tensor, *layers: ExpertLinear) -> tuple[Tensor, ...]:
-    """Returns each layer's output for the same rows, [R, in] -> [R, out] each. All are in FP8 or none is."""
-    weights = [local(layer.weight) for layer in layers]
-    products = grouped_linears(rows, weights, counts, fp8=layers[0].fp8 is not None)
+    """Returns each layer's output for the same rows, [R, in] -> [R, out] each."""
+    products = grouped_linears(rows, [local(layer.weight) for layer in layers], counts)
     return tuple(layer.complete(product, rows, counts) for layer, product in zip(layers, products, strict=True))

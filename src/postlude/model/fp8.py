@@ -1,7 +1,7 @@
 """FP8 products of a model's blocks: which layers have them, and which stay in the compute dtype.
 
-Embedding, output head, routers, norms, attention, scans and adapters stay as they are, and so do layers in `never_fp8`
-of the module that holds them.
+Embedding, output head, routers, experts, norms, attention, scans and adapters stay as they are, and so do layers in
+`never_fp8` of the module that holds them.
 """
 
 from __future__ import annotations

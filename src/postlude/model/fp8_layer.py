@@ -11,9 +11,9 @@ from postlude.world.mesh import SINGLE_RANK, Axis
 
 
 class FP8Layer(nn.Module):
-    """A linear layer, or one per expert, whose products are in FP8 after `use_fp8`."""
+    """A linear layer whose products are in FP8 after `use_fp8`."""
 
-    weight: nn.Parameter  # [..., out, in]
+    weight: nn.Parameter  # [out, in]
     weight_dim: ClassVar[int | None] = None
     """The dimension of the weight that tensor parallelism shards."""
     tp: Axis = SINGLE_RANK

@@ -35,7 +35,6 @@ KEPT = (
     "torch_attn._varlen_attn",
     "postlude.adapted_linears",
     "postlude.attention",
-    "postlude.fp8_grouped_product",
     "postlude.fp8_products",
     "postlude.invariant_attention",
     "postlude.invariant_grouped_linear",

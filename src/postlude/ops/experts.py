@@ -14,7 +14,6 @@ from torch.autograd import Function
 
 from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
 from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.fp8 import fp8_grouped_input_gradient, fp8_grouped_product
 from postlude.ops.invariant_linear import invariant_grouped_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear import DeferredWgrads, add_to, adjacent_view, current_wgrad_queue, linear, main_grad
@@ -85,17 +84,17 @@ def start_expert_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
     return wait
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, *, fp8: bool = False) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiplies each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
 
     Rows are sorted by expert and `counts` [E] has the rows of each. Where the grouped kernel does not fit, the host
-    waits for the counts. With `fp8` the product and the gradient of the rows are in FP8.
+    waits for the counts.
     """
-    return grouped_linears(rows, (weight,), counts, fp8=fp8)[0]
+    return grouped_linears(rows, (weight,), counts)[0]
 
 
 def grouped_linears(
-    rows: Tensor, weights: Sequence[Tensor], counts: Tensor, *, fp8: bool = False, joins: bool | None = None
+    rows: Tensor, weights: Sequence[Tensor], counts: Tensor, *, joins: bool | None = None
 ) -> tuple[Tensor, ...]:
     """Returns `grouped_linear` of the same `rows` with each of `weights` [E, out, in]: [R, out] each.
 
@@ -103,11 +102,10 @@ def grouped_linears(
     rows where those of the products are columns of one tensor. The default is to join on CUDA: elsewhere results would
     not be equal to the bit.
     """
-    one_kernel = fp8 or all(rows.dtype == weight.dtype and grouped_kernel_fits(weight) for weight in weights)
-    if len(rows) and one_kernel:
+    if len(rows) and all(rows.dtype == weight.dtype and grouped_kernel_fits(weight) for weight in weights):
         queue = current_wgrad_queue() if torch.is_grad_enabled() else None
         joins = rows.is_cuda if joins is None else joins
-        products: tuple[Tensor, ...] = _GroupedProducts.apply(rows, counts, queue, fp8, joins, *weights)
+        products: tuple[Tensor, ...] = _GroupedProducts.apply(rows, counts, queue, joins, *weights)
         return products
     return tuple(_product_by_expert(rows, weight, counts) for weight in weights)
 
@@ -229,51 +227,40 @@ class _GroupedProducts(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, counts: Tensor, queue: DeferredWgrads | None, fp8: bool, joins: bool, *weights: Tensor
+        ctx: Any, rows: Tensor, counts: Tensor, queue: DeferredWgrads | None, joins: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ends = counts.cumsum(0).to(torch.int32)
-        ctx.save_for_backward(rows, counts, ends, *weights)
-        ctx.weights, ctx.queue, ctx.fp8, ctx.joins = weights, queue, fp8, joins  # weights with their history
+        ctx.save_for_backward(rows, ends, *weights)
+        ctx.weights, ctx.queue, ctx.joins = weights, queue, joins  # weights with their history
         joined = alternating_view(weights) if joins and not is_batch_invariant() else None
         if joined is None:
-            return tuple(_forward_product(rows, weight, counts, ends, fp8=fp8) for weight in weights)
-        product = _forward_product(rows, joined, counts, ends, fp8=fp8)
+            return tuple(_forward_product(rows, weight, counts, ends) for weight in weights)
+        product = _forward_product(rows, joined, counts, ends)
         parts: tuple[Tensor, ...] = product.split([weight.shape[1] for weight in weights], 1)
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, counts, ends, *weights = ctx.saved_tensors
+        rows, ends, *weights = ctx.saved_tensors
         gradients = tuple(_with_adjacent_columns(gradient) for gradient in gradients)
         columns = adjacent_view(gradients, 1) if ctx.joins else None
         joined = None if columns is None else alternating_view(weights)
         for_rows = None
         if ctx.needs_input_grad[0]:
             parts, matrices = (gradients, weights) if columns is None or joined is None else ((columns,), (joined,))
-            for_rows = _rows_gradient(parts, matrices, counts, ends, fp8=ctx.fp8)
+            products = [F.grouped_mm(part, matrix, offs=ends) for part, matrix in zip(parts, matrices, strict=True)]
+            for_rows = functools.reduce(Tensor.add_, products)
         for_weights = [
             _grouped_wgrad(weight, gradient, rows, ends, ctx.queue) if needed else None
-            for weight, gradient, needed in zip(ctx.weights, gradients, ctx.needs_input_grad[5:], strict=True)
+            for weight, gradient, needed in zip(ctx.weights, gradients, ctx.needs_input_grad[4:], strict=True)
         ]
-        return for_rows, None, None, None, None, *for_weights
+        return for_rows, None, None, None, *for_weights
 
 
-def _forward_product(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor, *, fp8: bool) -> Tensor:
-    if fp8:
-        return fp8_grouped_product(rows, weight, counts)
+def _forward_product(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
     if is_batch_invariant():
         return invariant_grouped_product(rows, weight, counts)
     return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-
-
-def _rows_gradient(
-    gradients: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, ends: Tensor, *, fp8: bool
-) -> Tensor:
-    """Returns the sum of each of `gradients` [R, out] times its experts' matrices [E, out, in]: [R, in]."""
-    if fp8:
-        return fp8_grouped_input_gradient(gradients, weights, counts)
-    products = [F.grouped_mm(gradient, weight, offs=ends) for gradient, weight in zip(gradients, weights, strict=True)]
-    return functools.reduce(Tensor.add_, products)
 
 
 def _with_adjacent_columns(gradient: Tensor) -> Tensor:

@@ -113,54 +113,9 @@ def fp8_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], s
     return _multiply(quantize_rows(gradients, of_rows), quantize_columns(weights, of_columns), gradients[0].dtype)
 
 
-def fp8_grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiplies each of `rows` [R, in] by its expert's matrix of `weight` [E, out, in]: [R, out].
-
-    See `grouped_linear`.
-    """
-    product: Tensor = torch.ops.postlude.fp8_grouped_product([rows], [weight], counts, False)
-    return product
-
-
-def fp8_grouped_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor) -> Tensor:
-    """Returns the sum of each of `gradients` [R, out] times its experts' matrices [E, out, in]: [R, in].
-
-    It is one product, as in `fp8_input_gradient`.
-    """
-    gradient: Tensor = torch.ops.postlude.fp8_grouped_product(gradients, weights, counts, True)
-    return gradient
-
-
-def _grouped_product(parts: Sequence[Tensor], weights: Sequence[Tensor], counts: Tensor, transposed: bool) -> Tensor:
-    rows, weight, quantized = parts[0], weights[0], quantize_rows(parts)
-    if transposed:
-        matrices = quantize_columns(weights)
-    else:
-        flat = quantize_rows([weight.flatten(0, 1)])
-        matrices = Quantized(flat.values.view(weight.shape), flat.scales.view(weight.shape[:2]))
-    if rows.is_cuda:
-        product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-            quantized.values,
-            matrices.values.transpose(-2, -1),
-            quantized.scales,
-            F.ScalingType.RowWise,
-            matrices.scales,
-            F.ScalingType.RowWise,
-            offs=counts.cumsum(0).to(torch.int32),
-            output_dtype=rows.dtype,
-        )
-        return product
-    wide = _emulated_dtype(rows.dtype)
-    pieces = quantized.restored(wide).split(counts.tolist())
-    products = [piece @ matrix.t() for piece, matrix in zip(pieces, matrices.restored(wide), strict=True)]
-    return torch.cat(products).to(rows.dtype)
-
-
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define("fp8_products(Tensor rows, Tensor[] weights, Tensor? joined, Tensor[]? shared) -> Tensor[]")
-_LIBRARY.define("fp8_grouped_product(Tensor[] rows, Tensor[] weights, Tensor counts, bool transposed) -> Tensor")
 _LIBRARY.impl("fp8_products", _products, "CompositeExplicitAutograd")
-_LIBRARY.impl("fp8_grouped_product", _grouped_product, "CompositeExplicitAutograd")
 
 
 def quantize_rows(parts: Sequence[Tensor], bits: Tensor | None = None, *, backend: Backend = "auto") -> Quantized:
