@@ -176,7 +176,7 @@ def test_z_loss_adds_the_gradient_of_the_mean_squared_logsumexp() -> None:
     without = small_model("[*E]", blocks={"E": MoEConfig(**settings)})
     moe = without.layers["0"].moe
     for microbatch in microbatches:
-        hidden = without.layers["0"].attention._residual(
+        hidden = without.layers["0"].attention._sublayer_and_residual(
             without.embedding(microbatch.tokens), ForwardContext(microbatch)
         )
         logits, _ = moe.score(moe.norm(hidden["hidden"]))
