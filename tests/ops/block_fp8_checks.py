@@ -94,7 +94,7 @@ def test_layers_of_decoding_take_fp8_weights() -> None:
     normed = rms_norm(rows, norm.weight, norm.eps)
     product = fp8_linear(normed, gate_up)
     assert_equal(norm_linear(rows, norm, gate_up), product, "norm")
-    adapted = decode_linear.add_low_rank(product.clone(), normed, low)
+    adapted = decode_linear.add_low_rank(product.clone, normed, low)
     assert_equal(norm_linear(rows, norm, gate_up, low), adapted, "adapters")
     gated = F.silu(adapted[:, :256]) * adapted[:, 256:]
     assert_equal(norm_gated_linear(rows, norm, "silu", gate_up, low), gated, "gated")
