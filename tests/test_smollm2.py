@@ -9,6 +9,7 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,15 @@ TEXTS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _read_once() -> Iterator[None]:
-    """transformers reads the file five times here, and counts the names of its tensors as often as it has modules."""
+    """transformers reads the file five times here, and counts the names of its tensors as often as it has modules.
+
+    The reader makes a view of each of 100,000 strings, and a view of a memory map costs many times one of an array.
+    """
     reading = pytest.importorskip("gguf")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(reading, name, functools.cache(getattr(reading, name)))
+        patch.setattr(numpy, "memmap", lambda path, dtype=numpy.uint8, mode="r": numpy.fromfile(path, dtype))
         yield
 
 

@@ -189,7 +189,9 @@ def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> N
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.slow)], ids=label)
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.thorough)], ids=label
+)
 def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
     report = check(ranks, Case(config("tiny-dense", num_hidden_layers=2), layout, "sft", tied=tied))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
