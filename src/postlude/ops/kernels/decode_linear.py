@@ -1,7 +1,7 @@
 """A linear layer of few rows with the norm, activation or residual around it, in one kernel.
 
 A decode step of 16 rows gives 12,124 tokens/s with it and 10,136 with a kernel for each part, 0.6B on an H200
-(docs/benchmarks.md, "The generator"). With an adapter of rank 32 a step takes 1.53 ms; 1.77 where every program
+(docs/benchmarks.md, "The generator"). With an adapter of rank 32 a step takes 1.37 ms; 1.77 where every program
 multiplied by the A of its layer (docs/benchmarks.md, "LoRA").
 
 A program takes some columns of the product, of all rows. Where there are too few columns for all multiprocessors,
@@ -30,7 +30,7 @@ from postlude.ops.norm import Norm
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
 GATED_COLUMNS = 64  # gates and what they multiply
-LOW_FEATURES = 1024  # of a program that multiplies by A; with fewer, there are more programs than multiprocessors
+LOW_FEATURES = 2048  # of a program that multiplies by A; with fewer, there are more programs than multiprocessors
 TOKENS, B_COLUMNS = 32, 128  # of a tile that adds the product with B to another product
 SPARE = 4096  # bytes of shared memory besides the tiles
 
