@@ -220,8 +220,8 @@ class LanguageModel(FSDPUnit):
             depths, mtp_layers = list(self.mtp.planned(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
-        def output(*values: Any) -> Mapping[str, Any]:  # three per depth: `output_names`
-            (hidden, embedding, context), *mtp_outputs = (values[i : i + 3] for i in range(0, len(values), 3))
+        def output(*values: Any) -> Mapping[str, Any]:  # three per depth (`output_names`), and the context
+            (hidden, embedding, context), *mtp_outputs = (values[i : i + 3] for i in range(0, len(reads), 3))
             computed = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
             return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, computed)}
 
