@@ -60,13 +60,14 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s"
 
 
-def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Returns the least and the greatest without their unit, and how far they are apart."""
+def spread(values: Sequence[float], show: Callable[[float], str], rounds: int) -> str:
+    """Returns the least and the greatest without their unit, how far they are apart, and of how few rounds they are."""
     if len(values) < 2:
         return "one round" if values else NONE
     least, most = min(values), max(values)
     ends = [show(value).split(" ")[0] for value in (least, most)]
-    return f"{ends[0]} to {ends[1]} ({(most - least) / statistics.median(values):.1%})"
+    fewer = f", {len(values)} rounds" if len(values) < rounds else ""
+    return f"{ends[0]} to {ends[1]} ({(most - least) / statistics.median(values):.1%}){fewer}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Line:
         return [
             self.says,
             "**" + self.show(value) + "**" + self.beside(measured),
-            spread(measured.values(self.key, self.figure), self.show),
+            spread(measured.values(self.key, self.figure), self.show, measured.about.get("rounds", 0)),
             *self.compared(measured, value),
         ]
 
@@ -254,13 +255,14 @@ def head_lines(measured: Measured) -> list[str]:
 def about(measured: Measured) -> str:
     told, versions = measured.about, measured.about["versions"]
     with_ = f"torch {versions['torch']}, Triton {versions['triton']}, transformers {versions['transformers']}"
+    when = told["started"].replace("T", " ").replace("+00:00", " UTC")
     left = len(told["left_out"])
     turns = "1 turn of a group was" if left == 1 else f"{left} turns of groups were"
     cut = f"; {turns} left out at the limit of time" if left else ""
     return (
-        f"One {told['machine']}, {with_}, Liger {versions['liger_kernel']}, driver {versions['driver']}, commit "
-        f"{versions['commit']}, {told['started'].replace('T', ' ').replace('+00:00', ' UTC')}: "
-        f"{told['rounds']} rounds in {told['seconds']:.0f} s{cut}."
+        f"`{told['command']}` on one {told['machine']}, {with_}, Liger {versions['liger_kernel']}, "
+        f"driver {versions['driver']}, commit {versions['commit']}, {when}: "
+        f"{told['rounds']} {'rounds' if told['rounds'] > 1 else 'round'} in {told['seconds']:.0f} s{cut}."
     )
 
 

@@ -1,7 +1,6 @@
-"""Makes tables and a chart of the results of step benchmarks, for docs/benchmarks.md.
+"""Makes tables of the results of step benchmarks, for docs/benchmarks.md.
 
-python benchmarks/report.py benchmarks/results/*_h200.json \\
-    --page docs/benchmarks.md --chart docs/images/train_step_h200.svg
+python benchmarks/report.py benchmarks/results/*_h200.json --page docs/benchmarks.md
 
 With --page, tables are written into the page, between lines such as `<!-- train_step -->` and
 `<!-- /train_step -->`; without, they are printed. For results of the same case, the file named last counts.
@@ -18,7 +17,6 @@ from typing import Any
 Case = dict[str, Any]
 PEERS = {"update": "trl", "padded": "trl", "padded-all": "trl", "logprobs": "trl-logprobs", "sft": "liger-sft"}
 USUAL = {"recompute": "none", "weights": "fp32", "moments": "fp32", "offload": False}
-COLOURS = {True: "#2f6fde", False: "#b8bcc4"}  # Postlude's, and others'
 
 
 def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
@@ -135,30 +133,6 @@ def asynchrony(cases: Sequence[Case]) -> list[str]:
     return lines
 
 
-def chart(cases: Sequence[Case]) -> str:
-    """Tokens a second of every case that ran, as bars, a group a shape and mix."""
-    ran = [case for case in cases if "failed" not in case and case["case"] not in ("logprobs", "trl-logprobs")]
-    groups = list(dict.fromkeys((case["shape"], case["mix"]) for case in ran))
-    lines, y, width, left = [], 10.0, 760, 330
-    for group in groups:
-        own = [case for case in ran if (case["shape"], case["mix"]) == group]
-        most = max(case["tokens_per_second"] for case in own)
-        y += 20
-        lines.append(f'<text x="8" y="{y}" font-weight="bold" fill="#222222">{group[0]}, {group[1]} lengths</text>')
-        for case in own:
-            y += 18
-            long = case["tokens_per_second"] / most * (width - left - 170)
-            colour = COLOURS[case["says"].startswith("Postlude")]
-            said = f"{case['tokens_per_second']:,} tokens/s, {gib(case['peak_gib'])} GiB"
-            lines.append(f'<text x="{left - 8}" y="{y}" text-anchor="end" fill="#555555">{case["says"]}</text>')
-            lines.append(f'<rect x="{left}" y="{y - 10}" width="{long:.1f}" height="12" fill="{colour}"/>')
-            lines.append(f'<text x="{left + long + 6:.1f}" y="{y}" fill="#222222">{said}</text>')
-        y += 8
-    size = f'width="{width}" height="{y + 12:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">'
-    return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *lines, "</svg>", ""])
-
-
 TABLES = {
     "train_step": train_step,
     "rl_iteration": rl_iteration,
@@ -181,7 +155,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="JSON that the benchmarks wrote")
     parser.add_argument("--page", type=Path, help="where to put the tables")
-    parser.add_argument("--chart", type=Path, help="where to draw the training steps' tokens a second")
     arguments = parser.parse_args(words)
     found = read(arguments.results)
     page = arguments.page.read_text() if arguments.page else ""
@@ -193,8 +166,6 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"\n{kind}\n\n{table}")
     if arguments.page:
         arguments.page.write_text(page)
-    if arguments.chart:
-        arguments.chart.write_text(chart(found["train_step"]))
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
 HEADLINE = BENCHMARKS / "results" / "headline_h200.json"
 
 
-@pytest.mark.parametrize("page", ["docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "README.md"])
 def test_pages_show_the_headline_results_that_are_kept(load: Any, page: str) -> None:
     """`benchmarks/headline.py --draw benchmarks/results/headline_h200.json PAGE` leaves the page as it is."""
     table = load("headline_table")
