@@ -87,6 +87,13 @@ def test_a_message_that_cannot_be_read_is_an_error(ends: tuple[Connection, Conne
             connection.recv()
 
 
+def test_a_result_that_cannot_be_sent_is_an_error(ends: tuple[Connection, Connection]) -> None:
+    with RankConnection(ends[0], StagedPasses(Any)) as connection:
+        connection.send((RESULT, 1, threading.Lock()))  # cannot be pickled
+        with pytest.raises(Exception, match="pickle"):
+            connection.recv()
+
+
 @pytest.mark.slow  # ranks start twice: the second time after a kill
 def test_staged_passes_give_the_same_results_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:

@@ -128,7 +128,9 @@ def embed(tokens: Tensor, table: Tensor, *, backend: Backend = "auto") -> Tensor
     The table's gradient is added to its `main_grad` where it has one: only the rows of these tokens are read.
     """
     if not torch.is_grad_enabled():
-        return table[tokens]  # of 16 tokens 1.6 µs on an H200; `F.embedding` takes 7.3
+        # In a CUDA graph, 16 rows by index take 1.6 µs on an H200, `F.embedding` 7.3. Only it refuses negative tokens.
+        by_index = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+        return table[tokens] if by_index else F.embedding(tokens, table)
     total = main_grad(table)
     if total is None:
         return F.embedding(tokens, table)

@@ -108,10 +108,14 @@ class RankConnection:
             self._inbox.put(error)
 
     def _send(self) -> None:
-        with suppress(OSError):  # the HTTP process has ended, which the receiving thread notices
+        try:
             while True:
                 messages = take_all(self._outbox)
                 with self._sending:
                     self._connection.send([message for message in messages if message is not None])
                 if None in messages:
                     return
+        except OSError:  # the HTTP process has ended, which the receiving thread notices
+            return
+        except Exception as error:  # a result that cannot be sent; without this thread none would be
+            self._inbox.put(error)

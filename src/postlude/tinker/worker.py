@@ -321,7 +321,8 @@ class Worker:
             self._receive(message, training, connection)
             if idle:
                 idle, burst_end = False, time.monotonic() + MAX_BURST_SECONDS
-            in_burst = self._new and not (training or self._new[-1].streamed) and time.monotonic() < burst_end
+            may_wait = self._new and not training and not any(call.streamed for call in self._new)
+            in_burst = may_wait and time.monotonic() < burst_end
             seconds = BURST_SECONDS if in_burst else 0.0
         return True
 
