@@ -15,7 +15,8 @@ from postlude.commands import env
 from postlude.ops.kernels import capabilities
 from postlude.ops.kernels.capabilities import GPUS, KERNELS
 
-FP8 = ("attend_pages_fp8", "block_fp8", "fp8_quantize")
+FP8 = {"attend_pages_fp8", "block_fp8", "fp8_quantize"}
+HOPPER = {"attention", "linear_logprobs_fused", "gated_delta", "grouped_wgrad"}  # kernels measured there alone
 FUNCTIONS = {"use_kernel", "_use_kernel", "warn_of_fallback", "was_measured"}
 
 
@@ -64,9 +65,9 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ("name", "unused"),
     [
         ("H200", set()),
-        ("B200", {"attention", "linear_logprobs_fused", "gated_delta"}),
-        ("L40S", {"attention", "linear_logprobs_fused", "gated_delta"}),
-        ("A100", {"attention", "linear_logprobs_fused", "gated_delta", *FP8}),
+        ("B200", HOPPER),
+        ("L40S", HOPPER),
+        ("A100", HOPPER | FP8),
     ],
 )
 def test_each_kernel_that_a_named_gpu_does_not_get_has_its_reason(

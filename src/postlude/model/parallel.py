@@ -423,10 +423,8 @@ class VocabularyEmbedding(nn.Module):
         if self.tp.group is None:
             return self._look_up(tokens, weight)
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
-        # A token of another rank takes any row. Different ones, since the gradient adds those of one row in turn.
-        rows = (tokens - self.start).remainder(max(self.stop - self.start, 1))
-        embedded = self._look_up(rows, weight)
-        return scatter_to_sequence(embedded.masked_fill(elsewhere[:, None], 0.0), self.tp.group)
+        rows = (tokens - self.start).remainder(max(self.stop - self.start, 1))  # of elsewhere any, but not all the same
+        return scatter_to_sequence(self._look_up(rows, weight).masked_fill(elsewhere[:, None], 0.0), self.tp.group)
 
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Returns these rows of the weight and of what the adapter adds to it, [T, H]."""
