@@ -12,6 +12,7 @@ from postlude.ops.linear import (
     _Linears,
     adjacent_view,
     defer_wgrad,
+    embed,
     flush_wgrad,
     linear,
     linear_group,
@@ -118,6 +119,13 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_negative_tokens_are_refused_without_gradients_too() -> None:
+    """Indexing would take them from the end of the vocabulary."""
+    with pytest.raises(IndexError):
+        embed(torch.tensor([1, -1]), torch.zeros(4, 2))
 
 
 def test_the_cpu_leaves_sums_to_autograd() -> None:

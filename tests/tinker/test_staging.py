@@ -90,6 +90,7 @@ def test_a_message_that_cannot_be_read_is_an_error(ends: tuple[Connection, Conne
 def test_a_result_that_cannot_be_sent_is_an_error(ends: tuple[Connection, Connection]) -> None:
     with RankConnection(ends[0], StagedPasses(Any)) as connection:
         connection.send((RESULT, 1, threading.Lock()))  # cannot be pickled
+        assert connection.poll(60)
         with pytest.raises(Exception, match="pickle"):
             connection.recv()
 
