@@ -211,9 +211,10 @@ def test_100_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("pattern", ["[*E]{2}", "[M-][*E]/[*-]"])
-def test_on_a_gpu(pattern: str, recompute: str) -> None:
-    """In bf16 too, where sums wait in fp32."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "blocks": {"E": replace(EXPERTS, intermediate_size=32)}}
+@pytest.mark.parametrize(("pattern", "tied"), [("[*E]{2}", False), ("[M-][*E]/[*-]", False), ("[*E][*-]/[*-]", True)])
+def test_on_a_gpu(pattern: str, tied: bool, recompute: str) -> None:
+    """In bf16 too, where sums wait in fp32, to which kernels add the gradients of weights."""
+    experts = replace(EXPERTS, intermediate_size=32)
+    sizes: dict[str, Any] = {"hidden_size": 64, "tied_head": tied, "blocks": {"E": experts}}
     with started(device="cuda"):
         assert_one([both(None, "", small_config(pattern, **sizes), 3, {"recompute": recompute, "device": "cuda"})])

@@ -27,7 +27,7 @@ from postlude.model.parallel import FSDPUnit
 from postlude.model.recompute import recomputed
 from postlude.model.steps import LayerStep, run_step
 from postlude.ops.all_to_all import AllToAllPlan
-from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad
+from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, main_grad, set_main_grad
 
 StepGenerator = Generator[None, None, Any]
 """Work that yields wherever an exchange is running, so that other work can be done, and returns a result."""
@@ -84,7 +84,9 @@ class Value:
         """Builds the value that leaves a segment."""
         if not isinstance(written, Tensor) or not written.requires_grad:
             return cls(written)
-        return cls(written.detach().requires_grad_(), get_gradient_edge(written))
+        leaf = written.detach().requires_grad_()
+        set_main_grad(leaf, main_grad(written))  # of a weight that is passed along, such as the embedding's
+        return cls(leaf, get_gradient_edge(written))
 
     def take(self) -> Tensor | None:
         """Returns the gradient and releases the tensor."""
