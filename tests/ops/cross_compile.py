@@ -232,7 +232,7 @@ def call_adamw(eight_bits: bool, dtype: torch.dtype, split: bool) -> None:
 def call_head_rows() -> None:
     rows = TokenRows(whole(TOKENS), fp32(TOKENS), None)
     linear_logprobs_rows.select(
-        rows.targets, 1.0, 1.0, ignore_index=-100, allowed=(0, 8192), vocab_start=0, dtype=FP32, promised=None
+        rows.targets, 1.0, 1.0, ignore_index=-100, allowed=(0, 8192), vocab_start=0, dtype=FP32, target_count=None
     )
     products = fp32(TOKENS, 8192)
     slab = Slab(

@@ -114,7 +114,7 @@ def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> 
         for weight in device_weights:
             weight.requires_grad_()
         device_rows = rows.to(device, dtype).requires_grad_()
-        outputs = linear_group(device_rows, device_weights, [None] * 3, one=adjacent, fp8=FP8Scaling())
+        outputs = linear_group(device_rows, device_weights, [None] * 3, single_gemm=adjacent, fp8=FP8Scaling())
         gradients = torch.autograd.grad(
             outputs, (device_rows, *device_weights), [tensor.to(device, dtype) for tensor in upstream]
         )

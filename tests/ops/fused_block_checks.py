@@ -129,7 +129,9 @@ def test_in_fp8_a_block_equals_its_operations(block: str) -> None:
         return fused_attention_block(hidden, normed, projections, down, 16, table, None, packing, scores, **options)
 
     def operations(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
-        projected = linear_group(rms_norm(hidden, norm, EPS), projections, [None] * len(projections), one=True, fp8=fp8)
+        projected = linear_group(
+            rms_norm(hidden, norm, EPS), projections, [None] * len(projections), single_gemm=True, fp8=fp8
+        )
         if block == "mlp":
             return hidden + gated_linear(*projected, "silu", down, fp8=fp8)
         q, k, v = (part.unflatten(-1, (-1, 16)) for part in projected)

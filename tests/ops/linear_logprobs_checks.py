@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from postlude.ops.kernels import linear_logprobs_quantized as coded
+from postlude.ops.kernels import linear_logprobs_quantized as quantized
 from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
-from postlude.ops.linear_logprobs import problem, torch_epilogue
+from postlude.ops.linear_logprobs import resolved_call, torch_epilogue
 from postlude.ops.linear_logprobs.statistics import (
     Slab,
     TokenRows,
@@ -60,7 +60,7 @@ def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool)
     state = torch.full((4, 6), torch.nan, device=DEVICE)
     buffer = torch.zeros(6, -(-columns // 64) * 64, dtype=HALF, device=DEVICE)
     codes = buffer[:, :columns]
-    partial, results = coded.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
+    partial, results = quantized.encode(operands.hidden, operands.weight, shift, rows, columns, codes, state)
     exact, triton_results = torch_epilogue.results(expected), triton_epilogue.results(state)
     for name in ("logprob", "entropy", "normalizer"):
         assert torch.equal(getattr(results, name), getattr(triton_results, name))
@@ -70,7 +70,7 @@ def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool)
     upstream = Upstream(ones, ones, ones)
     expected_coefficients = torch_epilogue.coefficients(slab.rows, exact.normalizer, exact.entropy, upstream, None)
     gradient = torch_epilogue.differentiate(slab, expected_coefficients, torch.float64)
-    actual = coded.decode(codes, partial, rows, results, upstream, masked=bias)
+    actual = quantized.decode(codes, partial, rows, results, upstream, masked=bias)
     assert actual.data_ptr() == buffer.data_ptr()
     assert_close(actual, gradient, "gradient", within=2.0**-7)
     if shift is not None and columns > 5 and not softcap:  # a softcap makes minus infinity a number
@@ -82,10 +82,10 @@ def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
     operands.hidden[1, 1] = torch.nan
     state = torch.zeros(4, 6, device=DEVICE)
     codes = torch.zeros(6, 320, dtype=HALF, device=DEVICE)[:, :300]
-    partial, results = coded.encode(operands.hidden, operands.weight, None, rows, 300, codes, state)
+    partial, results = quantized.encode(operands.hidden, operands.weight, None, rows, 300, codes, state)
     ones = torch.ones(6, device=DEVICE)
     assert results.logprob.isnan().tolist() == [False, True, False, False, False, False]
-    gradient = coded.decode(codes, partial, rows, results, Upstream(ones, None), masked=False)
+    gradient = quantized.decode(codes, partial, rows, results, Upstream(ones, None), masked=False)
     assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == results.logprob.isnan().tolist()
 
 
@@ -93,7 +93,7 @@ def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
 @pytest.mark.parametrize("memory_budget", [None, 4000], ids=["one slab", "slabs"])
 def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of `linear_objective`, as a GPU runs it: a few slabs, whose sum is rounded once each."""
-    monkeypatch.setattr(problem, "operand_dtype", lambda dtype, _: dtype)
+    monkeypatch.setattr(resolved_call, "operand_dtype", lambda dtype, _: dtype)
     operands = Operands.random(9, 16, 301, device=DEVICE)
     operands.targets[4] = -100 if ignored else 300
     operands.hidden = operands.hidden.detach().to(HALF).requires_grad_()

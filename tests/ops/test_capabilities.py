@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from postlude.ops.kernels import capabilities as backend
-from postlude.ops.linear_logprobs import problem
+from postlude.ops.linear_logprobs import resolved_call
 
 GPU = torch.device("cuda", 0)
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -67,7 +67,7 @@ def forgotten() -> Iterator[None]:
     """Nothing is known, or said, from before."""
     messages = (
         *(backend.why_no_triton, backend.why_unmeasured, backend._log_once, backend._warn_once),
-        problem._warn_of_promotion,
+        resolved_call._warn_of_promotion,
     )
     for message in messages:
         message.cache_clear()
@@ -169,12 +169,12 @@ def test_a_machine_without_a_gpu_is_not_warned_of(caplog: pytest.LogCaptureFixtu
 
 def test_logits_that_are_promoted_to_fp32_on_a_gpu_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     wide, half = torch.float32, torch.bfloat16
-    with caplog.at_level(logging.WARNING, logger=problem.log.name):
+    with caplog.at_level(logging.WARNING, logger=resolved_call.log.name):
         for dtypes in ((half, half, half), (half, wide, half), (wide, wide, wide)):  # the second: by autocast
-            problem._warn_of_promotion(*dtypes, "cuda")
-        problem._warn_of_promotion(wide, half, wide, "cpu")
+            resolved_call._warn_of_promotion(*dtypes, "cuda")
+        resolved_call._warn_of_promotion(wide, half, wide, "cpu")
         assert not caplog.records
         for _ in range(2):
-            problem._warn_of_promotion(wide, half, wide, "cuda")
+            resolved_call._warn_of_promotion(wide, half, wide, "cuda")
     (message,) = caplog.messages
     assert "hidden is torch.float32 and weight is torch.bfloat16, so logits are computed in fp32" in message

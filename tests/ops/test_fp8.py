@@ -185,7 +185,9 @@ def test_adjacent_weights_change_nothing() -> None:
         weight.data = part
     fused.upstream = list(torch.cat(fused.upstream, 1).split(OUTS, 1))
     for actual, expected_gradient in zip(
-        fused.gradients(fused.outputs(ONE_RANK, one=True)), separate.gradients(separate.outputs(ONE_RANK)), strict=True
+        fused.gradients(fused.outputs(ONE_RANK, single_gemm=True)),
+        separate.gradients(separate.outputs(ONE_RANK)),
+        strict=True,
     ):
         assert_equal(actual, expected_gradient, "gradient", 1e-13)
 

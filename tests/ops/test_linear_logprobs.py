@@ -364,7 +364,7 @@ PROMISED = {"every": torch.tensor([12, 1, 2]), "some": torch.tensor([12, -100, 2
 
 
 @pytest.mark.parametrize("targets", PROMISED.values(), ids=PROMISED)
-def test_a_promised_count_gives_the_same_and_reads_nothing_back(targets: Tensor) -> None:
+def test_a_given_target_count_gives_the_same_without_a_sync(targets: Tensor) -> None:
     results, waits = [], []
     for count in (None, int((targets != -100).sum())):
         operands = Operands.random(3, 4, 13)
@@ -374,12 +374,12 @@ def test_a_promised_count_gives_the_same_and_reads_nothing_back(targets: Tensor)
         results.append((stats.logprob, stats.entropy, stats.lse, operands.hidden.grad, operands.weight.grad))
         waits.append(len(watch.sites))
     assert waits == [1, 0]
-    for counted, promised in zip(*results, strict=True):
-        assert torch.equal(counted, promised)
+    for counted, given_count in zip(*results, strict=True):
+        assert torch.equal(counted, given_count)
 
 
 @pytest.mark.parametrize(
-    ("targets", "promised", "temperature"),
+    ("targets", "target_count", "temperature"),
     [
         ([0, 13, 2], 3, [1.0, 1.0, 1.0]),
         ([0, 13, -100], 2, [1.0, 1.0, 1.0]),
@@ -392,7 +392,7 @@ def test_a_promised_count_gives_the_same_and_reads_nothing_back(targets: Tensor)
     ],
     ids=["outside", "outside but counted", "outside", "too few", "too many", "none", "none there", "cold"],
 )
-def test_a_broken_promise_makes_nan(targets: list[int], promised: int, temperature: list[float]) -> None:
+def test_a_wrong_target_count_makes_nan(targets: list[int], target_count: int, temperature: list[float]) -> None:
     """Nothing that could be trained on without a word: the loss is no number, and neither is a gradient there is."""
     operands = Operands.random(3, 4, 13)
     stats = fused(
@@ -400,13 +400,13 @@ def test_a_broken_promise_makes_nan(targets: list[int], promised: int, temperatu
         operands.weight,
         torch.tensor(targets),
         temperature=torch.tensor(temperature),
-        target_count=promised,
+        target_count=target_count,
         entropy=True,
     )
     for row in (stats.logprob, stats.entropy):
         assert row.isnan().any()
     stats.logprob.sum().backward()
-    if promised:
+    if target_count:
         assert operands.weight.grad.isnan().all()
         assert operands.hidden.grad.isnan().any()
 

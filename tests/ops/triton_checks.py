@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from postlude.ops.kernels import linear_logprobs_fused as fused_kernels
-from postlude.ops.kernels import linear_logprobs_quantized as coded
+from postlude.ops.kernels import linear_logprobs_quantized as quantized
 from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
 from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue
 from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Slab, TokenRows, Upstream, empty_state
@@ -111,7 +111,7 @@ def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
     targets = torch.randint(-3, 40, (tokens,), generator=generator).to(DEVICE)
     temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
     arguments = (targets, temperature if per_token else 0.7, 1.3)
-    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": None}
+    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "target_count": None}
     triton_selection, torch_selection = (
         module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue)
     )
@@ -124,23 +124,29 @@ def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("promised", [3, 4, 5])
+@pytest.mark.parametrize("target_count", [3, 4, 5])
 @pytest.mark.parametrize("wrong", [None, "outside", "cold"])
-def test_a_promise_about_targets_is_checked_on_the_device(promised: int, wrong: str | None) -> None:
-    """Four of six have a target. Whatever was promised, each place up to it holds a position."""
+def test_a_target_count_is_checked_on_the_device(target_count: int, wrong: str | None) -> None:
+    """Four of six have a target. Whatever the count, each entry before it holds a position."""
     targets = torch.tensor([3, 7, 5, 4, 7, 6], device=DEVICE)
     temperature = torch.ones(6, device=DEVICE)
     if wrong == "outside":
         targets[2] = 50
     if wrong == "cold":
         temperature[3] = 0
-    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "promised": promised}
+    options = {
+        "ignore_index": 7,
+        "allowed": (2, 33),
+        "vocab_start": 2,
+        "dtype": torch.float32,
+        "target_count": target_count,
+    }
     for module in (triton_epilogue, torch_epilogue):
         selection = module.select(targets, temperature, 1.3, **options)
-        is_valid = wrong is None and promised == 4
-        assert bool(selection.broken) != is_valid
-        assert selection.factor[:promised].isnan().tolist() == [not is_valid] * promised
-        assert ((selection.positions[:promised] >= 0) & (selection.positions[:promised] < 6)).all()
+        is_valid = wrong is None and target_count == 4
+        assert bool(selection.wrong_count) != is_valid
+        assert selection.factor[:target_count].isnan().tolist() == [not is_valid] * target_count
+        assert ((selection.positions[:target_count] >= 0) & (selection.positions[:target_count] < 6)).all()
         if is_valid:
             assert selection.positions[:4].tolist() == [0, 2, 3, 5]
 
@@ -264,7 +270,7 @@ def test_a_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> Non
 
 
 def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More targets were promised than there are: what memory held in the place of the missing one is no target."""
+    """target_count is larger than the number of targets: uninitialised memory is not read as a target."""
     vocabulary, count, garbage = 300, 4, 320 * 1500 + 7
     memory = torch.zeros(count + 2000, 320, dtype=HALF, device=DEVICE)  # the slab, and what lies behind it
     empty_like = torch.empty_like
@@ -281,10 +287,10 @@ def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.
         allowed=(0, vocabulary),
         vocab_start=0,
         dtype=torch.float32,
-        promised=count,
+        target_count=count,
     )
     monkeypatch.undo()
-    assert selection.broken
+    assert selection.wrong_count
     assert selection.targets.tolist() == [5, 17, 9, 0]
     assert selection.factor.isnan().all()
     generator = torch.Generator().manual_seed(0)
@@ -292,8 +298,8 @@ def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.
     for targets in (selection.targets, torch.tensor([5, -1, garbage, 9], device=DEVICE)):
         rows = TokenRows(targets, selection.factor, None)
         codes, state = memory[:count, :vocabulary], torch.empty(4, count, device=DEVICE)
-        partial, results = coded.encode(hidden, weight, None, rows, vocabulary, codes, state)
+        partial, results = quantized.encode(hidden, weight, None, rows, vocabulary, codes, state)
         upstream = Upstream(torch.ones(count, device=DEVICE), None)
-        coded.decode(codes, partial, rows, results, upstream, masked=False)
+        quantized.decode(codes, partial, rows, results, upstream, masked=False)
         assert not memory[count:].any()
         assert codes.isnan().all()  # whoever looks, sees that something is wrong

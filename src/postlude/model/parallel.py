@@ -327,7 +327,7 @@ class ColumnLinear(Linear):
 def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) -> tuple[Tensor, ...]:
     """Returns each layer's output for the same tokens, [T, in] -> [T, out] each.
 
-    `single_gemm` is `one` of `linear_group`. Layers in FP8 are one group, and those that are not another.
+    `single_gemm`: see `linear_group`. Layers in FP8 are one group, and those that are not another.
     """
     fp8, others = layers[0].fp8, [layer for layer in layers if layer.fp8 is None]
     if 0 < len(others) < len(layers):
@@ -339,8 +339,8 @@ def apply_linears(hidden: Tensor, *layers: Linear, single_gemm: bool = False) ->
     if copies := [layer.fp8_weight for layer in layers if layer.fp8_weight is not None]:
         return fp8_linears(hidden, copies, biases, adapters)
     if any(adapters):
-        return adapted_linears(hidden, weights, biases, adapters, one=single_gemm, fp8=fp8)
-    return linear_group(hidden, weights, biases, one=single_gemm, fp8=fp8)
+        return adapted_linears(hidden, weights, biases, adapters, single_gemm=single_gemm, fp8=fp8)
+    return linear_group(hidden, weights, biases, single_gemm=single_gemm, fp8=fp8)
 
 
 def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor | FP8Weight, LowRank | None] | None:

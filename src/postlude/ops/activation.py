@@ -117,7 +117,7 @@ class _GatedLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.activation, ctx.weight, ctx.deferred, ctx.fp8 = activation, weight, deferred, fp8
-        return linear_products(_forward(gate, up, activation), (weight,), (bias,), one=False, fp8=fp8)[0]
+        return linear_products(_forward(gate, up, activation), (weight,), (bias,), single_gemm=False, fp8=fp8)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -40,18 +40,19 @@ def adapted_linears(
     biases: Sequence[Tensor | None],
     adapters: Sequence[AdapterOperand | None],
     *,
-    one: bool = False,
+    single_gemm: bool = False,
     fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `rows` [T, in] times each of `weights` [out, in], with what its adapter adds: [T, out] each.
 
-    `one` and `fp8` are as in `linear_group`. The products with A are one, and like those with B never in FP8.
+    `single_gemm` and `fp8` are as in `linear_group`. The products with A are one GEMM. A and B are never in FP8.
     """
     joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
     products: tuple[Tensor, ...] = _AdaptedLinears.apply(
         rows,
         current_wgrad_queue(),
-        (joins, one and joins),
+        joins,
+        single_gemm and joins,
         tuple(0.0 if adapter is None else adapter.scale for adapter in adapters),
         fp8,
         *weights,
@@ -68,15 +69,15 @@ def _forward(
     biases: Sequence[Tensor | None],
     lows: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
-    one: bool,
+    single_gemm: bool,
     fp8: bool,
     shared: list[Tensor] | None,
 ) -> list[Tensor]:
     if fp8:
-        joined = adjacent_view(weights) if one else None
+        joined = adjacent_view(weights) if single_gemm else None
         products = add_biases(fp8_products(rows, weights, shared, joined=joined), biases)
     else:
-        products = linear_products(rows, weights, biases, one=one)
+        products = linear_products(rows, weights, biases, single_gemm=single_gemm)
     for product, low, matrix in zip(products, lows, b, strict=True):
         if low is not None and matrix is not None:
             product.addmm_(low, matrix.t())
@@ -86,7 +87,7 @@ def _forward(
 # One operator, so that selective recompute keeps its results and not the products inside, which it changes in place.
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define(
-    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool one, "
+    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool single_gemm, "
     "bool fp8, Tensor[]? shared) -> Tensor[]"
 )
 _LIBRARY.impl("adapted_linears", _forward, "CompositeExplicitAutograd")
@@ -100,48 +101,50 @@ class _AdaptedLinears(Function):
         ctx: Any,
         rows: Tensor,
         queue: DeferredWgrads | None,
-        how: tuple[bool, bool],
+        joins: bool,
+        single_gemm: bool,
         scales: Sequence[float],
         fp8: FP8Scaling | None,
-        *given: Any,
+        *operands: Any,
     ) -> tuple[Tensor, ...]:
-        weights, biases, a, b = _quarters(given)
+        weights, biases, a, b = _quarters(operands)
         lows = _low_rank_inputs(rows, a, scales)
         ctx.save_for_backward(rows, *weights, *lows, *a, *b)
-        ctx.queue, ctx.joins, ctx.scales, ctx.fp8, ctx.given = queue, how[0], scales, fp8, given
+        ctx.queue, ctx.joins, ctx.scales, ctx.fp8, ctx.operands = queue, joins, scales, fp8, operands
         shared = None if fp8 is None else share_amax(rows, weights, fp8)
-        operands = rows, weights, biases, lows, b, how[1], fp8 is not None, shared
-        return tuple(torch.ops.postlude.adapted_linears(*operands))
+        return tuple(
+            torch.ops.postlude.adapted_linears(rows, weights, biases, lows, b, single_gemm, fp8 is not None, shared)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
         weights, lows, a, b = _quarters(saved)
-        given_weights, _, given_a, given_b = _quarters(ctx.given)
-        needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[5:])
-        for_rows, for_weights = product_gradients(
+        weight_parameters, _, a_parameters, b_parameters = _quarters(ctx.operands)
+        needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[6:])
+        grad_rows, grad_weights = product_gradients(
             rows,
             weights,
-            given_weights,
+            weight_parameters,
             gradients,
             ctx.queue,
             needs_weights,
             joins=ctx.joins,
-            needs=ctx.needs_input_grad[0],
+            needs_rows=ctx.needs_input_grad[0],
             fp8=ctx.fp8,
         )
-        for_biases = [
+        grad_biases = [
             gradient.sum(0) if needs else None for gradient, needs in zip(gradients, needs_biases, strict=True)
         ]
-        for_lows = [
+        grad_lows = [
             None if matrix is None else _scaled(gradient.mm(matrix), scale)
             for gradient, matrix, scale in zip(gradients, b, ctx.scales, strict=True)
         ]
-        if for_rows is not None:
-            for_rows.addmm_(_joined(for_lows, 1), _joined(a, 0))
-        for_a = _wgrads(given_a, for_lows, [rows] * len(a), needs_a, ctx.queue)
-        for_b = _wgrads(given_b, gradients, lows, needs_b, ctx.queue)
-        return for_rows, None, None, None, None, *for_weights, *for_biases, *for_a, *for_b
+        if grad_rows is not None:
+            grad_rows.addmm_(_joined(grad_lows, 1), _joined(a, 0))
+        grad_a = _wgrads(a_parameters, grad_lows, [rows] * len(a), needs_a, ctx.queue)
+        grad_b = _wgrads(b_parameters, gradients, lows, needs_b, ctx.queue)
+        return grad_rows, None, None, None, None, None, *grad_weights, *grad_biases, *grad_a, *grad_b
 
 
 def _quarters(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -67,12 +67,12 @@ def fused_attention_block(
     `layers` project queries, keys and values of heads of this `width`, which are rotated by `rotate_heads`. No sinks.
     `operator`: see `kernels.attention.forward`.
     """
-    of_heads = (None, None) if norms is None else (norms.query, norms.key)
-    given = (
+    head_norm_weights = (None, None) if norms is None else (norms.query, norms.key)
+    arguments = (
         hidden,
         norm.weight,
         down,
-        *of_heads,
+        *head_norm_weights,
         *table,
         norm,
         norms,
@@ -83,7 +83,7 @@ def fused_attention_block(
         fp8,
         wgrad_queue(down),
     )
-    output: Tensor = _Attention.apply(*given, *layers)
+    output: Tensor = _Attention.apply(*arguments, *layers)
     return output
 
 
@@ -101,27 +101,30 @@ class _MLP(Function):
         *layers: Tensor,
     ) -> Tensor:
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
-        made = linear_products(normed, layers, one=True, fp8=fp8)
-        gate, up = made if len(made) == 2 else (None, made[0])
+        projected = linear_products(normed, layers, single_gemm=True, fp8=fp8)
+        gate, up = projected if len(projected) == 2 else (None, projected[0])
         ctx.save_for_backward(hidden, norm_weight, normed, gate, up, down, *layers)
-        ctx.given = norm, layers, down, activation, fp8, queue
+        ctx.arguments = norm, layers, down, activation, fp8, queue
         return (
-            hidden + linear_products(activation_kernels.forward(gate, up, activation), (down,), one=False, fp8=fp8)[0]
+            hidden
+            + linear_products(activation_kernels.forward(gate, up, activation), (down,), single_gemm=False, fp8=fp8)[0]
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, gate, up, down, *layers = ctx.saved_tensors
-        norm, given, given_down, activation, fp8, queue = ctx.given
-        gradient, asked = gradients[0], ctx.needs_input_grad
-        of_features = input_gradient(gradient, down, fp8)
-        features = of_features if asked[2] else None  # the kernel overwrites their gradient with them
-        of_gate, of_up = activation_kernels.backward(gate, up, activation, of_features, features)
-        of_down = None if features is None else wgrad(given_down, gradient, features, queue)
-        arrived = (of_up,) if of_gate is None else (of_gate, of_up)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[7:], fp8=fp8)
-        of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
-        return of_hidden, of_norm, of_down, None, None, None, None, *of_layers
+        norm, layer_parameters, down_parameter, activation, fp8, queue = ctx.arguments
+        gradient, needs = gradients[0], ctx.needs_input_grad
+        grad_features = input_gradient(gradient, down, fp8)
+        features = grad_features if needs[2] else None  # the kernel overwrites their gradient with them
+        grad_gate, grad_up = activation_kernels.backward(gate, up, activation, grad_features, features)
+        grad_down = None if features is None else wgrad(down_parameter, gradient, features, queue)
+        grad_projected = (grad_up,) if grad_gate is None else (grad_gate, grad_up)
+        grad_normed, grad_layers = product_gradients(
+            normed, layers, layer_parameters, grad_projected, queue, needs[7:], fp8=fp8
+        )
+        grad_hidden, grad_norm = _norm_backward(hidden, norm_weight, norm, grad_normed, gradient)
+        return grad_hidden, grad_norm, grad_down, None, None, None, None, *grad_layers
 
 
 class _Attention(Function):
@@ -147,14 +150,14 @@ class _Attention(Function):
     ) -> Tensor:
         tokens = len(hidden)
         normed = norm_kernels.forward(hidden, norm_weight, norm.eps, norm.offset)
-        made = linear_products(normed, layers, one=norms is not None, fp8=fp8)
-        query, key, value = (each.view(tokens, each.shape[1] // width, width) for each in made)
+        projected = linear_products(normed, layers, single_gemm=norms is not None, fp8=fp8)
+        query, key, value = (features.view(tokens, features.shape[1] // width, width) for features in projected)
         rotated = rotary_kernels.forward(query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms))
-        asked = attention_kernels.AttentionCall.of(
+        call = attention_kernels.AttentionCall.of(
             (*rotated, value), packing, packing, score_config.scale, score_config.window, score_config.softcap
         )
-        heads, lse = attention_kernels.forward(*rotated, value, None, asked, operator=operator)
-        kept = (query, key) if norms is not None else (None, None)
+        heads, lse = attention_kernels.forward(*rotated, value, None, call, operator=operator)
+        before_norm = (query, key) if norms is not None else (None, None)
         ctx.save_for_backward(
             hidden,
             norm_weight,
@@ -164,38 +167,47 @@ class _Attention(Function):
             key_norm,
             cos,
             sin,
-            *kept,
+            *before_norm,
             *rotated,
             value,
             heads,
             lse,
             *layers,
         )
-        ctx.given = norm, norms, asked, layers, down, fp8, queue
-        return hidden + linear_products(heads.view(tokens, -1), (down,), one=False, fp8=fp8)[0]
+        ctx.arguments = norm, norms, call, layers, down, fp8, queue
+        return hidden + linear_products(heads.view(tokens, -1), (down,), single_gemm=False, fp8=fp8)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, normed, down, query_norm, key_norm, cos, sin, *others = ctx.saved_tensors
         query, key, rotated_query, rotated_key, value, heads, lse, *layers = others
-        norm, norms, how, given, given_down, fp8, queue = ctx.given
-        gradient, asked = gradients[0], ctx.needs_input_grad
+        norm, norms, call, layer_parameters, down_parameter, fp8, queue = ctx.arguments
+        gradient, needs = gradients[0], ctx.needs_input_grad
         tokens, count, size = heads.shape
-        of_heads = input_gradient(gradient, down, fp8).view(heads.shape)
-        of_down = wgrad(given_down, gradient, heads.view(tokens, -1), queue) if asked[2] else None
+        grad_heads = input_gradient(gradient, down, fp8).view(heads.shape)
+        grad_down = wgrad(down_parameter, gradient, heads.view(tokens, -1), queue) if needs[2] else None
         # Gradients of queries, keys and values as columns of one tensor.
-        room = heads.new_empty(tokens, count + 2 * value.shape[1], size)
-        of_rotated = attention_kernels.backward(
-            rotated_query, rotated_key, value, None, heads, lse, of_heads, how, room[:, -value.shape[1] :]
+        grad_qkv = heads.new_empty(tokens, count + 2 * value.shape[1], size)
+        grad_rotated = attention_kernels.backward(
+            rotated_query, rotated_key, value, None, heads, lse, grad_heads, call, grad_qkv[:, -value.shape[1] :]
         )[:2]
         totals = (None, None) if norms is None else (main_grad(norms.query), main_grad(norms.key))
-        *_, of_query_norm, of_key_norm = rotary_kernels.backward(
-            query, key, (cos, sin), _weights(query_norm, key_norm), *_norm_options(norms), of_rotated, totals, room
+        *_, grad_query_norm, grad_key_norm = rotary_kernels.backward(
+            query,
+            key,
+            (cos, sin),
+            _weights(query_norm, key_norm),
+            *_norm_options(norms),
+            grad_rotated,
+            totals,
+            grad_qkv,
         )
-        arrived = room.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
-        of_normed, of_layers = product_gradients(normed, layers, given, arrived, queue, asked[15:], fp8=fp8)
-        of_hidden, of_norm = _norm_backward(hidden, norm_weight, norm, of_normed, gradient)
-        return of_hidden, of_norm, of_down, of_query_norm, of_key_norm, *(None,) * 10, *of_layers
+        grad_projected = grad_qkv.view(tokens, -1).split([layer.shape[0] for layer in layers], 1)
+        grad_normed, grad_layers = product_gradients(
+            normed, layers, layer_parameters, grad_projected, queue, needs[15:], fp8=fp8
+        )
+        grad_hidden, grad_norm = _norm_backward(hidden, norm_weight, norm, grad_normed, gradient)
+        return grad_hidden, grad_norm, grad_down, grad_query_norm, grad_key_norm, *(None,) * 10, *grad_layers
 
 
 def _weights(query: Tensor | None, key: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -207,9 +219,9 @@ def _norm_options(norms: HeadNorms | None) -> tuple[float, float]:
 
 
 def _norm_backward(
-    hidden: Tensor, weight: Tensor, norm: Norm, of_normed: Tensor | None, gradient: Tensor
+    hidden: Tensor, weight: Tensor, norm: Norm, grad_normed: Tensor | None, gradient: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of the block's input, the residual's included, and of the norm's weight."""
-    assert of_normed is not None  # the input has a gradient
+    assert grad_normed is not None  # the input has a gradient
     total = main_grad(norm.weight)
-    return norm_kernels.backward(hidden, weight, norm.eps, norm.offset, of_normed, gradient, total)
+    return norm_kernels.backward(hidden, weight, norm.eps, norm.offset, grad_normed, gradient, total)

@@ -114,12 +114,12 @@ def forward_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: FP8Scaling | None = None) -> Tensor:
     """`rows` [T, in], `weight` [out, in] -> [T, out]. With `fp8` the product and the rows' gradient are in FP8."""
     if fp8 is not None:
-        return _products(rows, (weight,), (bias,), one=False, fp8=fp8)[0]
+        return _products(rows, (weight,), (bias,), single_gemm=False, fp8=fp8)[0]
     if not torch.is_grad_enabled():
         return forward_product(rows, weight, bias)
     if wgrad_queue(weight) is None and main_grad(weight) is None and not is_batch_invariant():
         return F.linear(rows, weight, bias)
-    return _products(rows, (weight,), (bias,), one=False)[0]
+    return _products(rows, (weight,), (bias,), single_gemm=False)[0]
 
 
 def embed(tokens: Tensor, table: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -162,18 +162,18 @@ def linear_group(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     *,
-    one: bool = False,
+    single_gemm: bool = False,
     fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `linear` of the same `rows` [T, in] with each of `weights` [out, in]: [T, out] each.
 
     On CUDA each product's gradient of the rows is added to the sum in the product itself. Weights that are adjacent in
-    memory are multiplied as one: in the backward where their gradients are columns of one tensor and, with `one`, in
-    the forward too. Products are then columns of one tensor, and while one of them is kept all are. Without gradients,
-    adjacent weights are one product. With `fp8` the gradient of the rows is one product, wherever the weights are.
+    memory are one GEMM: in the backward where their gradients are columns of one tensor and, with `single_gemm`, in the
+    forward too. Products are then columns of one tensor, and while one of them is kept all are. Without gradients,
+    adjacent weights are one GEMM. With `fp8` the gradient of the rows is one GEMM, wherever the weights are.
     """
     if fp8 is not None or _adds_in_product(rows):
-        return _products(rows, weights, biases, one=one, fp8=fp8)
+        return _products(rows, weights, biases, single_gemm=single_gemm, fp8=fp8)
     if not torch.is_grad_enabled() and not any(bias is not None for bias in biases):
         joined = adjacent_view(weights)
         if joined is not None:
@@ -184,19 +184,19 @@ def linear_group(
 
 def adjacent_view(parts: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     """Returns matrices that are adjacent in memory along `dim` as one view; None where they are not."""
-    for one, other in itertools.pairwise(parts):
-        if not _follows(one, other, dim):
+    for part, next_part in itertools.pairwise(parts):
+        if not _follows(part, next_part, dim):
             return None
     return _joined(parts, dim)
 
 
-def _follows(one: Tensor, other: Tensor, dim: int) -> bool:
-    strides = one.stride()
+def _follows(matrix: Tensor, next_matrix: Tensor, dim: int) -> bool:
+    strides = matrix.stride()
     return (
-        one.data_ptr() + one.shape[dim] * strides[dim] * one.element_size() == other.data_ptr()
-        and strides == other.stride()
-        and one.shape[1 - dim] == other.shape[1 - dim]
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        matrix.data_ptr() + matrix.shape[dim] * strides[dim] * matrix.element_size() == next_matrix.data_ptr()
+        and strides == next_matrix.stride()
+        and matrix.shape[1 - dim] == next_matrix.shape[1 - dim]
+        and matrix.untyped_storage().data_ptr() == next_matrix.untyped_storage().data_ptr()
     )
 
 
@@ -213,8 +213,8 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def _runs(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[slice]:
     """Yields runs of adjacent ones: gradients [T, out] as columns, their weights [out, in] as rows."""
     start = 0
-    for stop, (one, other) in enumerate(itertools.pairwise(zip(gradients, weights, strict=True)), 1):
-        if not (_follows(one[0], other[0], 1) and _follows(one[1], other[1], 0)):
+    for stop, (pair, next_pair) in enumerate(itertools.pairwise(zip(gradients, weights, strict=True)), 1):
+        if not (_follows(pair[0], next_pair[0], 1) and _follows(pair[1], next_pair[1], 0)):
             yield slice(start, stop)
             start = stop
     yield slice(start, len(weights))
@@ -225,12 +225,12 @@ def _products(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     *,
-    one: bool,
+    single_gemm: bool,
     fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     joins = rows.is_cuda  # elsewhere joined products are not equal to the bit
     products: tuple[Tensor, ...] = _Linears.apply(
-        rows, _queue.get(), joins, one and joins, fp8, len(weights), *weights, *biases
+        rows, _queue.get(), joins, single_gemm and joins, fp8, len(weights), *weights, *biases
     )
     return products
 
@@ -262,7 +262,7 @@ def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, back
 class _Linears(Function):
     """`forward_product` of several weights, with deferred or directly added weight gradients.
 
-    With `joins`, adjacent weights are one product in the backward; with `one`, in the forward too.
+    With `joins`, adjacent weights are one GEMM in the backward; with `single_gemm`, in the forward too.
     """
 
     @staticmethod
@@ -271,33 +271,33 @@ class _Linears(Function):
         rows: Tensor,
         queue: DeferredWgrads | None,
         joins: bool,
-        one: bool,
+        single_gemm: bool,
         fp8: FP8Scaling | None,
         count: int,
-        *given: Any,
+        *operands: Any,
     ) -> tuple[Tensor, ...]:
-        weights, biases = given[:count], given[count:]
+        weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(rows, *weights)
         ctx.queue, ctx.joins, ctx.fp8, ctx.weights = queue, joins, fp8, weights
-        return linear_products(rows, weights, biases, one=one, fp8=fp8)
+        return linear_products(rows, weights, biases, single_gemm=single_gemm, fp8=fp8)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        count, asked = len(weights), ctx.needs_input_grad[6:]
-        for_rows, for_weights = product_gradients(
+        count, needs = len(weights), ctx.needs_input_grad[6:]
+        grad_rows, grad_weights = product_gradients(
             rows,
             weights,
             ctx.weights,
             gradients,
             ctx.queue,
-            asked[:count],
+            needs[:count],
             joins=ctx.joins,
-            needs=ctx.needs_input_grad[0],
+            needs_rows=ctx.needs_input_grad[0],
             fp8=ctx.fp8,
         )
-        for_biases = [gradient.sum(0) if asked[index] else None for index, gradient in enumerate(gradients, count)]
-        return for_rows, None, None, None, None, None, *for_weights, *for_biases
+        grad_biases = [gradient.sum(0) if needs[index] else None for index, gradient in enumerate(gradients, count)]
+        return grad_rows, None, None, None, None, None, *grad_weights, *grad_biases
 
 
 def linear_products(
@@ -305,16 +305,16 @@ def linear_products(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] = (),
     *,
-    one: bool,
+    single_gemm: bool,
     fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `rows` [T, in] times each of `weights` [out, in], [T, out] each, plus its bias if there are any.
 
-    With `one`, adjacent weights without biases are one product.
+    With `single_gemm`, adjacent weights without biases are one GEMM.
     """
     biases = tuple(biases) or (None,) * len(weights)
     biased = any(bias is not None for bias in biases)
-    joined = adjacent_view(weights) if one and not biased else None
+    joined = adjacent_view(weights) if single_gemm and not biased else None
     if fp8 is not None:
         return add_biases(fp8_products(rows, weights, share_amax(rows, weights, fp8), joined=joined), biases)
     if joined is None:
@@ -336,48 +336,50 @@ def input_gradient(gradient: Tensor, weight: Tensor, fp8: FP8Scaling | None) -> 
 def product_gradients(
     rows: Tensor,
     weights: Sequence[Tensor],
-    given: Sequence[Tensor],
+    parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     queue: DeferredWgrads | None,
-    asked: Sequence[bool],
+    needs_weights: Sequence[bool],
     *,
     joins: bool = True,
-    needs: bool = True,
+    needs_rows: bool = True,
     fp8: FP8Scaling | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Returns the gradient of the rows, if it `needs` one, and of each weight that is `asked`, from those of products.
+    """Returns the gradients of the rows and of each weight, where needed, from those of the products.
 
-    `given` are the weights as they were given to the product: see `wgrad`, also for the results. With `joins`, adjacent
-    weights are one product. With `fp8` the gradient of the rows always is.
+    `parameters` are the weights as they were passed to the product: see `wgrad`, also for the results. With `joins`,
+    adjacent weights are one GEMM. With `fp8` the gradient of the rows always is.
     """
-    for_rows: Tensor | None = None
-    if needs and fp8 is not None:
+    grad_rows: Tensor | None = None
+    if needs_rows and fp8 is not None:
         columns, matrices = adjacent_view(gradients, 1), adjacent_view(weights)
-        for_rows = fp8_input_gradient(
+        grad_rows = fp8_input_gradient(
             gradients if columns is None else [columns], weights if matrices is None else [matrices], fp8
         )
-        needs = False
-    for_weights: list[Tensor | None] = []
+        needs_rows = False
+    grad_weights: list[Tensor | None] = []
     for run in _runs(gradients, weights) if joins else (slice(index, index + 1) for index in range(len(weights))):
         gradient = _joined(gradients[run], 1)
-        if needs:
+        if needs_rows:
             weight = _joined(weights[run], 0)
-            for_rows = gradient.mm(weight) if for_rows is None else for_rows.addmm_(gradient, weight)
-        totals = _totals(given[run]) if all(asked[run]) else []
+            grad_rows = gradient.mm(weight) if grad_rows is None else grad_rows.addmm_(gradient, weight)
+        totals = _totals(parameters[run]) if all(needs_weights[run]) else []
         total = adjacent_view(totals) if totals else None
         if total is not None:
             add = functools.partial(_add_product, total, gradient, rows)
             if queue is None:
                 add()
             else:  # also one product then: several would not be equal to the bit
-                queue.append((given[run][0], add))
-            for_weights += [None] * len(totals)
+                queue.append((parameters[run][0], add))
+            grad_weights += [None] * len(totals)
         else:
-            for_weights += [
-                wgrad(weight, each, rows, queue) if wanted else None
-                for weight, each, wanted in zip(given[run], gradients[run], asked[run], strict=True)
+            grad_weights += [
+                wgrad(weight, weight_gradient, rows, queue) if needs_weight else None
+                for weight, weight_gradient, needs_weight in zip(
+                    parameters[run], gradients[run], needs_weights[run], strict=True
+                )
             ]
-    return for_rows, for_weights
+    return grad_rows, grad_weights
 
 
 def _totals(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,7 @@ from postlude.ops.linear_logprobs.api import (
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.plan import plan_rows, plan_sweep
-from postlude.ops.linear_logprobs.problem import Problem, resolve
+from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
 from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
 from postlude.ops.linear_logprobs.sweep import Gradients, GradientsNeeded, Head, Projection, TokenSweep
 
@@ -72,28 +72,28 @@ def linear_objective(
     half precision on Hopper the weight's is summed over slabs in place, in its own dtype, where its fp32 form would be
     larger than 256 MiB, or than half of a `memory_budget`.
 
-    With `group` (and where no gradient is wanted) the statistics come first and backward projects again: the same
+    With `group` (and where no gradient is needed) the statistics come first and backward projects again: the same
     results at `linear_logprobs`'s cost, still with one collective per call. All other arguments are those of
     `linear_logprobs`.
     """
     logit_config = logit_config.replace(**changes)
     tensors = hidden, weight, logit_config.bias
-    wanted = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
-    wants_gradient = torch.is_grad_enabled() and (wanted.hidden or wanted.weight or wanted.bias)
-    problem = resolve(hidden, weight, targets, logit_config)
-    selected_columns = _map_tensors(columns, lambda tensor: problem.select(_flat(tensor.detach(), targets)))
+    needed = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
+    needs_gradient = torch.is_grad_enabled() and (needed.hidden or needed.weight or needed.bias)
+    call = resolve(hidden, weight, targets, logit_config)
+    selected_columns = _map_tensors(columns, lambda tensor: call.select(_flat(tensor.detach(), targets)))
     requested = RequestedStats(entropy=entropy, lse=lse, hit=hit)
-    if problem.group is None and wants_gradient:
+    if call.group is None and needs_gradient:
         loss, token_losses, *results = _OneSweep.apply(
-            flat_hidden(hidden), weight, logit_config.bias, problem, token_objective, selected_columns, requested
+            flat_hidden(hidden), weight, logit_config.bias, call, token_objective, selected_columns, requested
         )
     else:
-        logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, problem, requested)
+        logprobs, entropies, *others = token_results(hidden, weight, logit_config.bias, call, requested)
         assert logprobs is not None
-        stats = problem.select(logprobs), None if entropies is None else problem.select(entropies)
+        stats = call.select(logprobs), None if entropies is None else call.select(entropies)
         with without_autocast(hidden.device):
             losses = _call(token_objective, *stats, selected_columns)
-        loss, token_losses = losses.sum(), problem.scatter(losses.detach())
+        loss, token_losses = losses.sum(), call.scatter(losses.detach())
         results = [None if row is None else row.detach() for row in (logprobs, entropies, *others)]
     return LinearObjective(loss, token_losses.view(targets.shape), TokenStats.of(results, targets.shape))
 
@@ -107,21 +107,21 @@ class _OneSweep(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: Problem,
+        call: ResolvedCall,
         objective: TokenObjective,
         columns: Any,
         requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
-        wanted = GradientsNeeded(*ctx.needs_input_grad[:3])
-        head = Head(problem.select(hidden), weight, bias)
+        needed = GradientsNeeded(*ctx.needs_input_grad[:3])
+        head = Head(call.select(hidden), weight, bias)
         with without_autocast(hidden.device):
-            sweep = _planned(head, problem, wanted)
-            gradients = Gradients(head, problem, wanted, sweep.plan, sweep.shape, exact=sweep.exact)
-            losses = _walk(sweep, problem, gradients, objective=objective, columns=columns, entropy=requested.entropy)
-            results = problem.epilogue.results(sweep.state)
+            sweep = _plan(head, call, needed)
+            gradients = Gradients(head, call, needed, sweep.plan, sweep.shape, exact=sweep.exact)
+            losses = _run_sweep(sweep, call, gradients, objective=objective, columns=columns, entropy=requested.entropy)
+            results = call.epilogue.results(sweep.state)
         ctx.gradients, ctx.main_grad = gradients, main_grad(weight)
-        ctx.problem = problem
-        outputs = problem.scatter(losses), *at_positions(results, problem, requested)
+        ctx.call = call
+        outputs = call.scatter(losses), *at_positions(results, call, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 
@@ -132,25 +132,25 @@ class _OneSweep(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
         hidden, weight, bias = gradients.finish(scale, ctx.main_grad)
-        return None if hidden is None else ctx.problem.scatter(hidden), weight, bias, None, None, None, None
+        return None if hidden is None else ctx.call.scatter(hidden), weight, bias, None, None, None, None
 
 
-def _planned(head: Head, problem: Problem, wanted: GradientsNeeded) -> TokenSweep:
+def _plan(head: Head, call: ResolvedCall, needed: GradientsNeeded) -> TokenSweep:
     """Returns a sweep that has not started."""
-    shape, budget = problem.shape(head.hidden.shape[1], coded=problem.coded), problem.memory_budget
-    if problem.coded:
-        return TokenSweep.coded(head, problem.rows, shape, problem.operand, wanted, budget)
-    cast = head.weight.dtype != problem.operand
-    plan = plan_sweep(shape, weight_gradient=wanted.weight, weight_cast=cast, memory_budget=budget)
-    if problem.batch_invariant:
+    shape, budget = call.shape(head.hidden.shape[1], quantized=call.can_quantize), call.memory_budget
+    if call.can_quantize:
+        return TokenSweep.quantized(head, call.rows, shape, call.operand, needed, budget)
+    cast = head.weight.dtype != call.operand
+    plan = plan_sweep(shape, weight_gradient=needed.weight, weight_cast=cast, memory_budget=budget)
+    if call.batch_invariant:
         plan = plan_rows(shape, budget)
-    state = empty_state(shape.rows, problem.compute, head.hidden.device)
-    return TokenSweep(shape, plan, True, state, Projection(head, problem, plan, shape))
+    state = empty_state(shape.rows, call.compute, head.hidden.device)
+    return TokenSweep(shape, plan, True, state, Projection(head, call, plan, shape))
 
 
-def _walk(
+def _run_sweep(
     sweep: TokenSweep,
-    problem: Problem,
+    call: ResolvedCall,
     gradients: Gradients,
     *,
     objective: TokenObjective,
@@ -166,8 +166,8 @@ def _walk(
         gradients.add(*projection.differentiate(results, upstream))
         losses.append(loss)
     if not losses:
-        return torch.zeros(0, dtype=problem.compute, device=sweep.state.device)
-    return torch.cat(losses).to(problem.compute)
+        return torch.zeros(0, dtype=call.compute, device=sweep.state.device)
+    return torch.cat(losses).to(call.compute)
 
 
 def _differentiate(
@@ -182,13 +182,13 @@ def _differentiate(
         return losses, Upstream(None, None)
     leaves = [logprob] if entropies is None else [logprob, entropies]
     with torch.autograd.set_multithreading_enabled(False):  # another thread would take longer
-        arriving = _one(losses.dtype, losses.device).expand(losses.shape)
-        gradients = torch.autograd.grad(losses, leaves, arriving, allow_unused=True)
+        upstream = _scalar_one(losses.dtype, losses.device).expand(losses.shape)
+        gradients = torch.autograd.grad(losses, leaves, upstream, allow_unused=True)
     return losses.detach(), Upstream(*gradients) if entropy else Upstream(gradients[0], None)
 
 
 @functools.cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scalar_one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
 
 

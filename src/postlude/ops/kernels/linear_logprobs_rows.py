@@ -40,7 +40,7 @@ def select(
     allowed: tuple[int, int],
     vocab_start: int,
     dtype: torch.dtype,
-    promised: int | None,
+    target_count: int | None,
 ) -> Selection:
     """See `Epilogue.select`."""
     tensors = temperature if isinstance(temperature, Tensor) else None
@@ -49,12 +49,12 @@ def select(
         positions=torch.empty_like(targets),
         targets=torch.empty_like(targets),
         factor=torch.empty_like(targets, dtype=dtype),
-        broken=None if promised is None else targets.new_empty((), dtype=torch.bool),
+        wrong_count=None if target_count is None else targets.new_empty((), dtype=torch.bool),
     )
-    written = selection.counts, selection.positions, selection.targets, selection.factor, selection.broken
+    written = selection.counts, selection.positions, selection.targets, selection.factor, selection.wrong_count
     stride = 0 if tensors is None else tensors.stride(0)
     factor = scale if isinstance(temperature, Tensor) else scale / temperature
-    numbers = (targets.numel(), stride, factor, *allowed, vocab_start, 0 if promised is None else promised)
+    numbers = (targets.numel(), stride, factor, *allowed, vocab_start, 0 if target_count is None else target_count)
     _select((1, 1, 1), (targets, tensors, *written), numbers, (ignore_index, SELECTION_BLOCK), SELECTION_WARPS)
     return selection
 
@@ -78,38 +78,38 @@ def empty_results(state: Tensor) -> Results:
 
 def results(state: Tensor) -> Results:
     """See `Epilogue.results`."""
-    count, made = state.shape[1], empty_results(state)
-    tensors = (state, made.logprob, made.entropy, made.normalizer)
+    count, row_results = state.shape[1], empty_results(state)
+    tensors = (state, row_results.logprob, row_results.entropy, row_results.normalizer)
     _results((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (state.stride(0), count), (ROW_BLOCK,), 4)
-    return made
+    return row_results
 
 
 def coefficients(
-    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, target_positions: Tensor | None
 ) -> Tensor:
     """See `Epilogue.coefficients`."""
     count = entropy.shape[0]
-    made = entropy.new_empty(5, count)
-    arriving = upstream.logprob, upstream.entropy, upstream.lse
-    strides = (0 if row is None else row.stride(0) for row in arriving)
+    output = entropy.new_empty(5, count)
+    gradients = upstream.logprob, upstream.entropy, upstream.lse
+    strides = (0 if row is None else row.stride(0) for row in gradients)
     inner = 1.0 if rows.inner is None else rows.inner
-    tensors = (*arriving, kept, rows.factor, normalizer, entropy, made)
+    tensors = (*gradients, target_positions, rows.factor, normalizer, entropy, output)
     _coefficients((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (*strides, inner, count), (ROW_BLOCK,), 4)
-    return made
+    return output
 
 
 def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Epilogue.differentiate`. In place: a half-precision gradient takes the first half of its row's bytes."""
     count, columns = slab.products.shape
     stride = slab.products.stride(0)
-    whole = slab.products.as_strided((count, stride), (stride, 1)).view(dtype)
+    gradients = slab.products.as_strided((count, stride), (stride, 1)).view(dtype)
     _differentiate_kernel[(count,)](
-        slab.products, stride, whole, whole.stride(0), columns, slab.column_range.start, slab.rows.targets,
+        slab.products, stride, gradients, gradients.stride(0), columns, slab.column_range.start, slab.rows.targets,
         slab.rows.factor, 1.0 if slab.rows.inner is None else slab.rows.inner, slab.bias, coefficients,
         coefficients.stride(0), SOFTCAP=slab.rows.inner is not None, BLOCK=_block(columns, GRADIENT_BLOCK),
         num_warps=GRADIENT_WARPS,
     )  # fmt: skip
-    return whole[:, :columns]
+    return gradients[:, :columns]
 
 
 def scale(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -120,53 +120,55 @@ def scale(tensor: Tensor, factor: Tensor) -> Tensor:
     return tensor
 
 
-def _block(columns: int, most: int) -> int:
-    return min(most, max(256, 1 << (columns - 1).bit_length()))
+def _block(columns: int, limit: int) -> int:
+    return min(limit, max(256, 1 << (columns - 1).bit_length()))
 
 
-@triton.jit(do_not_specialize=["count", "temperature_stride", "scale", "low", "high", "vocab_start", "promised"])
+@triton.jit(do_not_specialize=["count", "temperature_stride", "scale", "low", "high", "vocab_start", "target_count"])
 def _select_kernel(
-    targets, temperatures, counts, positions, kept_targets, factors, broken, count, temperature_stride, scale, low,
-    high, vocab_start, promised,
+    targets, temperatures, counts, positions, selected_targets, factors, wrong_count, count, temperature_stride, scale,
+    low, high, vocab_start, target_count,
     IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program: a token's row depends on all before it, and all together take a few microseconds.
-    kept_before = 0
+    selected_before = 0
     ignored_before = 0
-    cold_before = 0
+    invalid_temperatures = 0
     for first in range(0, count, BLOCK):
         position = first + tl.arange(0, BLOCK)
         inside = position < count
         target = tl.load(targets + position, mask=inside, other=0)
         ignored = inside & (target == IGNORE_INDEX)
-        kept = inside & (target != IGNORE_INDEX) & (target >= low) & (target < high)
-        place = kept_before + tl.cumsum(kept.to(tl.int32), 0) - 1
+        selected = inside & (target != IGNORE_INDEX) & (target >= low) & (target < high)
+        place = selected_before + tl.cumsum(selected.to(tl.int32), 0) - 1
         factor = tl.full((BLOCK,), scale, tl.float32)
         if temperatures is not None:
             temperature = tl.load(temperatures + position * temperature_stride, mask=inside, other=1.0)
             factor = tl.div_rn(factor, temperature.to(tl.float32))
-            cold_before += tl.sum((kept & ~(temperature > 0)).to(tl.int32), 0)
-        tl.store(positions + place, position, mask=kept)
-        tl.store(kept_targets + place, target - vocab_start, mask=kept)
-        tl.store(factors + place, factor, mask=kept)
-        kept_before += tl.sum(kept.to(tl.int32), 0)
+            invalid_temperatures += tl.sum((selected & ~(temperature > 0)).to(tl.int32), 0)
+        tl.store(positions + place, position, mask=selected)
+        tl.store(selected_targets + place, target - vocab_start, mask=selected)
+        tl.store(factors + place, factor, mask=selected)
+        selected_before += tl.sum(selected.to(tl.int32), 0)
         ignored_before += tl.sum(ignored.to(tl.int32), 0)
-    tl.store(counts, kept_before)
+    tl.store(counts, selected_before)
     tl.store(counts + 1, ignored_before)
-    tl.store(counts + 2, cold_before)
-    if broken is not None:
-        wrong = (kept_before != promised) | (ignored_before != count - promised) | (cold_before != 0)
-        tl.store(broken, wrong)
-        if wrong:
+    tl.store(counts + 2, invalid_temperatures)
+    if wrong_count is not None:
+        is_wrong = (
+            (selected_before != target_count) | (ignored_before != count - target_count) | (invalid_temperatures != 0)
+        )
+        tl.store(wrong_count, is_wrong)
+        if is_wrong:
             tl.debug_barrier()  # other threads overwrite what was stored above
             for first in range(0, count, BLOCK):
                 position = first + tl.arange(0, BLOCK)
                 inside = position < count
                 tl.store(factors + position, float("nan"), mask=inside)
-                # Memory after the last token is uninitialised, and the promised rows are read.
-                behind = inside & (position >= kept_before)
+                # Memory after the last token is uninitialised, and as many rows as expected are read.
+                behind = inside & (position >= selected_before)
                 tl.store(positions + position, 0, mask=behind)
-                tl.store(kept_targets + position, 0, mask=behind)
+                tl.store(selected_targets + position, 0, mask=behind)
 
 
 @triton.jit
@@ -274,33 +276,33 @@ def store_results(maximum, total, moment, target, logprobs, entropies, normalize
 
 @triton.jit(do_not_specialize=["logprob_stride", "entropy_stride", "lse_stride", "inner", "count"])
 def _coefficients_kernel(
-    logprobs, entropies, lses, kept, factors, normalizer, row_entropies, made, logprob_stride, entropy_stride,
-    lse_stride, inner, count,
+    logprobs, entropies, lses, target_positions, factors, normalizer, row_entropies, output, logprob_stride,
+    entropy_stride, lse_stride, inner, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < count
     place = row
-    if kept is not None:
-        place = tl.load(kept + row, mask=live, other=0)
+    if target_positions is not None:
+        place = tl.load(target_positions + row, mask=live, other=0)
     slope = tl.load(factors + row, mask=live, other=0.0) * inner
-    at_target = _arriving(logprobs, logprob_stride, place, live, slope)
-    linear = _arriving(entropies, entropy_stride, place, live, slope)
-    at_all = _arriving(lses, lse_stride, place, live, slope)
+    at_target = _scaled_gradient(logprobs, logprob_stride, place, live, slope)
+    linear = _scaled_gradient(entropies, entropy_stride, place, live, slope)
+    at_all = _scaled_gradient(lses, lse_stride, place, live, slope)
     constant = at_target + linear * tl.load(row_entropies + row, mask=live, other=0.0) - at_all
-    tl.store(made + row, tl.load(normalizer + row, mask=live, other=0.0), mask=live)
-    tl.store(made + count + row, tl.load(normalizer + count + row, mask=live, other=0.0), mask=live)
-    tl.store(made + 2 * count + row, at_target, mask=live)
-    tl.store(made + 3 * count + row, constant, mask=live)
-    tl.store(made + 4 * count + row, linear, mask=live)
+    tl.store(output + row, tl.load(normalizer + row, mask=live, other=0.0), mask=live)
+    tl.store(output + count + row, tl.load(normalizer + count + row, mask=live, other=0.0), mask=live)
+    tl.store(output + 2 * count + row, at_target, mask=live)
+    tl.store(output + 3 * count + row, constant, mask=live)
+    tl.store(output + 4 * count + row, linear, mask=live)
 
 
 @triton.jit
-def _arriving(gradients, stride, place, live, slope):
-    arriving = tl.zeros_like(slope)
+def _scaled_gradient(gradients, stride, place, live, slope):
+    scaled = tl.zeros_like(slope)
     if gradients is not None:
-        arriving = tl.load(gradients + place * stride, mask=live, other=0.0) * slope
-    return arriving
+        scaled = tl.load(gradients + place * stride, mask=live, other=0.0) * slope
+    return scaled
 
 
 @Kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude.ops.linear import main_grad
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
-from postlude.ops.linear_logprobs.problem import Problem, resolve
+from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
 from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
 from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
@@ -68,13 +68,13 @@ def linear_logprobs(
     It is differentiable once; create_graph=True raises. The backward needs the inputs and a few numbers per token.
     """
     logit_config = logit_config.replace(**changes)
-    problem = resolve(hidden, weight, targets, logit_config)
-    vocab_size = problem.columns if problem.group is None else logit_config.vocab_size
+    call = resolve(hidden, weight, targets, logit_config)
+    vocab_size = call.columns if call.group is None else logit_config.vocab_size
     assert vocab_size is not None
     if not 0 <= topk <= vocab_size:
         raise ValueError(f"topk must be between 0 and the vocabulary's {vocab_size} entries, but is {topk}.")
     requested = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
-    results = token_results(hidden, weight, logit_config.bias, problem, requested)
+    results = token_results(hidden, weight, logit_config.bias, call, requested)
     return TokenStats.of(results, targets.shape)
 
 
@@ -89,10 +89,10 @@ class RequestedStats:
 
 
 def token_results(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, requested: RequestedStats
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: ResolvedCall, requested: RequestedStats
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, of a resolved call."""
-    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, problem, requested)  # type: ignore[no-any-return]
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, call, requested)  # type: ignore[no-any-return]
 
 
 def flat_hidden(hidden: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def flat_hidden(hidden: Tensor) -> Tensor:
 
 
 def at_positions(
-    results: Results, problem: Problem, requested: RequestedStats, top: TopK | None = None
+    results: Results, call: ResolvedCall, requested: RequestedStats, top: TopK | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
     rows = (
@@ -112,7 +112,7 @@ def at_positions(
         None if top is None else top.ids,
         results.hit if requested.hit else None,
     )
-    return tuple(None if row is None else problem.scatter(row) for row in rows)
+    return tuple(None if row is None else call.scatter(row) for row in rows)
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -130,19 +130,19 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        problem: Problem,
+        call: ResolvedCall,
         requested: RequestedStats,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(hidden.device):
-            head = Head(problem.select(hidden), weight, bias)
-            state, top = sweep_statistics(head, problem, entropy=requested.entropy, topk=requested.topk)
-            if problem.group is not None and state.shape[1]:
-                state, top = join_ranks(state, top, problem.group)
-        results = problem.epilogue.results(state)
+            head = Head(call.select(hidden), weight, bias)
+            state, top = sweep_statistics(head, call, entropy=requested.entropy, topk=requested.topk)
+            if call.group is not None and state.shape[1]:
+                state, top = join_ranks(state, top, call.group)
+        results = call.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
-        ctx.problem, ctx.main_grad = problem, main_grad(weight)
+        ctx.call, ctx.main_grad = call, main_grad(weight)
         ctx.set_materialize_grads(False)
-        outputs = at_positions(results, problem, requested, top)
+        outputs = at_positions(results, call, requested, top)
         ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
         return outputs
 
@@ -154,15 +154,13 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_logprob is None and grad_entropy is None and grad_lse is None:
             return (None,) * 5
         hidden, weight, bias, normalizer, row_entropy = ctx.saved_tensors
-        problem: Problem = ctx.problem
+        call: ResolvedCall = ctx.call
         upstream = Upstream(grad_logprob, grad_entropy, grad_lse)
-        coefficients = problem.epilogue.coefficients(
-            problem.rows, normalizer, row_entropy, upstream, problem.target_positions
-        )
+        coefficients = call.epilogue.coefficients(call.rows, normalizer, row_entropy, upstream, call.target_positions)
         with without_autocast(hidden.device):
-            head = Head(problem.select(hidden), weight, bias)
-            gradients = sweep_gradients(head, problem, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
+            head = Head(call.select(hidden), weight, bias)
+            gradients = sweep_gradients(head, call, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
         hidden_gradient, weight_gradient, bias_gradient = gradients.finish(main_grad=ctx.main_grad)
         if hidden_gradient is not None:
-            hidden_gradient = problem.scatter(hidden_gradient)
+            hidden_gradient = call.scatter(hidden_gradient)
         return hidden_gradient, weight_gradient, bias_gradient, None, None

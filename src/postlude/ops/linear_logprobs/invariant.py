@@ -47,7 +47,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor) -> 
         allowed=(0, columns),
         vocab_start=0,
         dtype=dtype,
-        promised=None,
+        target_count=None,
     )
     token_rows, state = TokenRows(selection.targets, selection.factor, None), empty_state(count, dtype, logits.device)
     shape = Shape(count, columns, 0, device=logits.device.type)

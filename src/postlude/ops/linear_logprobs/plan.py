@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Along = Literal["vocabulary", "token"]
+SlabAxis = Literal["vocabulary", "token"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -27,30 +27,30 @@ SLAB_OVERHEAD = 64 * MIB
 
 # One sweep with 16-bit logits: the slab's size relative to the gradients of weight and hidden in half precision. More
 # would mean fewer slabs that rewrite and round the weight's sum; this stays near the leanest peer's peak memory.
-CODED_OF_WEIGHT, CODED_OF_HIDDEN = 0.2, 1.4
+QUANTIZED_OF_WEIGHT, QUANTIZED_OF_HIDDEN = 0.2, 1.4
 HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Default sizes of a logits slab in bytes: per token, at least `least` and at most `most` in all.
+    """Default sizes of a logits slab in bytes: per token, at least `min_bytes` and at most `max_bytes` in all.
 
     In one sweep (`linear_objective`) a slab holds the whole vocabulary of its tokens, and each of several slabs
-    rewrites the weight's accumulator. So large slabs pay: slab and accumulator share `sweep_most`, of which the slab
-    has at least `sweep_least`. With 16-bit logits a slab has at least `coded_rows`, up to `coded_rows_most`, and the
-    weight's accumulator is in the compute dtype up to `coded_sum_most`.
+    rewrites the weight's accumulator. So large slabs pay: slab and accumulator share `sweep_max_bytes`, of which the
+    slab has at least `sweep_min_bytes`. With 16-bit logits a slab has at least `quantized_rows`, up to
+    `quantized_rows_max_bytes`, and the weight's accumulator is in the compute dtype up to `quantized_sum_max_bytes`.
     """
 
     partial: int  # per token, where only partial statistics are kept
     forward: int  # per token
     backward: int  # per token
-    least: int
-    most: int
-    sweep_least: int
-    sweep_most: int
-    coded_rows: int = 1024
-    coded_rows_most: int = 512 * MIB
-    coded_sum_most: int = 256 * MIB
+    min_bytes: int
+    max_bytes: int
+    sweep_min_bytes: int
+    sweep_max_bytes: int
+    quantized_rows: int = 1024
+    quantized_rows_max_bytes: int = 512 * MIB
+    quantized_sum_max_bytes: int = 256 * MIB
 
 
 # GPU: 16 KiB per token is 4096 fp32 logits: GEMMs wide enough for full speed, in no more memory than the leanest peer.
@@ -60,19 +60,19 @@ SCRATCH = {
         partial=2 * KIB,
         forward=16 * KIB,
         backward=16 * KIB,
-        least=176 * MIB,
-        most=4 * GIB,
-        sweep_least=2 * GIB,
-        sweep_most=4 * GIB,
+        min_bytes=176 * MIB,
+        max_bytes=4 * GIB,
+        sweep_min_bytes=2 * GIB,
+        sweep_max_bytes=4 * GIB,
     ),
     "cpu": Scratch(
         partial=2 * KIB,
         forward=16 * KIB,
         backward=16 * KIB,
-        least=32 * MIB,
-        most=256 * MIB,
-        sweep_least=64 * MIB,
-        sweep_most=256 * MIB,
+        min_bytes=32 * MIB,
+        max_bytes=256 * MIB,
+        sweep_min_bytes=64 * MIB,
+        sweep_max_bytes=256 * MIB,
     ),
 }
 
@@ -99,14 +99,14 @@ class Shape:
 
     def slab_bytes(self, per_token: int) -> int:
         """The default size of a slab."""
-        return min(max(self.rows * per_token, self.scratch.least), self.scratch.most)
+        return min(max(self.rows * per_token, self.scratch.min_bytes), self.scratch.max_bytes)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Walk the logits over `axis`, `size` columns or rows at a time."""
+    """Processes the logits along `axis`, `size` columns or rows at a time."""
 
-    axis: Along
+    axis: SlabAxis
     size: int
 
     def slabs(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
@@ -146,7 +146,7 @@ def plan_rows(shape: Shape, memory_budget: int | None = None) -> Plan:
     """
     if shape.device == "cpu":
         return Plan("token", 1)
-    return _plan("token", shape, shape.scratch.sweep_least if memory_budget is None else memory_budget)
+    return _plan("token", shape, shape.scratch.sweep_min_bytes if memory_budget is None else memory_budget)
 
 
 def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | None = None) -> Plan:
@@ -172,7 +172,7 @@ def plan_gradients(
     With `weight_cast` the GEMMs need the weight in another dtype: over tokens, a whole copy of it.
     """
     row = shape.hidden * shape.accumulator_bytes
-    needs: dict[Along, int] = {
+    needs: dict[SlabAxis, int] = {
         "vocabulary": hidden_gradient * shape.rows * row,
         "token": (weight_gradient + weight_cast) * shape.columns * row,
     }
@@ -188,40 +188,40 @@ def plan_sweep(
     shape: Shape, *, weight_gradient: bool, weight_cast: bool = False, memory_budget: int | None = None
 ) -> Plan:
     """Plans forward and backward in one sweep (`linear_objective`) over tokens: a softmax needs its whole row."""
-    budget = shape.scratch.sweep_most if memory_budget is None else memory_budget
+    budget = shape.scratch.sweep_max_bytes if memory_budget is None else memory_budget
     row = shape.hidden * shape.accumulator_bytes
     cast = weight_cast * shape.columns * row
     if shape.rows * shape.columns * shape.logit_bytes + cast <= budget:
         return Plan("token", max(1, shape.rows))  # one slab: nothing is summed, so nothing else is needed
     room = budget - cast - weight_gradient * shape.columns * row
     if memory_budget is None:
-        room = max(room, shape.scratch.sweep_least)
+        room = max(room, shape.scratch.sweep_min_bytes)
     return _plan("token", shape, room)
 
 
-def plan_coded_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int | None = None) -> tuple[Plan, bool]:
+def plan_quantized_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int | None = None) -> tuple[Plan, bool]:
     """Plans one sweep with 16-bit logits. Also returns whether the weight's gradient is summed in the compute dtype.
 
     That takes twice the memory of the gradient itself; where it is large, the gradient itself is the sum.
     """
     summed = weight_gradient * shape.columns * shape.hidden * shape.accumulator_bytes
-    room, most = memory_budget, shape.scratch.coded_sum_most
+    room, max_sum_bytes = memory_budget, shape.scratch.quantized_sum_max_bytes
     if room is None:
         # A fifth of the weight's gradient is large enough for the GEMMs, and small beside it.
-        gradients = CODED_OF_WEIGHT * shape.columns + CODED_OF_HIDDEN * shape.rows
-        rows = int(shape.scratch.coded_rows * shape.columns * shape.logit_bytes) + 1
-        room = max(int(gradients * shape.hidden * HALF_BYTES), min(rows, shape.scratch.coded_rows_most))
+        gradients = QUANTIZED_OF_WEIGHT * shape.columns + QUANTIZED_OF_HIDDEN * shape.rows
+        rows = int(shape.scratch.quantized_rows * shape.columns * shape.logit_bytes) + 1
+        room = max(int(gradients * shape.hidden * HALF_BYTES), min(rows, shape.scratch.quantized_rows_max_bytes))
     else:
-        most = room // 2
+        max_sum_bytes = room // 2
     if shape.rows * shape.columns * shape.logit_bytes <= room:
         return Plan("token", max(1, shape.rows)), True
-    exact = summed <= most
+    exact = summed <= max_sum_bytes
     if memory_budget is not None and exact:
         room -= summed
     return _plan("token", shape, room), exact
 
 
-def _plan(axis: Along, shape: Shape, room: int) -> Plan:
+def _plan(axis: SlabAxis, shape: Shape, room: int) -> Plan:
     """Returns the fewest slabs of at most `room` bytes, or of one row or column where that is more."""
     length, width, tile = (
         (shape.columns, shape.rows, COLUMN_TILE) if axis == "vocabulary" else (shape.rows, shape.columns, ROW_TILE)

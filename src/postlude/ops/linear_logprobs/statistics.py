@@ -53,14 +53,14 @@ class TokenRows:
 class Selection:
     """The tokens to project, in order, at the front of tensors with room for all; the rest is undefined.
 
-    Where more tokens were promised than exist, the extra positions are still valid to look up.
+    Where `target_count` exceeds their number, the extra positions are still valid indices.
     """
 
     counts: Tensor  # [3] int64: tokens to project, ignored tokens, tokens to project at no temperature above 0
     positions: Tensor  # int64
     targets: Tensor  # int64, as in `TokenRows`
     factor: Tensor
-    broken: Tensor | None = None  # 0-dim bool: the promised count was wrong; None without a promise
+    wrong_count: Tensor | None = None  # 0-dim bool: `target_count` was wrong; None without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,11 @@ class Epilogue(Protocol):
         allowed: tuple[int, int],
         vocab_start: int,
         dtype: torch.dtype,
-        promised: int | None,
+        target_count: int | None,
     ) -> Selection:
         """Selects tokens whose target is in `allowed` and not `ignore_index`; their factor is scale / temperature.
 
-        If their number is not as `promised`, another target is invalid, or a temperature is not above 0, every factor
+        If their number is not `target_count`, another target is invalid, or a temperature is not above 0, every factor
         is NaN.
         """
         ...
@@ -115,12 +115,12 @@ class Epilogue(Protocol):
         ...
 
     def coefficients(
-        self, rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+        self, rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, target_positions: Tensor | None
     ) -> Tensor:
         """Returns [5, n]: m, log Σ, a, b, c with d_product = a·[target] - p·(b + c·log p), from the rows' results.
 
-        The upstream gradients of row i are at index kept[i], or i if it is None. a, b and c include `rows.slope`, but
-        not the softcap's slope.
+        The upstream gradients of row i are at index target_positions[i], or i if it is None. a, b and c include
+        `rows.slope`, but not the softcap's slope.
         """
         ...
 
@@ -199,21 +199,21 @@ def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tup
     """Joins the results of every rank of `group` for its part of the vocabulary, with one collective."""
     # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
     bits = torch.int32 if state.dtype == torch.float32 else torch.int64
-    mine = state
+    local = state
     if top is not None:
-        mine = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
+        local = torch.cat((state, top.logits.t(), top.ids.to(bits).view(state.dtype).t()))
     size = dist.get_world_size(group)
-    everyone = mine.new_empty(size * mine.shape[0], mine.shape[1])
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    everyone = everyone.view(size, *mine.shape)
+    gathered = local.new_empty(size * local.shape[0], local.shape[1])
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    gathered = gathered.view(size, *local.shape)
     if top is None:
-        return join(everyone), None
+        return join(gathered), None
     rows, k = top.logits.shape
     logits, ids = (
-        part.permute(2, 0, 1).reshape(rows, size * k) for part in (everyone[:, 4 : 4 + k], everyone[:, 4 + k :])
+        part.permute(2, 0, 1).reshape(rows, size * k) for part in (gathered[:, 4 : 4 + k], gathered[:, 4 + k :])
     )
-    nothing = TopK.empty(rows, k, state.dtype, state.device)
-    return join(everyone[:, :4]), nothing.joined(logits, ids.view(bits).long())
+    empty = TopK.empty(rows, k, state.dtype, state.device)
+    return join(gathered[:, :4]), empty.joined(logits, ids.view(bits).long())
 
 
 @dataclass(frozen=True)

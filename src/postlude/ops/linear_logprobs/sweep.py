@@ -1,4 +1,4 @@
-"""The two walks over the logits: statistics forward, gradients backward. Slabs come from the planner."""
+"""The two passes over the logits: statistics in the forward, gradients in the backward. The plan has the slabs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import (
     Plan,
     Shape,
-    plan_coded_sweep,
     plan_gradients,
+    plan_quantized_sweep,
     plan_rows,
     plan_statistics,
     plan_tiles,
 )
-from postlude.ops.linear_logprobs.problem import Problem
+from postlude.ops.linear_logprobs.resolved_call import ResolvedCall
 from postlude.ops.linear_logprobs.statistics import (
     Epilogue,
     Operands,
@@ -54,22 +54,22 @@ class GradientsNeeded:
 class Projection:
     """hidden @ weightᵀ, one slab at a time in one buffer: each slab overwrites the one before."""
 
-    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+    def __init__(self, head: Head, call: ResolvedCall, plan: Plan, shape: Shape) -> None:
         self.head = head
-        self.problem = problem
-        self.hidden = head.hidden.to(problem.operand)
-        self.entries: tuple[slice, Tensor] | None = None
-        self.current: Slab | None = None
+        self.call = call
+        self.hidden = head.hidden.to(call.operand)
+        self.cast_weight: tuple[slice, Tensor] | None = None
+        self.scored: Slab | None = None
         rows, columns = plan.largest(shape)
-        self.buffer = torch.empty(rows * gemm.aligned(columns), dtype=problem.compute, device=self.hidden.device)
+        self.buffer = torch.empty(rows * gemm.aligned(columns), dtype=call.compute, device=self.hidden.device)
 
     def slab(self, rows: slice, columns: slice) -> Slab:
         """Projects `rows` on `columns`."""
         hidden, weight = self.hidden[rows], self._weight(columns)
-        bias = None if self.head.bias is None else self.head.bias[columns].to(self.problem.compute).contiguous()
+        bias = None if self.head.bias is None else self.head.bias[columns].to(self.call.compute).contiguous()
         stride = gemm.aligned(weight.shape[0])
         out = self.buffer[: hidden.shape[0] * stride].view(-1, stride)[:, : weight.shape[0]]
-        if self.problem.batch_invariant:
+        if self.call.batch_invariant:
             products = invariant_product(hidden, weight, out=out)
         else:
             products = gemm.product(hidden, weight.t(), out)
@@ -79,44 +79,44 @@ class Projection:
             row_range=rows,
             column_range=columns,
             products=products,
-            rows=self.problem.rows[rows],
+            rows=self.call.rows[rows],
             bias=bias,
         )
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """Projects `rows` on all `columns` and keeps the slab. Returns the results; updates `state` [4, rows]."""
-        self.current = self.slab(rows, columns)
-        self.problem.epilogue.accumulate(self.current, state, entropy=entropy)
-        return self.problem.epilogue.results(state)
+        self.scored = self.slab(rows, columns)
+        self.call.epilogue.accumulate(self.scored, state, entropy=entropy)
+        return self.call.epilogue.results(state)
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
         """Returns the gradient [rows, columns] of the products kept by `score`, from that of its results."""
-        slab, self.current = self.current, None
+        slab, self.scored = self.scored, None
         assert slab is not None, "nothing was scored"
-        epilogue = self.problem.epilogue
+        epilogue = self.call.epilogue
         coefficients = epilogue.coefficients(slab.rows, results.normalizer, results.entropy, upstream, None)
-        return slab, epilogue.differentiate(slab, coefficients, self.problem.operand)
+        return slab, epilogue.differentiate(slab, coefficients, self.call.operand)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
         """Projects again and returns the products' gradient [rows, columns] from `Epilogue.coefficients` [5, n]."""
         slab = self.slab(rows, columns)
-        return slab, self.problem.epilogue.differentiate(slab, coefficients[:, rows], self.problem.operand)
+        return slab, self.call.epilogue.differentiate(slab, coefficients[:, rows], self.call.operand)
 
     def _weight(self, columns: slice) -> Tensor:
         """Returns rows of the weight in the GEMMs' dtype. A cast is kept while the columns stay the same."""
-        if self.entries is None or self.entries[0] != columns:
-            self.entries = columns, self.head.weight[columns].to(self.problem.operand)
-        return self.entries[1]
+        if self.cast_weight is None or self.cast_weight[0] != columns:
+            self.cast_weight = columns, self.head.weight[columns].to(self.call.operand)
+        return self.cast_weight[1]
 
 
 class FusedProjection:
     """Like `Projection`, for gradients only: the products never leave the kernel."""
 
-    def __init__(self, head: Head, problem: Problem, plan: Plan, shape: Shape) -> None:
+    def __init__(self, head: Head, call: ResolvedCall, plan: Plan, shape: Shape) -> None:
         self.head = head
-        self.problem = problem
+        self.call = call
         rows, columns = plan.largest(shape)
-        self.buffer = torch.empty(rows, gemm.whole_steps(columns), dtype=problem.operand, device=head.hidden.device)
+        self.buffer = torch.empty(rows, gemm.whole_steps(columns), dtype=call.operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
 
     def gradient(self, rows: slice, columns: slice, coefficients: Tensor) -> tuple[Operands, Tensor]:
@@ -125,7 +125,7 @@ class FusedProjection:
 
         hidden, weight = self.head.hidden[rows], self.head.weight
         out = self.buffer[: hidden.shape[0], : columns.stop - columns.start]
-        differentiate(hidden, weight, self.bias, self.problem.rows[rows], columns, coefficients[:, rows], out)
+        differentiate(hidden, weight, self.bias, self.call.rows[rows], columns, coefficients[:, rows], out)
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
         return operands, out
 
@@ -136,10 +136,10 @@ class QuantizedProjection:
     def __init__(self, head: Head, rows: TokenRows, operand: torch.dtype, plan: Plan, shape: Shape) -> None:
         self.head = head
         self.rows = rows
-        most, columns = plan.largest(shape)
-        self.codes = torch.empty(most, gemm.whole_steps(columns), dtype=operand, device=head.hidden.device)
+        max_rows, columns = plan.largest(shape)
+        self.codes = torch.empty(max_rows, gemm.whole_steps(columns), dtype=operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
-        self.current: tuple[Operands, Tensor, Tensor] | None = None
+        self.scored: tuple[Operands, Tensor, Tensor] | None = None
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
         """See `Projection.score`. The state starts here, and entropy costs nothing."""
@@ -149,17 +149,17 @@ class QuantizedProjection:
         codes = self.codes[: hidden.shape[0], : columns.stop]
         partial, results = encode(hidden, weight, self.bias, self.rows[rows], columns.stop, codes, state)
         operands = Operands(hidden=hidden, weight=weight[columns], row_range=rows, column_range=columns)
-        self.current = operands, codes, partial
+        self.scored = operands, codes, partial
         return results
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
         """See `Projection.differentiate`."""
         from postlude.ops.kernels.linear_logprobs_quantized import decode
 
-        assert self.current is not None, "nothing was scored"
-        (operands, codes, partial), self.current = self.current, None
-        picked, masked = self.rows[operands.row_range], self.bias is not None
-        return operands, decode(codes, partial, picked, results, upstream, masked=masked)
+        assert self.scored is not None, "nothing was scored"
+        (operands, codes, partial), self.scored = self.scored, None
+        rows, masked = self.rows[operands.row_range], self.bias is not None
+        return operands, decode(codes, partial, rows, results, upstream, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,17 @@ class TokenSweep:
     projection: Projection | QuantizedProjection
 
     @staticmethod
-    def coded(
+    def quantized(
         head: Head,
         rows: TokenRows,
         shape: Shape,
         operand: torch.dtype,
-        wanted: GradientsNeeded,
+        needed: GradientsNeeded,
         budget: int | None,
     ) -> TokenSweep:
         """Builds a sweep with logits in 16 bits."""
-        plan, exact = plan_coded_sweep(shape, weight_gradient=wanted.weight, memory_budget=budget)
-        state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # begun slab by slab
+        plan, exact = plan_quantized_sweep(shape, weight_gradient=needed.weight, memory_budget=budget)
+        state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # filled slab by slab
         return TokenSweep(shape, plan, exact, state, QuantizedProjection(head, rows, operand, plan, shape))
 
 
@@ -230,19 +230,19 @@ class Gradients:
     """The gradients of a head's tensors, filled slab by slab."""
 
     def __init__(
-        self, head: Head, problem: Problem, wanted: GradientsNeeded, plan: Plan, shape: Shape, *, exact: bool = True
+        self, head: Head, call: ResolvedCall, needed: GradientsNeeded, plan: Plan, shape: Shape, *, exact: bool = True
     ) -> None:
         """Unless `exact`, the weight's gradient is summed in the weight's dtype."""
         single = plan.count(shape) <= 1
         over_tokens = plan.axis == "token"
-        compute, epilogue = problem.compute, problem.epilogue
+        compute, epilogue = call.compute, call.epilogue
         weight_sum = compute if exact else head.weight.dtype
         self.hidden = self.weight = self.bias = None
-        if wanted.hidden:
+        if needed.hidden:
             self.hidden = GradientSum(head.hidden, compute, epilogue, once=single or over_tokens)
-        if wanted.weight:
+        if needed.weight:
             self.weight = GradientSum(head.weight, weight_sum, epilogue, once=single or not over_tokens)
-        if head.bias is not None and wanted.bias:
+        if head.bias is not None and needed.bias:
             self.bias = torch.zeros_like(head.bias, dtype=compute)
             self.bias_dtype = head.bias.dtype
 
@@ -280,44 +280,44 @@ def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: 
     return state
 
 
-def sweep_statistics(head: Head, problem: Problem, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
+def sweep_statistics(head: Head, call: ResolvedCall, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
     """Returns the state [4, n] of this shard's logits, and their top k if requested."""
-    shape, device = problem.shape(head.hidden.shape[1]), head.hidden.device
-    if problem.fused and not (topk or problem.batch_invariant) and shape.rows and shape.columns:
-        return _fused_statistics(head, problem.rows, shape, problem.memory_budget), None
-    state = empty_state(shape.rows, problem.compute, device)
-    top = TopK.empty(shape.rows, topk, problem.compute, device) if topk else None
+    shape, device = call.shape(head.hidden.shape[1]), head.hidden.device
+    if call.fused and not (topk or call.batch_invariant) and shape.rows and shape.columns:
+        return _fused_statistics(head, call.rows, shape, call.memory_budget), None
+    state = empty_state(shape.rows, call.compute, device)
+    top = TopK.empty(shape.rows, topk, call.compute, device) if topk else None
     if not (shape.rows and shape.columns):
         return state, top
     # A batch-invariant row is one slab: the order of its sum does not depend on the memory that other rows take.
-    plan = (plan_rows if problem.batch_invariant else plan_statistics)(shape, problem.memory_budget)
-    projection = Projection(head, problem, plan, shape)
-    tops = []
+    plan = (plan_rows if call.batch_invariant else plan_statistics)(shape, call.memory_budget)
+    projection = Projection(head, call, plan, shape)
+    top_by_slab = []
     for rows, columns in plan.slabs(shape):
         slab = projection.slab(rows, columns)
-        problem.epilogue.accumulate(slab, state[:, rows], entropy=entropy)
+        call.epilogue.accumulate(slab, state[:, rows], entropy=entropy)
         if top is not None:
             logits, _ = transform(slab)
-            tops.append(top[rows].joined_slab(logits, problem.vocab_start + columns.start))
+            top_by_slab.append(top[rows].joined_slab(logits, call.vocab_start + columns.start))
             if plan.axis == "vocabulary":
-                top = tops.pop()
-    return state, TopK.stacked(tops) if tops else top
+                top = top_by_slab.pop()
+    return state, TopK.stacked(top_by_slab) if top_by_slab else top
 
 
-def sweep_gradients(head: Head, problem: Problem, coefficients: Tensor, wanted: GradientsNeeded) -> Gradients:
+def sweep_gradients(head: Head, call: ResolvedCall, coefficients: Tensor, needed: GradientsNeeded) -> Gradients:
     """Projects again and returns gradients from `Epilogue.coefficients` [5, n]; hidden's is this shard's part."""
-    shape = problem.shape(head.hidden.shape[1], fused=problem.fused)
+    shape = call.shape(head.hidden.shape[1], fused=call.fused)
     plan = plan_gradients(
         shape,
-        hidden_gradient=wanted.hidden,
-        weight_gradient=wanted.weight,
-        weight_cast=head.weight.dtype != problem.operand,
-        memory_budget=problem.memory_budget,
+        hidden_gradient=needed.hidden,
+        weight_gradient=needed.weight,
+        weight_cast=head.weight.dtype != call.operand,
+        memory_budget=call.memory_budget,
     )
-    gradients = Gradients(head, problem, wanted, plan, shape)
+    gradients = Gradients(head, call, needed, plan, shape)
     if not (shape.rows and shape.columns):
         return gradients
-    projection = (FusedProjection if problem.fused else Projection)(head, problem, plan, shape)
+    projection = (FusedProjection if call.fused else Projection)(head, call, plan, shape)
     for rows, columns in plan.slabs(shape):
         gradients.add(*projection.gradient(rows, columns, coefficients))
     return gradients

@@ -32,22 +32,25 @@ def select(
     allowed: tuple[int, int],
     vocab_start: int,
     dtype: torch.dtype,
-    promised: int | None,
+    target_count: int | None,
 ) -> Selection:
     """See `Epilogue.select`."""
     ignored = targets == ignore_index
-    kept = (targets >= allowed[0]) & (targets < allowed[1]) & ~ignored
+    selected = (targets >= allowed[0]) & (targets < allowed[1]) & ~ignored
     if isinstance(temperature, Tensor):
-        factor, cold = scale / temperature.to(dtype), kept & ~(temperature > 0)
+        factor, invalid_temperature = scale / temperature.to(dtype), selected & ~(temperature > 0)
     else:
-        factor, cold = torch.full_like(targets, scale / temperature, dtype=dtype), torch.zeros_like(kept)
-    positions = torch.nonzero_static(kept, size=targets.numel(), fill_value=0)[:, 0]
-    counts, factor, broken = torch.stack((kept, ignored, cold)).sum(1), factor[positions], None
-    if promised is not None:
-        count, without, freezing = counts.unbind()
-        broken = (count != promised) | (without != targets.numel() - promised) | (freezing != 0)
-        factor = factor.masked_fill(broken, torch.nan)
-    return Selection(counts, positions, targets[positions] - vocab_start, factor, broken)
+        factor, invalid_temperature = (
+            torch.full_like(targets, scale / temperature, dtype=dtype),
+            torch.zeros_like(selected),
+        )
+    positions = torch.nonzero_static(selected, size=targets.numel(), fill_value=0)[:, 0]
+    counts, factor, wrong_count = torch.stack((selected, ignored, invalid_temperature)).sum(1), factor[positions], None
+    if target_count is not None:
+        count, ignored_count, invalid_count = counts.unbind()
+        wrong_count = (count != target_count) | (ignored_count != targets.numel() - target_count) | (invalid_count != 0)
+        factor = factor.masked_fill(wrong_count, torch.nan)
+    return Selection(counts, positions, targets[positions] - vocab_start, factor, wrong_count)
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
@@ -78,11 +81,13 @@ def results(state: Tensor) -> Results:
 
 
 def coefficients(
-    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, kept: Tensor | None
+    rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, target_positions: Tensor | None
 ) -> Tensor:
     """See `Epilogue.coefficients`."""
     at_target, linear, at_all = (
-        torch.zeros_like(entropy) if row is None else (row if kept is None else row[kept]) * rows.slope
+        torch.zeros_like(entropy)
+        if row is None
+        else (row if target_positions is None else row[target_positions]) * rows.slope
         for row in (upstream.logprob, upstream.entropy, upstream.lse)
     )
     return torch.stack((*normalizer, at_target, at_target + linear * entropy - at_all, linear))

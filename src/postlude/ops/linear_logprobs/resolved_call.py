@@ -1,4 +1,4 @@
-"""Problem: one call, checked and resolved, without the tensors that receive gradients."""
+"""ResolvedCall: the checked and resolved arguments of one call, without the tensors that receive gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One resolved call. `rows` and `target_positions` have the n tokens with a target; `positions` counts all."""
+class ResolvedCall:
+    """Arguments of one call. `rows` and `target_positions` have the n tokens with a target; `positions` counts all."""
 
     rows: TokenRows
     target_positions: Tensor | None  # [n]; None if every position has a target
@@ -54,11 +54,11 @@ class Problem:
             output.masked_fill_(self.wrong_count, torch.nan)  # no row is left to show it
         return output.index_copy_(0, self.target_positions, tensor)
 
-    def shape(self, hidden: int, *, fused: bool = False, coded: bool = False) -> Shape:
+    def shape(self, hidden: int, *, fused: bool = False, quantized: bool = False) -> Shape:
         """Returns the sizes for the planner. A slab holds logits or, if `fused`, only their gradients."""
         size = self.compute.itemsize
         logit_bytes: float = self.operand.itemsize if fused else self.epilogue.LOGIT_COPIES * size
-        if coded:
+        if quantized:
             from postlude.ops.kernels.linear_logprobs_quantized import QUANTIZED_BYTES  # needs triton
 
             logit_bytes = QUANTIZED_BYTES
@@ -66,15 +66,15 @@ class Problem:
         return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
 
     @property
-    def coded(self) -> bool:
+    def can_quantize(self) -> bool:
         """Whether logits can be held in 16 bits: their gradients overwrite the codes."""
         return self.fused and self.operand in HALF and not self.batch_invariant
 
 
-def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: LogitConfig) -> Problem:
+def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: LogitConfig) -> ResolvedCall:
     """Checks the arguments, finds the tokens to project and makes their per-token numbers.
 
-    Without a `target_count` the host waits once, for how many targets there are and whether all is well.
+    Without a `target_count` the host waits once for the device, for the number of targets and of invalid arguments.
     """
     _check_shapes(hidden, weight, targets, logit_config.bias)
     logit_scale, softcap = float(logit_config.logit_scale), logit_config.softcap
@@ -110,19 +110,21 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         allowed=allowed,
         vocab_start=vocab_start,
         dtype=compute,
-        promised=target_count,
+        target_count=target_count,
     )
     count = target_count
     if count is None:
-        count, ignored, cold = selection.counts.tolist()  # the only wait for the device
+        count, ignored, invalid_temperatures = selection.counts.tolist()  # the only wait for the device
         if count + ignored < positions:
-            raise _outside(targets, ignore_index, allowed)
-        if cold:
-            raise ValueError(f"temperature must be above 0 at every token, but is not at {cold} of them.")
+            raise _target_error(targets, ignore_index, allowed)
+        if invalid_temperatures:
+            raise ValueError(
+                f"temperature must be above 0 at every token, but is not at {invalid_temperatures} of them."
+            )
     rows, target_positions = TokenRows(selection.targets, selection.factor, inner), None
     if count < positions:
         rows, target_positions = rows[:count], selection.positions[:count]
-    return Problem(
+    return ResolvedCall(
         rows=rows,
         target_positions=target_positions,
         positions=positions,
@@ -134,7 +136,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         fused=fused,
         group=group,
         memory_budget=logit_config.memory_budget,
-        wrong_count=selection.broken,
+        wrong_count=selection.wrong_count,
         batch_invariant=invariant,
     )
 
@@ -194,11 +196,11 @@ def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | T
     return temperature.detach().reshape(-1).to(targets.device).expand(targets.numel())
 
 
-def _outside(targets: Tensor, ignore_index: int, allowed: tuple[int, int]) -> ValueError:
+def _target_error(targets: Tensor, ignore_index: int, allowed: tuple[int, int]) -> ValueError:
     """Returns the error for targets that are neither ignored nor in the vocabulary."""
     low, high = allowed
-    where = ((targets != ignore_index) & ((targets < low) | (targets >= high))).nonzero()[:, 0].tolist()
+    invalid = ((targets != ignore_index) & ((targets < low) | (targets >= high))).nonzero()[:, 0].tolist()
     return ValueError(
-        f"target {int(targets[where[0]])} at position {where[0]} is outside the vocabulary, {low} to {high - 1} "
-        f"({len(where)} such of {targets.numel()}). Mark a position without a target with ignore_index={ignore_index}."
+        f"target {int(targets[invalid[0]])} at position {invalid[0]} is outside the vocabulary, {low} to {high - 1} "
+        f"({len(invalid)} such of {targets.numel()}). Mark a position without a target by ignore_index={ignore_index}."
     )
