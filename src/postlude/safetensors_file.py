@@ -108,10 +108,10 @@ def write(
     Only the last tensor is held. An OSError leaves a partial file, so callers write to a temporary name and rename.
     """
     head = build_header(entries)
-    with _open(path) as put:
-        put(memoryview(head.data), 0)
+    with _open(path) as write_at:
+        write_at(memoryview(head.data), 0)
         for position, piece in _on_host(_pieces(entries, head, tensors, staging_bytes), staging_bytes):
-            put(piece.numpy().data, position)
+            write_at(piece.numpy().data, position)
             del piece
 
 
@@ -189,7 +189,7 @@ def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
     file = path.open("wb", buffering=0)
     number = file.fileno()
 
-    def put(data: memoryview, position: int) -> None:
+    def write_at(data: memoryview, position: int) -> None:
         try:
             while data:
                 written = os.pwrite(number, data, position)  # may be partial
@@ -198,7 +198,7 @@ def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
             raise _refused(path, error) from error
 
     try:
-        yield put
+        yield write_at
         try:
             file.close()  # some file systems report only now that they are full
         except OSError as error:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         options.target,
         tokenizer=tokenizer,
         generation_config=read_generation_config(options.source),
-        card=ModelCard(base=str(options.source), how=description),
+        card=ModelCard(base=str(options.source), method=description),
         overwrite=options.overwrite,
     )
     count = sum(parameter.numel() for parameter in model.parameters())

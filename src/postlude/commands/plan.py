@@ -219,7 +219,7 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
     usable = format_bytes(USABLE_MEMORY * hardware.memory)
     if not result.best:
         needs = (
-            f"the least needs about {format_bytes(result.least)} per rank"
+            f"the least needs about {format_bytes(result.min_bytes)} per rank"
             if result.fitting
             else "none divides the model"
         )

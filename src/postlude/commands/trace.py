@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int | None:
     """Runs a step on the ranks of a layout and writes its timeline."""
     check_writable("--to", options.to, "it")
     layout = Layout.parse(options.layout)
-    least = 2 * layout.pp
+    min_microbatches = 2 * layout.pp
     if options.tokens < 2:
         raise ValueError(f"--tokens {options.tokens}: a microbatch has at least 2, one to predict the other from.")
     if options.nproc is not None and options.nproc != layout.world_size:
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int | None:
         source,
         layout,
         overlap=False,
-        microbatches=options.microbatches or max(4, least),
+        microbatches=options.microbatches or max(4, min_microbatches),
         tokens=options.tokens,
         compute_dtype=options.dtype and getattr(torch, options.dtype),
         recompute=options.recompute,

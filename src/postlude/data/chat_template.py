@@ -57,13 +57,13 @@ class EncodingError(Exception):
 
 
 @contextmanager
-def as_encoding_error(what: str) -> Iterator[None]:
+def as_encoding_error(action: str) -> Iterator[None]:
     """Turns any exception into an `EncodingError` with its reason."""
     try:
         yield
     except Exception as error:  # whatever templates, transformers and tokenizers raise
         kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
-        raise EncodingError(f"{what}: {kind}{str(error).strip() or 'no reason given'}") from error
+        raise EncodingError(f"{action}: {kind}{str(error).strip() or 'no reason given'}") from error
 
 
 @dataclass(frozen=True)
@@ -128,26 +128,26 @@ class ChatTemplate:
                 f"message {index} of {row} is {shorten(message)}, but a message has a role and a content. "
                 f'Write it as {{"role": "user", "content": "..."}}.'
             )
-        content, where = message.get("content"), f"message {index} ({message['role']}) of {row}"
+        content, location = message.get("content"), f"message {index} ({message['role']}) of {row}"
         if isinstance(content, list):
-            content = _joined(content, where)
+            content = _joined(content, location)
         elif content is not None and not isinstance(content, str):
-            raise ValueError(f"the content of {where} is {shorten(content)}, but a content is text.")
+            raise ValueError(f"the content of {location} is {shorten(content)}, but a content is text.")
         if message.get("tool_calls"):
-            content = self._content_with_calls(content, where, tools)
+            content = self._content_with_calls(content, location, tools)
         elif content is None:
-            raise ValueError(f"the content of {where} is null. Give it text, or leave the row out.")
+            raise ValueError(f"the content of {location} is null. Give it text, or leave the row out.")
         return {name: value for name, value in message.items() if value is not None} | {"content": content}
 
-    def _content_with_calls(self, content: str | None, where: str, tools: Tools) -> str | None:
+    def _content_with_calls(self, content: str | None, location: str, tools: Tools) -> str | None:
         """Returns a content with which the template renders tool calls too. An empty one may have to be null."""
         for candidate in (content,) if content else ("", None):
             if self._renders_calls(candidate, tools):
                 return candidate
-        beside = " beside a text" if content else ""
+        condition = " beside a text" if content else ""
         raise ValueError(
-            f"{where} has tool calls, which the tokenizer's chat template does not write{beside}. Use a tokenizer "
-            f"whose template does, or leave the row out."
+            f"{location} has tool calls, which the tokenizer's chat template does not write{condition}. Use a "
+            f"tokenizer whose template does, or leave the row out."
         )
 
     def _renders_calls(self, content: str | None, tools: Tools) -> bool:
@@ -205,12 +205,12 @@ class ChatTemplate:
             return None
         start = before[: opened.start()] if opened else before
         reasoning, answer = _reasoning_and_answer(message)
-        rest = text[len(start) :].lstrip()
-        if not text.startswith(start) or not rest.startswith(answer):
+        turn_text = text[len(start) :].lstrip()
+        if not text.startswith(start) or not turn_text.startswith(answer):
             return None
         if opened:
             reasoning = reasoning.removeprefix(OPEN).removeprefix(opened[1])
-        return before, reasoning + rest
+        return before, reasoning + turn_text
 
     def drops_reasoning(self, roles: Sequence[str]) -> bool:
         """Whether the reasoning of the last turn is rendered, but no more once messages of these roles follow it."""
@@ -314,11 +314,11 @@ def shared_prompt(first: Sequence[Message], second: Sequence[Message], row: str)
     return shared
 
 
-def _joined(parts: list[Any], where: str) -> str:
-    other = next((part for part in parts if not _is_text(part)), None)
-    if other is not None or not parts:
+def _joined(parts: list[Any], location: str) -> str:
+    not_text = next((part for part in parts if not _is_text(part)), None)
+    if not_text is not None or not parts:
         raise ValueError(
-            f"the content of {where} has the part {shorten(other)}, but models here read only text. "
+            f"the content of {location} has the part {shorten(not_text)}, but models here read only text. "
             'Keep parts such as {"type": "text", "text": "..."}, or leave the row out.'
         )
     return "".join(part["text"] for part in parts)

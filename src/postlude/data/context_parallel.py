@@ -69,8 +69,8 @@ def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -
     rows = (packing.cu_seqlens[sequence] + positions).where(real, 0)
 
     def take(values: Tensor, fill: int) -> Tensor:
-        taken = values[rows]
-        return taken.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), fill) if padding else taken
+        selected = values[rows]
+        return selected.masked_fill(~real.view(-1, *[1] * (values.ndim - 1)), fill) if padding else selected
 
     return replace(
         microbatch,

@@ -320,10 +320,10 @@ class HeldOutRows:
     """`count` of `size` rows that are held out, together with every row of the same content.
 
     `content` returns what a row is compared by. The last rows with different contents are held out. Contents are read
-    when needed, since generating a task may take long. `what` and `fix` are for the error about too few rows.
+    when needed, since generating a task may take long. `noun` and `fix` are for the error about too few rows.
     """
 
-    def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, what: str, fix: str) -> None:
+    def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, noun: str, fix: str) -> None:
         self.content, self.size = content, size
         self.indices: list[int] = []
         self._contents: set[bytes] = set()
@@ -335,7 +335,7 @@ class HeldOutRows:
                 self.indices.insert(0, index)
         if count < 1 or all(index in self for index in range(size)):
             raise ValueError(
-                f"{count} {what} are to be held out, but {size} {what} have {len(self._contents)} different prompts, "
+                f"{count} {noun} are to be held out, but {size} {noun} have {len(self._contents)} different prompts, "
                 f"and at least one must be left to train on. {fix}"
             )
 
@@ -382,17 +382,17 @@ class Sampler:
         """Returns the next `count` rows. They may run from one epoch into the next."""
         if count < 0:
             raise ValueError(f"count is {count}, but the least is 0.")
-        taken: list[int] = []
-        while len(taken) < count:
+        rows: list[int] = []
+        while len(rows) < count:
             if self.position == self.size:
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._permutation()
-            more = self._order[self.position : self.position + count - len(taken)]
-            taken += [row for row in more if row not in self.skip]
-            self.position += len(more)
+            next_rows = self._order[self.position : self.position + count - len(rows)]
+            rows += [row for row in next_rows if row not in self.skip]
+            self.position += len(next_rows)
             while self.position < self.size and self._order[self.position] in self.skip:
                 self.position += 1  # so that after the last row that is not skipped, the epoch is done
-        return taken
+        return rows
 
     @property
     def progress(self) -> float:

@@ -54,19 +54,19 @@ class StreamedRows(RowSource[Row]):
 
     def take(self, count: int) -> list[Row]:
         """Returns the next `count` rows. They may run from one epoch into the next."""
-        taken: list[Row] = []
-        while len(taken) < count:
+        taken_rows: list[Row] = []
+        while len(taken_rows) < count:
             if not self._encoded:
-                self._encode_more(count - len(taken))
+                self._encode_more(count - len(taken_rows))
             rows = self._encoded[0]
-            more = rows[self.part : self.part + count - len(taken)]
-            taken += more
-            self.part += len(more)
-            self._in_epoch += len(more)
+            next_rows = rows[self.part : self.part + count - len(taken_rows)]
+            taken_rows += next_rows
+            self.part += len(next_rows)
+            self._in_epoch += len(next_rows)
             if self.part == len(rows):
                 self._encoded.popleft()
                 self.done, self.part = self.done + 1, 0
-        return taken
+        return taken_rows
 
     @property
     def size(self) -> None:

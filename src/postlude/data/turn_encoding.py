@@ -95,9 +95,9 @@ class TurnEncoder:
             texts += [before, before + written, ContinuationText(written)]
         tokenized = iter((yield texts))
         sequences = []
-        for prompt, full, rest in zip(tokenized, tokenized, tokenized, strict=True):
+        for prompt, full, continuation in zip(tokenized, tokenized, tokenized, strict=True):
             # A model continues the tokens of its prompt, even where other tokens would join the two texts.
-            tokens = full if full[: len(prompt)] == prompt else prompt + rest
+            tokens = full if full[: len(prompt)] == prompt else prompt + continuation
             end = self._turn_end(tokens, tokens, len(prompt)) or len(tokens)
             mask = [0] * len(prompt) + [1] * (end - len(prompt)) + [0] * (len(tokens) - end)
             sequences.append((tokens, mask))

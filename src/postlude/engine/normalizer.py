@@ -252,7 +252,7 @@ class MetricAccumulator:
         synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """
         entries = self.entries if reports_results else {}
-        local = {(name, reduction): _combine(reduction, *rest) for name, (reduction, *rest) in entries.items()}
+        local = {(name, reduction): _combine(reduction, *sums) for name, (reduction, *sums) in entries.items()}
         single_rank = not dist.is_initialized() or dist.get_world_size() == 1
         if single_rank:
             self.metric_index.add(local)

@@ -27,9 +27,9 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One matrix of an adapter: its whole shape, and this rank's part of it."""
+    """One matrix of an adapter: its full shape, and this rank's part of it."""
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     part: tuple[slice, ...]
     stored: tuple[int, ...]
     """The shape of this rank's part with a padded rank."""
@@ -159,10 +159,10 @@ class NamedAdapters:
             raise ValueError(f"adapter {name!r} has only one of config and matrices for {odd}.")
         for layer, pair in pairs.items():
             for letter, matrix, tensor in zip("AB", layers[layer], pair, strict=True):
-                if tuple(tensor.shape) != matrix.whole:
+                if tuple(tensor.shape) != matrix.full_shape:
                     raise ValueError(
                         f"adapter {name!r} has {letter} of {list(tensor.shape)} for {layer}, but its config and the "
-                        f"model ask for {list(matrix.whole)}."
+                        f"model ask for {list(matrix.full_shape)}."
                     )
         return layers
 

@@ -27,8 +27,8 @@ BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 def bucket(rows: int) -> int:
     """Returns the smallest number of rows, at least this, that a graph is captured for."""
-    most = BUCKETS[-1]
-    return next((size for size in BUCKETS if size >= rows), -(-rows // most) * most)
+    largest = BUCKETS[-1]
+    return next((size for size in BUCKETS if size >= rows), -(-rows // largest) * largest)
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            why = str(error.__context__ or error).splitlines()[0]
+            reason = str(error.__context__ or error).splitlines()[0]
             log.warning(
                 "a step of %d rows cannot be captured as a CUDA graph, so the host launches it, which is slow: %s",
                 step.size,
-                why,
+                reason,
             )
             return None
         self._pool = graph.pool()

@@ -34,7 +34,7 @@ class DecodeCache(DecodeState, ABC):
     @property
     def size_in_bytes(self) -> int:
         """Bytes of all stores and states."""
-        tensors = [tensor for kept in (*self._stores.values(), *self._states.values()) for tensor in kept]
+        tensors = [tensor for stored in (*self._stores.values(), *self._states.values()) for tensor in stored]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def record_routing(self, name: str, choice: Tensor) -> None:

@@ -131,8 +131,8 @@ class Generator:
         self.fp8_weights = FP8Weights(model) if quantization is not None else None
         self._has_fp8_weights = False
         self._exact = False
-        if self.fp8_kv and model.embedding.weight.is_cuda and (why := self.why_no_cuda_graph()) is not None:
-            log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', why)
+        if self.fp8_kv and model.embedding.weight.is_cuda and (reason := self.why_no_cuda_graph()) is not None:
+            log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', reason)
         self._buffers: GraphBuffers | None = None
 
     def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs) -> None:
@@ -357,8 +357,8 @@ def check_kv_cache_dtype(kv_cache_dtype: str, config: ModelConfig, device: torch
             f'kv_cache_dtype="fp8" scales the keys and values of each head, but {latent} caches latents, which all '
             'heads share. Use "auto".'
         )
-    if device.type == "cuda" and (why := why_not("attend_pages_fp8", gpu_of(device))) is not None:
-        raise ValueError(f'kv_cache_dtype="fp8" cannot run: {why}. Use "auto".')
+    if device.type == "cuda" and (reason := why_not("attend_pages_fp8", gpu_of(device))) is not None:
+        raise ValueError(f'kv_cache_dtype="fp8" cannot run: {reason}. Use "auto".')
 
 
 def _lockstep_group(model: LanguageModel) -> dist.ProcessGroup | None:

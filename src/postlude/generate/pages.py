@@ -108,9 +108,9 @@ class PagePool(Pages):
         return growing
 
     def _take(self, count: int) -> list[int]:
-        taken = [self.free.pop() for _ in range(count)]
-        self._add_reference(taken)
-        return taken
+        pages = [self.free.pop() for _ in range(count)]
+        self._add_reference(pages)
+        return pages
 
     def _add_reference(self, pages: Sequence[int]) -> None:
         for page in pages:

@@ -37,12 +37,12 @@ class RowCache(DecodeCache):
         """Changes the number and the capacity of rows. Tokens within the old and the new bounds are kept."""
         if (rows, capacity) == (self.rows, self.capacity):
             return
-        kept_rows, kept = min(rows, self.rows), min(capacity, self.capacity)
+        kept_rows, kept_capacity = min(rows, self.rows), min(capacity, self.capacity)
         for name, stores in self._stores.items():
             # One block at a time, so that peak memory is the cache and one block. Masked keys must be finite, so zeros.
             grown = tuple(store.new_zeros(rows, capacity, *store.shape[2:]) for store in stores)
             for new, old in zip(grown, stores, strict=True):
-                new[:kept_rows, :kept] = old[:kept_rows, :kept]
+                new[:kept_rows, :kept_capacity] = old[:kept_rows, :kept_capacity]
             self._stores[name] = grown
         for name, states in self._states.items() if rows != self.rows else ():
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
@@ -136,8 +136,8 @@ class RowCache(DecodeCache):
         for name, later in self._draft_states.items():
             for number, states in enumerate(later, start=2):
                 for state, new in zip(self._states[name], states, strict=True):
-                    kept = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
-                    state[: len(counts)] = torch.where(kept, new, state[: len(counts)])
+                    is_accepted = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
+                    state[: len(counts)] = torch.where(is_accepted, new, state[: len(counts)])
         self._draft_states = {}
 
     def set_states(self, name: str, rows: slice, states: States) -> None:
@@ -185,14 +185,14 @@ class RowCache(DecodeCache):
         """See `DecodeCache`. Stores are [rows, capacity, ...] each."""
         if name not in self._stores:
             self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in new)
-        stores, kept = self._stores[name], len(self._slots)
+        stores, token_count = self._stores[name], len(self._slots)
         for store, part in zip(stores, new, strict=True):
-            store.flatten(0, 1).index_copy_(0, self._slots, part[:kept])
+            store.flatten(0, 1).index_copy_(0, self._slots, part[:token_count])
         return stores
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:
     resized = state.new_zeros(rows, *state.shape[1:])
-    kept = min(rows, len(state))
-    resized[:kept] = state[:kept]
+    copied = min(rows, len(state))
+    resized[:copied] = state[:copied]
     return resized

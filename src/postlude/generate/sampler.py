@@ -162,10 +162,10 @@ def _top_p_threshold(scaled: Tensor, total: Tensor, settings: SamplerSettings) -
         before = probabilities.cumsum(-1) - probabilities
         unused = settings.top_p == 1.0
         within = (before < settings.top_p[:, None]) | unused[:, None]
-        kept = (within & (ranked > float("-inf"))).sum(-1)  # at least 1, unless logits are NaN
-        cut_short = (kept == size) & ~unused
+        kept_count = (within & (ranked > float("-inf"))).sum(-1)  # at least 1, unless logits are NaN
+        cut_short = (kept_count == size) & ~unused
         if size == vocab or not bool(cut_short.any()):
-            threshold = ranked.gather(-1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+            threshold = ranked.gather(-1, (kept_count - 1).clamp_min(0)[:, None])[:, 0]
             if settings.top_k is not None:
                 unused &= settings.top_k == vocab
             return threshold.masked_fill(unused, float("-inf"))

@@ -231,8 +231,8 @@ class Scheduler(ABC):
         """Moves the running completions to the first `size` rows."""
         outside = [running for running in self.running if running.row >= size]
         if outside:
-            taken = {running.row for running in self.running}
-            free = [row for row in range(size) if row not in taken]
+            used_rows = {running.row for running in self.running}
+            free = [row for row in range(size) if row not in used_rows]
             moves = list(zip(outside, free, strict=False))
             sources, targets = self._integers([(running.row, row) for running, row in moves]).unbind(1)
             self.rows.move(sources, targets)
@@ -277,8 +277,8 @@ class Scheduler(ABC):
     def _admit(self) -> Joining:
         """Gives rows and pages to waiting completions, while there is room."""
         joining = Joining()
-        taken = {running.row for running in self.running}
-        free = deque(row for row in range(self.rows.size) if row not in taken)
+        used_rows = {running.row for running in self.running}
+        free = deque(row for row in range(self.rows.size) if row not in used_rows)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
             if (
                 joining.tokens
@@ -350,8 +350,8 @@ class Scheduler(ABC):
             ]
         )
         self.cache.start_rows(rows, sources, [prefill.states for prefill in earlier_states])
-        kept = [torch.stack([prefill.logits for prefill in earlier_states])] if earlier_states else []
-        return torch.cat((*([logits] if len(logits) else []), *kept)).index_select(0, sources)
+        earlier_logits = [torch.stack([prefill.logits for prefill in earlier_states])] if earlier_states else []
+        return torch.cat((*([logits] if len(logits) else []), *earlier_logits)).index_select(0, sources)
 
     def _write_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
         """Writes the state of these completions to their rows on the device."""

@@ -134,7 +134,7 @@ class Session:
 
     def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
         """Adds completions. If others with the same prompt wait, the prompt is prefilled once for all."""
-        shared = next((other for other in reversed(scheduler.waiting) if _same(other, group[0])), None)
+        shared = next((other for other in reversed(scheduler.waiting) if _same_but_seed(other, group[0])), None)
         if shared is not None:
             shared.prompt.unstarted += len(group)
             for completion in group:
@@ -153,7 +153,9 @@ class Session:
             completion.record_version(self.version)
 
 
-def _same(one: CompletionState, other: CompletionState) -> bool:
+def _same_but_seed(first: CompletionState, second: CompletionState) -> bool:
     """Whether two completions have the same prompt and sampling, apart from the seed."""
-    sampling = other.prompt.sampling
-    return one.prompt.tokens == other.prompt.tokens and replace(one.prompt.sampling, seed=sampling.seed) == sampling
+    sampling = second.prompt.sampling
+    return (
+        first.prompt.tokens == second.prompt.tokens and replace(first.prompt.sampling, seed=sampling.seed) == sampling
+    )

@@ -55,7 +55,7 @@ class TextStream:
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self.text = ""
         """All text that was returned so far."""
-        self._held = ""
+        self._held_back = ""
         self._overlap = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
         self._new_text = _NewText(tokenizer, skip_special_tokens=True)
@@ -64,9 +64,9 @@ class TextStream:
         """Returns the new text after these tokens. `final_text` is the text of a finished completion."""
         self._tokens += tokens
         if final_text is None:
-            known = self._held + self._new_text.after(self._tokens)
+            known = self._held_back + self._new_text.after(self._tokens)
             end = max(0, len(known) - self._overlap)
-            piece, self._held = known[:end], known[end:]
+            piece, self._held_back = known[:end], known[end:]
         else:
             piece = final_text[len(self.text) :]
         self.text += piece

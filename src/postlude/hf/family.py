@@ -128,8 +128,8 @@ class Family:
         They include multi-token prediction if the model has none.
         """
         prefixes: dict[str, tuple[str, ...]] = {}
-        for prefix, what in self.ignored.items():
-            prefixes[what] = (*prefixes.get(what, ()), prefix)
+        for prefix, description in self.ignored.items():
+            prefixes[description] = (*prefixes.get(description, ()), prefix)
         if self.mtp is not None and not config.pattern.mtp:
             prefixes["multi-token prediction, read where mtp is on"] = self.mtp.prefixes(config, names)
         return prefixes

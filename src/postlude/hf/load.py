@@ -265,13 +265,13 @@ def _check_names(
     derived = {name for name in available if name == SCORE or name.endswith("rotary_emb.inv_freq")}
     if config.tied_head and family is not None:
         derived.add(_tied_names(family)[1])
-    for what, starts in {} if family is None else family.ignored_prefixes(config, available).items():
+    for description, starts in {} if family is None else family.ignored_prefixes(config, available).items():
         ignored = {name for name in available - expected if name.startswith(starts)}
         if ignored:
             named = ", ".join(f"{start}…" for start in starts)
             warnings.warn(
-                f"{len(ignored)} tensor(s) of the source, named {named} ({what}), are left out: the model is trained "
-                "and exported without them.",
+                f"{len(ignored)} tensor(s) of the source, named {named} ({description}), are left out: the model is "
+                "trained and exported without them.",
                 stacklevel=2,
             )
         derived |= ignored

@@ -18,7 +18,7 @@ class ModelCard:
 
     base: str = ""
     """The model it was made from: a name on the hub, or a path."""
-    how: str = ""
+    method: str = ""
     """The way it was made, in a sentence or a command."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Training settings by name."""
@@ -33,8 +33,8 @@ class ModelCard:
         parts = ["---", *front, "---", MARK, "", f"# {title}", ""]
         if self.base:
             parts += [f"Made from `{self.base}`.", ""]
-        if self.how:
-            parts += [self.how, ""]
+        if self.method:
+            parts += [self.method, ""]
         for heading, table in (("What it is", facts), ("Training", self.settings), ("Scores", self.scores)):
             if table:
                 parts += [f"## {heading}", "", "| | |", "|---|---|"]

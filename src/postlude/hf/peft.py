@@ -90,7 +90,7 @@ def to_peft(
             for part in matrix.parts:
                 a, b = _by_expert(matrix, *adapters[part.layer.name])
                 for expert in range(matrix.experts):
-                    _put(
+                    _add_matrices(
                         tensors,
                         module_name(family, part.file_module.replace(EXPERT, str(expert))),
                         a[expert],
@@ -103,17 +103,17 @@ def to_peft(
             tensors[f"{PREFIX}{matrix.module}.lora_embedding_B"] = a.t().contiguous()
             continue
         if not matrix.experts:
-            _put(tensors, matrix.module, a, b)
+            _add_matrices(tensors, matrix.module, a, b)
             continue
         module = matrix.module
         if matrix.name == module:  # a parameter of a module: peft nests one adapter in the next
             siblings = [candidate for candidate in model.holder(matrix) if candidate in adapted]
             module = matrix.name.rpartition(".")[0] + ".base_layer" * (len(siblings) - 1 - siblings.index(matrix))
-        _put(tensors, module, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
+        _add_matrices(tensors, module, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
     return _config_json(model, adapted, configs, separate=separate), tensors
 
 
-def _put(tensors: dict[str, Tensor], module: str, a: Tensor, b: Tensor) -> None:
+def _add_matrices(tensors: dict[str, Tensor], module: str, a: Tensor, b: Tensor) -> None:
     tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
     tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
 

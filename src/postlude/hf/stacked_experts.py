@@ -45,8 +45,8 @@ class StackedExpertsSource:
         parts = self._parts(name)
         if parts is None:
             return self._single.shape(name)
-        rows, *rest = zip(*(self._single.shape(part) for part in parts[0]), strict=True)
-        return (len(parts), sum(rows), *(sizes[0] for sizes in rest))
+        rows, *other_sizes = zip(*(self._single.shape(part) for part in parts[0]), strict=True)
+        return (len(parts), sum(rows), *(sizes[0] for sizes in other_sizes))
 
     def _parts(self, name: str) -> list[list[str]] | None:
         """Returns the tensors of a stacked one, expert by expert; None if it is not stacked here."""

@@ -28,5 +28,5 @@ class MetricSums:
 
     def take(self) -> Tensor | None:
         """Returns the sums since the last call, in the order of `sizes`; None if nothing was added."""
-        taken, self.total = self.total, None
-        return taken
+        total, self.total = self.total, None
+        return total

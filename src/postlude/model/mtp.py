@@ -96,10 +96,10 @@ class MTP(nn.ModuleList):
             first_use = number < len(self)
             yield _join_step(depth, number, depth_context, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
-                first, *rest = cast(LogicalLayer, layer).planned(depth_context)
+                first, *others = cast(LogicalLayer, layer).planned(depth_context)
                 completes = first.completes if first_use else ()
                 yield replace(first, completes=completes, used_again=completes if self.repeated else ())
-                yield from rest
+                yield from others
             yield final_norm_step(number + 1, depth.norm, depth_context)
 
 
@@ -110,9 +110,9 @@ def _join_step(
         embedded = embed(context.microbatch.tokens, embedding)
         return {"hidden": depth.join(*_depth_inputs(hidden, embedded, number, stop_trunk=mtp_options.stop_trunk))}
 
-    again = (depth,) if used_again else ()
+    used_again_modules = (depth,) if used_again else ()
     return PlannedStep(
-        compute("join", join, never_recompute=True), context, name=f"mtp.{number} join", used_again=again
+        compute("join", join, never_recompute=True), context, name=f"mtp.{number} join", used_again=used_again_modules
     )
 
 

@@ -58,24 +58,24 @@ def sharded_parameter(*shape: int, axis: Axis, dim: int | None, dtype: torch.dty
     With a `dtype` it ignores the model's dtype. To be gathered in it too, its module must be a `SeparateUnit`. Where
     the other ranks do not exist (a planned layout), it is a plain tensor of this rank's size.
     """
-    held = list(shape)
+    local_shape = list(shape)
     if dim is not None:
         start, stop = axis.block(shape[dim])
-        held[dim] = stop - start
+        local_shape[dim] = stop - start
     if axis.mesh is None:
-        return nn.Parameter(torch.empty(held, dtype=dtype))
+        return nn.Parameter(torch.empty(local_shape, dtype=dtype))
     from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long to import
 
-    whole = torch.empty(shape, device="meta")
+    full = torch.empty(shape, device="meta")
     placement = Replicate() if dim is None else Shard(dim)
     return nn.Parameter(
         DTensor.from_local(
-            torch.empty(held, dtype=dtype),
+            torch.empty(local_shape, dtype=dtype),
             axis.mesh,
             [placement],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=full.shape,
+            stride=full.stride(),
         )
     )
 
@@ -355,8 +355,8 @@ def fused_operand(layers: Sequence[Linear]) -> tuple[Tensor | FP8Weight, LowRank
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if not adapters:
         return weight, None
-    same = {(adapter.a.dtype, adapter.config.rank, adapter.config.scale) for adapter in adapters}
-    if len(adapters) < len(layers) or same != {(layers[0].weight.dtype, adapters[0].config.rank, 1.0)}:
+    kinds = {(adapter.a.dtype, adapter.config.rank, adapter.config.scale) for adapter in adapters}
+    if len(adapters) < len(layers) or kinds != {(layers[0].weight.dtype, adapters[0].config.rank, 1.0)}:
         return None
     a, b = (adjacent_view([local(getattr(adapter, side)) for adapter in adapters]) for side in ("a", "b"))
     if a is None or b is None:

@@ -44,11 +44,11 @@ class PatternError(ValueError):
         self.text, self.problem, self.fix, self.column = text, problem, fix, column
 
     def __str__(self) -> str:
-        shown = "".join(character if character.isprintable() else " " for character in self.text)
+        printable = "".join(character if character.isprintable() else " " for character in self.text)
         if self.column is None:
-            return f'pattern "{shown}": {self.problem}. {self.fix}'
+            return f'pattern "{printable}": {self.problem}. {self.fix}'
         caret = " " * (self.column - 1) + "^"
-        return f'pattern "{shown}": {self.problem} (column {self.column}). {self.fix}\n{shown}\n{caret}'
+        return f'pattern "{printable}": {self.problem} (column {self.column}). {self.fix}\n{printable}\n{caret}'
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ class Pattern:
 
 def block_names(blocks: str, symbols: Mapping[str, str] = SYMBOLS) -> tuple[str, ...]:
     """Returns a distinct name for each block of a layer: "MM-" has mamba, mamba_2 and mlp."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = []
     for block in blocks:
         name = symbols[block]
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
     return tuple(names)
 
 
@@ -374,9 +374,9 @@ def _repetition(items: Sequence[str], start: int) -> tuple[int, int]:
     return best
 
 
-def _exact(what: str, cost: float) -> Fraction:
+def _exact(name: str, cost: float) -> Fraction:
     if not (math.isfinite(cost) and cost >= 0):
-        raise ValueError(f"The cost of {what} is {cost}. Give a finite number that is not negative.")
+        raise ValueError(f"The cost of {name} is {cost}. Give a finite number that is not negative.")
     return Fraction(cost)
 
 

@@ -106,8 +106,8 @@ class Distill:
             return logprobs.log_softmax(-1)
         if self.outside == "ignore":
             return logprobs
-        rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
-        return torch.cat([logprobs, rest.log()], -1)
+        other_mass = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
+        return torch.cat([logprobs, other_mass.log()], -1)
 
 
 def _check_ids(inputs: OutputInputs) -> None:

@@ -43,6 +43,6 @@ def mismatch_of_ratio(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
     There the ratio to the old policy is the ratio of trainer and rollout engine. Absolute differences are not reported.
     """
-    same = {"rollout_kl": "kl_old", **{f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}}
+    ratio_names = {"rollout_kl": "kl_old", **{f"rollout_{name}": name for name in ("ratio_max", "ratio_tail", "chi2")}}
     missing: dict[str, float | None] = dict.fromkeys(("rollout_logprob_diff_mean", "rollout_logprob_diff_max"))
-    return missing | {name: metrics[other] for name, other in same.items()}
+    return missing | {name: metrics[other] for name, other in ratio_names.items()}

@@ -103,9 +103,9 @@ def _losses(values: Tensor, inputs: OutputInputs) -> Tensor:
 
     is_tensor = isinstance(values, torch.Tensor)
     if not is_tensor or values.shape != (len(inputs.microbatch),):
-        what = f"a tensor of shape {tuple(values.shape)}" if is_tensor else f"a {type(values).__name__}"
+        returned = f"a tensor of shape {tuple(values.shape)}" if is_tensor else f"a {type(values).__name__}"
         raise ValueError(
-            f"the MTP processor returned {what}, but this microbatch has {len(inputs.microbatch)} tokens. Return "
+            f"the MTP processor returned {returned}, but this microbatch has {len(inputs.microbatch)} tokens. Return "
             "one loss for each of them, [T]; inputs.gather(values) makes them of values for `hidden`."
         )
     # A processor may skip a microbatch without targets. FSDP would wait for the gradients of those ranks.

@@ -98,7 +98,7 @@ def _tensors(moment: Moment, columns: int) -> list[Tensor]:
 
 def _index(rows: Tensor, columns: int, inner: int, bounds: TensorSlice) -> Tensor:
     """Returns each number's index in the whole tensor, row by row: [rows, columns] int64."""
-    (matrix, row, column), (_, all_rows, all_columns) = bounds.starts, bounds.whole
+    (matrix, row, column), (_, all_rows, all_columns) = bounds.starts, bounds.full_shape
     whole_rows = (matrix + rows // inner) * all_rows + row + rows % inner
     return whole_rows[:, None] * all_columns + column + torch.arange(columns, device=rows.device)
 

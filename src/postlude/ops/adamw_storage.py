@@ -38,10 +38,10 @@ class AdamWHyperparameters:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The position of a part in the whole tensor, viewed as [matrices, rows, columns]."""
+    """The position of a slice in the full tensor, viewed as [matrices, rows, columns]."""
 
     starts: tuple[int, int, int]
-    whole: tuple[int, int, int]
+    full_shape: tuple[int, int, int]
 
     @classmethod
     def of(cls, region: tuple[slice, ...], shape: tuple[int, ...]) -> TensorSlice:
@@ -49,12 +49,12 @@ class TensorSlice:
 
         With four or more dimensions only the first is cut.
         """
-        starts = [0, 0, *(each.start for each in region)]
+        starts = [0, 0, *(dimension.start for dimension in region)]
         lead = math.prod(shape[1:-2]) if len(shape) > 3 else 1
-        whole = (1, 1, *shape)
+        full_shape = (1, 1, *shape)
         if len(shape) > 3:
-            starts, whole = [0, 0, starts[2] * lead, 0, 0], (1, 1, shape[0] * lead, *shape[-2:])
-        return cls(tuple(starts[-3:]), tuple(whole[-3:]))  # type: ignore[arg-type]
+            starts, full_shape = [0, 0, starts[2] * lead, 0, 0], (1, 1, shape[0] * lead, *shape[-2:])
+        return cls(tuple(starts[-3:]), tuple(full_shape[-3:]))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,6 @@ def _quantize(size: Tensor, drawn: Tensor, top: int, *, from_zero: bool) -> tupl
     chance = (share - level) / (torch.exp2((below + 1) / OCTAVE) - level)
     up = (drawn.float() + 0.5) / 65536 < chance
     code = (below.to(torch.int32) + top + up).clamp_max(top)
-    least = torch.exp2(torch.tensor((1 - top) / OCTAVE))
-    lowest = (drawn.float() + 0.5) / 65536 < share / least if from_zero else share > 0
-    return torch.where(share < least, lowest.to(torch.int32), code), scales
+    smallest = torch.exp2(torch.tensor((1 - top) / OCTAVE))
+    lowest = (drawn.float() + 0.5) / 65536 < share / smallest if from_zero else share > 0
+    return torch.where(share < smallest, lowest.to(torch.int32), code), scales

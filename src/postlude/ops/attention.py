@@ -145,8 +145,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     """Attends within one sequence, [T, heads, width], with cuDNN, which is the fastest for long ones."""
     tokens = len(query)
     # cuDNN takes 0.1 s to plan each length, so lengths are rounded up. No query sees the padding.
-    more = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
-    query, key, value = (F.pad(tensor, more).transpose(0, 1)[None] for tensor in (query, key, value))
+    padding = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
+    query, key, value = (F.pad(tensor, padding).transpose(0, 1)[None] for tensor in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     return heads[0].transpose(0, 1)[:tokens]
@@ -184,8 +184,10 @@ def varlen_attention(
     width += -width % FLASH_STEP
     # Zeros add nothing to a score, and the padded values are cut off again.
     query, key, padded = (_pad_heads(tensor, width) for tensor in (query, key, value))
-    left = -1 if score_config.window is None else score_config.window - 1  # flash counts keys before the query's own
-    arguments = queries, keys, score_config.scale, (left, 0)  # aligned at the ends
+    keys_before = (
+        -1 if score_config.window is None else score_config.window - 1
+    )  # flash counts keys before the query's own
+    arguments = queries, keys, score_config.scale, (keys_before, 0)  # aligned at the ends
     if score_config.sinks is None:
         output = _flash(query, key, padded, *arguments)[0]
     else:
@@ -301,10 +303,10 @@ class _FlashWithSinks(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse, *borders = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        found = _flash_backward(gradient, query, key, value, output, lse, borders, ctx.longest, ctx.scale, ctx.window)
-        sunk = (sinks[:, None].float() - lse).exp()  # [heads, Tq], the sink's share of the softmax
-        for_sinks = -(sunk * (gradient.float() * output.float()).sum(-1).T).sum(-1)
-        return *found, for_sinks.to(sinks.dtype), None, None, None, None
+        grads = _flash_backward(gradient, query, key, value, output, lse, borders, ctx.longest, ctx.scale, ctx.window)
+        sink_share = (sinks[:, None].float() - lse).exp()  # [heads, Tq], the sink's share of the softmax
+        grad_sinks = -(sink_share * (gradient.float() * output.float()).sum(-1).T).sum(-1)
+        return *grads, grad_sinks.to(sinks.dtype), None, None, None, None
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,11 @@ class FP8Weight:
     def like(weight: Tensor, features: int | None = None) -> FP8Weight:
         """Returns an uninitialised one of the size of `weight` [out, in], or with other `features`."""
         features, width = features or weight.shape[0], weight.shape[1]
-        whole = features % BLOCK == 0 and width % BLOCK == 0
+        is_whole_blocks = features % BLOCK == 0 and width % BLOCK == 0
         return FP8Weight(
             weight.new_empty(features, width, dtype=FP8),
             weight.new_empty(-(-features // BLOCK), -(-width // BLOCK), dtype=torch.float32),
-            None if whole and weight.is_cuda else weight.new_empty(features, width),
+            None if is_whole_blocks and weight.is_cuda else weight.new_empty(features, width),
         )
 
     def split(self, sizes: Sequence[int]) -> list[FP8Weight]:
@@ -133,11 +133,11 @@ def fp8_linears(
 
     Adjacent weights are one product.
     """
-    whole = joined(weights)
-    if whole is None:
+    joined_weight = joined(weights)
+    if joined_weight is None:
         products = [fp8_linear(rows, weight) for weight in weights]
     else:
-        products = list(fp8_linear(rows, whole).split([len(weight.values) for weight in weights], -1))
+        products = list(fp8_linear(rows, joined_weight).split([len(weight.values) for weight in weights], -1))
     for index, (bias, adapter) in enumerate(zip(biases, adapters, strict=True)):
         if bias is not None:
             products[index] = products[index] + bias

@@ -106,10 +106,14 @@ class DecodeAttention:
         group = group if self.tokens_per_row > 1 else 1  # one row of the mask serves all heads
         if (window, dtype, group) not in self._masks:
             positions = torch.arange(self.longest, device=self.lengths.device)
-            seen = consecutive_positions(self.lengths - self.tokens_per_row + 1, self.tokens_per_row).view(
+            key_counts = consecutive_positions(self.lengths - self.tokens_per_row + 1, self.tokens_per_row).view(
                 -1, 1, self.tokens_per_row, 1
             )
-            masked = positions >= seen if window is None else (positions >= seen) | (positions < seen - window)
+            masked = (
+                positions >= key_counts
+                if window is None
+                else (positions >= key_counts) | (positions < key_counts - window)
+            )
             mask = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
             mask.masked_fill_(masked, float("-inf"))
             self._masks[window, dtype, group] = mask if group == 1 else mask.repeat_interleave(group, dim=2)
@@ -118,10 +122,10 @@ class DecodeAttention:
     def _key_borders(self, window: int | None, capacity: int, index: int = 0) -> Tensor:
         """[2n + 1] int32: the start of the store, then the start and end of the keys that each row's token sees."""
         if (window, capacity, index) not in self._borders:
-            lengths = self._seen(index)
+            lengths = self._visible_keys(index)
             stops = torch.arange(len(lengths), device=lengths.device) * capacity + lengths
-            seen = lengths if window is None else lengths.clamp(max=window)
-            borders = torch.stack((stops - seen, stops), dim=1).flatten()
+            key_counts = lengths if window is None else lengths.clamp(max=window)
+            borders = torch.stack((stops - key_counts, stops), dim=1).flatten()
             self._borders[window, capacity, index] = F.pad(borders, (1, 0)).to(torch.int32)
         return self._borders[window, capacity, index]
 
@@ -130,7 +134,7 @@ class DecodeAttention:
         rows = torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(self.tokens_per_row)
         return rows * keys.shape[1], consecutive_positions(self.lengths - self.tokens_per_row, self.tokens_per_row)
 
-    def _seen(self, index: int) -> Tensor:
+    def _visible_keys(self, index: int) -> Tensor:
         """[n]: the number of keys that token `index` of the newest `tokens_per_row` sees in its row."""
         return self.lengths - (self.tokens_per_row - 1 - index)
 

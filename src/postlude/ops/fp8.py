@@ -60,8 +60,8 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> str:
     """Returns how products in FP8 are computed on a device. Raises ValueError if they cannot be in this dtype."""
     if device.type != "cuda":
         return f"emulated in fp32, as {device.type} has none in FP8: slower than without, not faster"
-    if (why := why_no_fp8(gpu_of(device))) is not None:
-        raise ValueError(f"fp8=True cannot run on this GPU: {why}. Use fp8=False.")
+    if (reason := why_no_fp8(gpu_of(device))) is not None:
+        raise ValueError(f"fp8=True cannot run on this GPU: {reason}. Use fp8=False.")
     if dtype != torch.bfloat16:
         raise ValueError(
             f"fp8=True computes in bfloat16 on a GPU, but the compute dtype is {str(dtype).removeprefix('torch.')}. "
@@ -106,11 +106,14 @@ def fp8_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], s
 
     It is one product: the output features of all layers are one row, with one scale.
     """
-    of_rows = of_columns = None
+    row_bits = column_bits = None
     if scaling.output_group is not None:
-        local = [_most(_row_bits(part) for part in gradients), _most(_column_bits(part) for part in weights)]
-        of_rows, of_columns = _largest_of_ranks(local, scaling.output_group)
-    return _multiply(quantize_rows(gradients, of_rows), quantize_columns(weights, of_columns), gradients[0].dtype)
+        local = [
+            _elementwise_max(_row_bits(part) for part in gradients),
+            _elementwise_max(_column_bits(part) for part in weights),
+        ]
+        row_bits, column_bits = _largest_of_ranks(local, scaling.output_group)
+    return _multiply(quantize_rows(gradients, row_bits), quantize_columns(weights, column_bits), gradients[0].dtype)
 
 
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
@@ -124,15 +127,15 @@ def quantize_rows(parts: Sequence[Tensor], bits: Tensor | None = None, *, backen
     `bits` [R] are those of each row's largest magnitude, where others than these parts have a say.
     """
     if not _use_kernel(parts, backend):
-        whole = torch.cat([part.float() for part in parts], -1) if len(parts) > 1 else parts[0].float()
-        return _rounded(whole, _row_bits(whole, backend="torch") if bits is None else bits)
+        joined = torch.cat([part.float() for part in parts], -1) if len(parts) > 1 else parts[0].float()
+        return _rounded(joined, _row_bits(joined, backend="torch") if bits is None else bits)
     from postlude.ops.kernels import fp8 as kernels  # needs triton
 
     dense = [_with_adjacent_columns(part) for part in parts]
     values = dense[0].new_empty(len(dense[0]), sum(part.shape[1] for part in dense), dtype=E4M3)
     scales = dense[0].new_empty(len(dense[0]), dtype=torch.float32)
     if bits is None and len(dense) > 1:
-        bits = _most(kernels.row_amax(part) for part in dense)
+        bits = _elementwise_max(kernels.row_amax(part) for part in dense)
     for part, columns in zip(dense, values.split([part.shape[1] for part in dense], 1), strict=True):
         kernels.quantize_rows(part, bits, columns, scales)
     return Quantized(values, scales)
@@ -144,15 +147,17 @@ def quantize_columns(parts: Sequence[Tensor], bits: Tensor | None = None, *, bac
     `bits` [..., K] are those of each column's largest magnitude, where others than these parts have a say.
     """
     if not _use_kernel(parts, backend):
-        whole = torch.cat([part.float() for part in parts], -2).transpose(-2, -1).contiguous()
-        return _rounded(whole, _row_bits(whole, backend="torch") if bits is None else bits)
+        joined = torch.cat([part.float() for part in parts], -2).transpose(-2, -1).contiguous()
+        return _rounded(joined, _row_bits(joined, backend="torch") if bits is None else bits)
     from postlude.ops.kernels import fp8 as kernels
 
     stacks = [_with_adjacent_columns(part if part.dim() == 3 else part[None]) for part in parts]
     count, _, width = stacks[0].shape
     values = stacks[0].new_empty(count, width, sum(stack.shape[1] for stack in stacks), dtype=E4M3)
     scales = stacks[0].new_empty(count, width, dtype=torch.float32)
-    known = _most(kernels.column_amax(stack) for stack in stacks) if bits is None else bits.view(count, width)
+    known = (
+        _elementwise_max(kernels.column_amax(stack) for stack in stacks) if bits is None else bits.view(count, width)
+    )
     for stack, columns in zip(stacks, values.split([stack.shape[1] for stack in stacks], 2), strict=True):
         kernels.quantize_columns(stack, known, columns, scales)
     return Quantized(values, scales) if parts[0].dim() == 3 else Quantized(values[0], scales[0])
@@ -185,7 +190,7 @@ def _column_bits(matrix: Tensor) -> Tensor:
     return matrix.float().abs().contiguous().view(torch.int32).amax(0)
 
 
-def _most(parts: Iterable[Tensor]) -> Tensor:
+def _elementwise_max(parts: Iterable[Tensor]) -> Tensor:
     return functools.reduce(torch.maximum, parts)
 
 

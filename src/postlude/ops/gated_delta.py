@@ -458,8 +458,10 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
     heads, key_heads = value.shape[1], key.shape[1]
-    alike = query.shape == key.shape and log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
-    if not alike or heads % key_heads:
+    shapes_match = (
+        query.shape == key.shape and log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
+    )
+    if not shapes_match or heads % key_heads:
         shapes = ", ".join(
             f"{name} {tuple(tensor.shape)}"
             for name, tensor in zip(

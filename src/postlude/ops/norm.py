@@ -48,8 +48,8 @@ def rms_norm_with_residual(
     trains = torch.is_grad_enabled() and (vectors.requires_grad or weight.requires_grad)
     if not trains or not uses_kernel(vectors, weight, backend):
         return vectors, rms_norm(vectors, weight, eps, offset, backend=backend)
-    same, normed = _NormWithResidual.apply(vectors, weight, eps, offset)
-    return same, normed
+    residual, normed = _NormWithResidual.apply(vectors, weight, eps, offset)
+    return residual, normed
 
 
 def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> bool:

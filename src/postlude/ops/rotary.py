@@ -185,9 +185,9 @@ class _Rotate(Function):
         from postlude.ops.kernels import rotary as kernels
 
         cos, sin = ctx.saved_tensors
-        of_query, of_key = gradients
-        found = kernels.backward(None, None, (cos, sin), None, 0.0, 0.0, (of_query, of_key), (None, None))
-        return found[0], found[1], None, None, None, None
+        grad_query, grad_key = gradients
+        grads = kernels.backward(None, None, (cos, sin), None, 0.0, 0.0, (grad_query, grad_key), (None, None))
+        return grads[0], grads[1], None, None, None, None
 
 
 class _NormRotate(Function):
@@ -216,7 +216,7 @@ class _NormRotate(Function):
         from postlude.ops.kernels import rotary as kernels
 
         query, key, query_weight, key_weight, cos, sin = ctx.saved_tensors
-        (eps, offset), (of_query, of_key) = ctx.options, gradients
+        (eps, offset), (grad_query, grad_key) = ctx.options, gradients
         weights = query_weight, key_weight
-        found = kernels.backward(query, key, (cos, sin), weights, eps, offset, (of_query, of_key), ctx.main_grads)
-        return *found, None, None, None, None
+        grads = kernels.backward(query, key, (cos, sin), weights, eps, offset, (grad_query, grad_key), ctx.main_grads)
+        return *grads, None, None, None, None

@@ -85,8 +85,8 @@ class SharedPages:
         return table
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << max(least - 1, 0).bit_length()
+def _power_of_two(minimum: int) -> int:
+    return 1 << max(minimum - 1, 0).bit_length()
 
 
 def shared_tiles(pages_by_row: Mapping[int, Sequence[int]]) -> list[Tile]:

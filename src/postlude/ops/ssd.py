@@ -307,15 +307,15 @@ def _carry(added: Tensor, through: Tensor) -> Tensor:
     # column 1 on). Logarithms are summed, not subtracted, since they may be -inf.
     square = torch.ones(BLOCK, BLOCK + 1, dtype=torch.bool, device=through.device)
     sums = torch.where(square.tril(), through[..., None], 0.0).cumsum(-2)  # [M, heads, b, b + 1]
-    left = sums.masked_fill(~square.tril(1), float("-inf")).exp()
-    by_block = (left[..., -1:, 1:] @ added).squeeze(2)
+    decays = sums.masked_fill(~square.tril(1), float("-inf")).exp()
+    by_block = (decays[..., -1:, 1:] @ added).squeeze(2)
     first = _carry(by_block, sums[..., -1, 0])[:, :, None]
-    remaining = left[..., :-1, :-1] @ torch.cat((first, added[:, :, :-1]), 2)
+    remaining = decays[..., :-1, :-1] @ torch.cat((first, added[:, :, :-1]), 2)
     return torch.cat((first, remaining), 2).transpose(1, 2).flatten(0, 1)[:count]
 
 
 def _exp(logarithm: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns exp where `kept`, else 0. Other logarithms may be large."""
+    """Returns exp where `mask` is True, else 0. Other logarithms may be large."""
     return logarithm.masked_fill(~mask, float("-inf")).to(dtype).exp()
 
 

@@ -83,8 +83,8 @@ def rank_schedule(
     forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
     warm_up = 2 * (pp - rank - 1) + (vpp - 1) * first_group + 1
     paired = tuple(zip(forwards[warm_up:], backwards, strict=False))
-    rest = backwards[len(paired) :]
-    return (*((action,) for action in forwards[:warm_up]), *paired, *((action,) for action in rest))
+    unpaired = backwards[len(paired) :]
+    return (*((action,) for action in forwards[:warm_up]), *paired, *((action,) for action in unpaired))
 
 
 def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:

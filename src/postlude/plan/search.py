@@ -27,13 +27,13 @@ class SearchResult:
     best: Sequence[StepForecast]
     fitting: int
     """Layouts that divide the model."""
-    least: float
+    min_bytes: float
     """The least bytes that a rank needs, of the layouts that were tried."""
 
 
-def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, most: int = 5) -> SearchResult:
+def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, limit: int = 5) -> SearchResult:
     """Returns the fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, otherwise as `start`."""
-    usable, least, fitting = USABLE_MEMORY * start.hardware.memory, math.inf, 0
+    usable, min_bytes, fitting = USABLE_MEMORY * start.hardware.memory, math.inf, 0
     ranked: list[tuple[float, int, CostModel]] = []
     counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
@@ -49,7 +49,7 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
                 counted[key] = count_parameters(start.config, layout, adapters=start.adapters)
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
-            least = min(least, needed)
+            min_bytes = min(min_bytes, needed)
             if needed <= usable:
                 ranked.append((_rough_seconds(model, overlap), len(ranked), model))
     chosen: list[StepForecast] = []
@@ -59,14 +59,14 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
         if tried[kind] == VARIANTS:
             continue
         needed = max(candidate.total for candidate in memory_of(model, overlap=overlap))
-        least = needed if not chosen else least
+        min_bytes = needed if not chosen else min_bytes
         if needed <= usable:
             tried[kind] += 1
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
     best = sorted(chosen, key=lambda candidate: -candidate.tokens_per_second)
-    return SearchResult(_distinct(best)[:most], fitting, least)
+    return SearchResult(_distinct(best)[:limit], fitting, min_bytes)
 
 
 def _weights(model: CostModel) -> float:
@@ -99,11 +99,11 @@ def layouts(start: CostModel, gpus: int) -> Iterator[Layout]:
                             yield Layout(pp=pp, vpp=vpp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    """Returns the divisors that are powers of two, up to `most`."""
+def _divisors(number: int, limit: int) -> list[int]:
+    """Returns the divisors that are powers of two, up to `limit`."""
     return [
         divisor
-        for divisor in range(1, min(number, most) + 1)
+        for divisor in range(1, min(number, limit) + 1)
         if number % divisor == 0 and (divisor & (divisor - 1)) == 0
     ]
 

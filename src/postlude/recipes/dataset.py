@@ -109,7 +109,7 @@ def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Seq
     rows.require(*(column for column in columns if column is not None and column not in optional))
     values = [[None if column is None else row.get(column) for column in columns] for row in rows]
     if form == "completion" and columns[0] is None:
-        values = [["", *rest] for _, *rest in values]
+        values = [["", *others] for _, *others in values]
     return [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
 
 

@@ -200,11 +200,11 @@ class GRPOTrainer(Trainer):
             missing = config.prompts_per_step - len({trajectory.group for trajectory in trained})
             if not missing:
                 break
-            taken = self.queue.take(missing, self.step)
-            sampled += taken
+            trajectories = self.queue.take(missing, self.step)
+            sampled += trajectories
             usable = [
                 trajectory
-                for trajectory in taken
+                for trajectory in trajectories
                 if not trajectory.excluded and not (config.overlong == "mask" and trajectory.truncated)
             ]
             sizes = Counter(trajectory.group for trajectory in usable)

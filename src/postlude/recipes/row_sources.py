@@ -39,7 +39,7 @@ def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
     """
     fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
     content = getattr(rows, "content", None) or (lambda index: task_digest(rows[index]))  # encoded rows, or tasks
-    return HeldOutRows(len(rows), content, count, what="rows", fix=fix)
+    return HeldOutRows(len(rows), content, count, noun="rows", fix=fix)
 
 
 class ShuffledRows(RowSource[Row]):
@@ -107,12 +107,12 @@ class MixedRows(RowSource[Row]):
 
     def take(self, count: int) -> list[Row]:
         """Returns the next rows."""
-        sources, taken = list(self.sources.values()), []
+        sources, rows = list(self.sources.values()), []
         for _ in range(count):
             index = next_dataset(self.weights, self.counts)
-            taken += sources[index].take(1)
+            rows += sources[index].take(1)
             self.counts[index] += 1
-        return taken
+        return rows
 
     @property
     def held_out(self) -> Sequence[Row]:

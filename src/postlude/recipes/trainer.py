@@ -340,11 +340,11 @@ class Trainer(ABC):
             self.stop_signal = request.number
         if request is not None and self.state_before_step is None:  # in the evaluation after a step
             self.engine.finish_saving()
-            when = f"in the evaluation after step {self.step}; step {self.saved_step} is saved"
+            stopped_at = f"in the evaluation after step {self.step}; step {self.saved_step} is saved"
         else:
             self.save()
-            when = f"after step {self.step}, which is saved" if self.step else "before its first step"
-        message = f"{signal.Signals(self.stop_signal).name} ended the run {when}; {self.resume_hint}"
+            stopped_at = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        message = f"{signal.Signals(self.stop_signal).name} ended the run {stopped_at}; {self.resume_hint}"
         return self._end(RunOutcome("interrupted", self.step, message, 128 + self.stop_signal))
 
     def fail(self, message: str) -> RunOutcome:

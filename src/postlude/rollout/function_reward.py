@@ -164,8 +164,8 @@ class FunctionReward(FailureCounter, Reward):
     def _values(self, value: Any, tasks: Sequence[Task]) -> list[Any]:
         """Returns one value for each completion, or raises ValueError if there are not as many."""
         if not isinstance(value, list):
-            shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-            raise ValueError(f"returned {shown} for {name_rows(tasks)}, but it returns a list with a reward for each.")
+            text = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+            raise ValueError(f"returned {text} for {name_rows(tasks)}, but it returns a list with a reward for each.")
         if len(value) != len(tasks):
             raise ValueError(
                 f"returned {len(value)} rewards for {name_rows(tasks)}, but it returns a list with a reward for each."

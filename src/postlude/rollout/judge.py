@@ -94,8 +94,8 @@ class JudgeReward(FailureCounter, Reward):
                 self.verdict.read(result.value)
             except ValueError as error:
                 raise ValueError(
-                    f"{self.name} answered {_shown(result.value)} on trial on {task.name}, which {error}. Ask for the "
-                    "score in the template, set pattern to find it, or set unparsable_reward."
+                    f"{self.name} answered {_shortened(result.value)} on trial on {task.name}, which {error}. Ask for "
+                    "the score in the template, set pattern to find it, or set unparsable_reward."
                 ) from error
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class JudgeReward(FailureCounter, Reward):
             return self.template.format(**fields)
         except (KeyError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"the template {_shown(self.template)} cannot be filled ({error}); {task.name} has: "
+                f"the template {_shortened(self.template)} cannot be filled ({error}); {task.name} has: "
                 f"{', '.join(fields)}. Write braces that are meant as such twice."
             ) from error
 
@@ -123,18 +123,18 @@ class JudgeReward(FailureCounter, Reward):
             return CallResult(failure="raised", error=str(error))
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        attempt = 0
+        attempts = 0
         while True:
             try:
                 return CallResult(await self._request(connection, {**self.body, "messages": messages}))
             except InvalidResponse as error:
                 return CallResult(failure="raised", error=f"it {error}")
             except ServerUnavailable as error:
-                if attempt == self.retries:
-                    tries = f"; it was asked {attempt + 1} times" if attempt else ""
+                if attempts == self.retries:
+                    tries = f"; it was asked {attempts + 1} times" if attempts else ""
                     return CallResult(failure="raised", error=f"it {error}{tries}")
-                await asyncio.sleep(min(MAX_BACKOFF, max(error.retry_after, FIRST_BACKOFF * 2**attempt)))
-                attempt += 1
+                await asyncio.sleep(min(MAX_BACKOFF, max(error.retry_after, FIRST_BACKOFF * 2**attempts)))
+                attempts += 1
 
     def _connection(self) -> ServerConnection:
         """Returns the connections of the running event loop. Only the process that asks needs the API key."""
@@ -149,12 +149,12 @@ class JudgeReward(FailureCounter, Reward):
         if reply.status in TEMPORARY:
             after = reply.headers.get("retry-after", "0")
             raise ServerUnavailable(
-                f"replied with status {reply.status}: {_shown(reply.body.decode('utf-8', 'replace'))}",
+                f"replied with status {reply.status}: {_shortened(reply.body.decode('utf-8', 'replace'))}",
                 float(after) if after.replace(".", "", 1).isdigit() else 0.0,
             )
         if reply.status != 200:
             raise InvalidResponse(
-                f"replied with status {reply.status}: {_shown(reply.body.decode('utf-8', 'replace'))}"
+                f"replied with status {reply.status}: {_shortened(reply.body.decode('utf-8', 'replace'))}"
             )
         content = (only_choice(reply.json()).get("message") or {}).get("content")
         if not isinstance(content, str):
@@ -169,7 +169,7 @@ class JudgeReward(FailureCounter, Reward):
         except ValueError as error:
             if self.unparsable_reward is not None:
                 return Score(self.unparsable_reward, {"unparsable": 1.0})
-            return self.invalid(ValueError(f"answered {_shown(result.value)} for {task.name}, which {error}."))
+            return self.invalid(ValueError(f"answered {_shortened(result.value)} for {task.name}, which {error}."))
 
 
 def _answer(result: CallResult) -> CallResult:
@@ -191,6 +191,6 @@ def _key(variable: str) -> str:
     return key
 
 
-def _shown(text: str) -> str:
+def _shortened(text: str) -> str:
     text = " ".join(text.split())
     return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}...")

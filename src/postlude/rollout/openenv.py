@@ -43,8 +43,8 @@ class OpenEnvServer:
     def read(self, observation: Any) -> str:
         """Returns an observation as text."""
         if self.observation is None:
-            shown = {key: value for key, value in dict(observation).items() if key not in HIDDEN}
-            return json.dumps(shown, ensure_ascii=False)
+            visible = {key: value for key, value in dict(observation).items() if key not in HIDDEN}
+            return json.dumps(visible, ensure_ascii=False)
         if self.observation not in observation:
             raise ValueError(
                 f'an observation has no field "{self.observation}"; it has: {", ".join(observation)}. Name one in '
@@ -70,11 +70,11 @@ class OpenEnvEpisode:
 
     async def begin(self) -> None:
         """Starts the seed again, and refuses a first observation that is not the prompt."""
-        shown = await self.reset()
-        if shown != self.example[SHOWN]:
+        observation = await self.reset()
+        if observation != self.example[SHOWN]:
             raise ValueError(
-                f"seed {self.example[SEED]} began with {shown[:60]!r}, and before with {self.example[SHOWN][:60]!r}: "
-                "the environment must begin alike for one seed"
+                f"seed {self.example[SEED]} began with {observation[:60]!r}, and before with "
+                f"{self.example[SHOWN][:60]!r}: the environment must begin alike for one seed"
             )
 
     async def step(self, turn: AssistantTurn) -> tuple[str | None, float]:
@@ -92,7 +92,7 @@ class OpenEnvTasks:
 
     def __init__(self, server: OpenEnvServer, *, first: int, size: int, chat: bool, system: str | None) -> None:
         self.server, self.first, self.size, self.chat, self.system = server, first, size, chat, system
-        self._shown: dict[int, str] = {}
+        self._first_observations: dict[int, str] = {}
         self._coroutines = CoroutinePool(f"the server at {server.address}", server.timeout)
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class OpenEnvTasks:
 
     def __getitem__(self, index: int) -> Task:
         seed = self.first + check_index(index, self.size)
-        if seed not in self._shown:
+        if seed not in self._first_observations:
             self._coroutines.submit(seed, self._first_observation(seed))
             result = self._coroutines.poll(None)[seed]
             if result.failure is not None:
@@ -108,10 +108,10 @@ class OpenEnvTasks:
                     f"the OpenEnv server at {self.server.address} did not begin seed {seed}: "
                     f"{str(result.error).rstrip('.')}. Is it running, and has it room for another session?"
                 )
-            self._shown[seed] = result.value
-        shown = self._shown[seed]
-        prompt = chat_prompt(shown, self.system) if self.chat else shown
-        return Task(prompt, {SEED: seed, SHOWN: shown}, f"seed {seed} of {self.server.address}")
+            self._first_observations[seed] = result.value
+        text = self._first_observations[seed]
+        prompt = chat_prompt(text, self.system) if self.chat else text
+        return Task(prompt, {SEED: seed, SHOWN: text}, f"seed {seed} of {self.server.address}")
 
     async def _first_observation(self, seed: int) -> str:
         episode = OpenEnvEpisode(self.server, {SEED: seed})

@@ -188,8 +188,8 @@ def read_score(value: Any, row: str = "") -> Score:
 
 def _number(value: Any, of: str = "") -> float:
     if not isinstance(value, int | float):  # True and False are ints
-        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-        raise ValueError(f"returned {shown}{of}, but a reward is a number or a dict of numbers.")
+        text = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        raise ValueError(f"returned {text}{of}, but a reward is a number or a dict of numbers.")
     try:
         number = float(value)
     except OverflowError:

@@ -61,20 +61,20 @@ def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
     fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
     if by == "prompt":
         fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
-    return HeldOutRows(len(tasks), lambda index: task_digest(tasks[index], by), count, what="tasks", fix=fix)
+    return HeldOutRows(len(tasks), lambda index: task_digest(tasks[index], by), count, noun="tasks", fix=fix)
 
 
 def last_tasks(tasks: Tasks, count: int) -> TaskSubset:
     """Returns the `count` tasks that `hold_out` takes. Where different prompts are too few, repeated ones fill up."""
-    seen: set[bytes] = set()
+    contents: set[bytes] = set()
     different: list[int] = []
     repeated: list[int] = []
     for index in reversed(range(len(tasks))):
         if len(different) == count:
             break
         content = task_digest(tasks[index])
-        (repeated if content in seen else different).append(index)
-        seen.add(content)
+        (repeated if content in contents else different).append(index)
+        contents.add(content)
     return TaskSubset(tasks, sorted([*different, *repeated][:count]))
 
 

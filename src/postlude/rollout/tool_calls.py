@@ -98,8 +98,8 @@ class Llama3(ToolCallFormat):
 
     def _calls(self, text: str) -> Iterator[ToolCall | MalformedCall]:
         position, decoder = 0, json.JSONDecoder()
-        while rest := text[position:].lstrip("; \t\r\n"):
-            position = len(text) - len(rest)
+        while remaining := text[position:].lstrip("; \t\r\n"):
+            position = len(text) - len(remaining)
             try:
                 call, position = decoder.raw_decode(text, position)
             except (ValueError, RecursionError):

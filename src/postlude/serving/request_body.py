@@ -53,9 +53,9 @@ def _sentence(schema: type[BaseModel], error: ValidationError) -> str:
         return f"{name} is not supported; there are {', '.join(_fields(schema, location[:-1]))}."
     field = schema.model_fields.get(str(location[0])) if location else None
     if field is not None and field.description:  # a union, in which each type would give its own error
-        return f"{location[0]} is {_shown(value)}: give {field.description}."
+        return f"{location[0]} is {_shortened(value)}: give {field.description}."
     give = f"give {EXPECTED[kind]}" if kind in EXPECTED else first["msg"]
-    return f"{name or 'the request'} is {_shown(value)}: {give}."
+    return f"{name or 'the request'} is {_shortened(value)}: {give}."
 
 
 def _fields(schema: type[BaseModel], location: Sequence[str | int]) -> list[str]:
@@ -68,6 +68,6 @@ def _fields(schema: type[BaseModel], location: Sequence[str | int]) -> list[str]
     return list(schema.model_fields)
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -79,8 +79,8 @@ class TinkerApp:
         self._secret = secrets.token_bytes(32)  # signs links to files
         self._versions: set[str] = set()
 
-    def build(self, more: Sequence[Route] = ()) -> Starlette:
-        """Returns the application, with the service running while it is up. `more` are routes beside ours."""
+    def build(self, extra_routes: Sequence[Route] = ()) -> Starlette:
+        """Returns the application, with the service running while it is up. `extra_routes` are added to ours."""
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -90,7 +90,7 @@ class TinkerApp:
             finally:
                 await self.service.stop()
 
-        return Starlette(routes=[*self._routes(), *more], lifespan=lifespan)
+        return Starlette(routes=[*self._routes(), *extra_routes], lifespan=lifespan)
 
     def _routes(self) -> list[Route]:
         run, checkpoint = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"

@@ -30,11 +30,11 @@ def check_memory(engine: Engine, free: int) -> None:
     )
     trained = max(estimate.lasting for estimate in estimates)
     needed = trained + total_parameters(engine.config) * engine.compute_dtype.itemsize
-    least = min(gather_and_decide(lambda: free, list))
-    if needed > least:
+    smallest = min(gather_and_decide(lambda: free, list))
+    if needed > smallest:
         raise ValueError(
-            f"training all weights of this model needs {needed / GIB:.3g} GiB on each rank, but {least / GIB:.3g} GiB "
-            "are free. Give a lora_config, end other models, or start the server with a --layout that shards more."
+            f"training all weights of this model needs {needed / GIB:.3g} GiB on each rank, but {smallest / GIB:.3g} "
+            "GiB are free. Give a lora_config, end other models, or start the server with a --layout that shards more."
         )
 
 

@@ -50,7 +50,7 @@ class UnstagePass:
 
 def take_all(messages: queue.SimpleQueue[Message]) -> list[Message]:
     """Waits for a message. Returns all that are there."""
-    taken = [messages.get()]
+    received = [messages.get()]
     while not messages.empty():
-        taken.append(messages.get())
-    return taken
+        received.append(messages.get())
+    return received

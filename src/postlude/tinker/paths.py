@@ -12,11 +12,11 @@ CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "extern
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+=@-]{0,199}")  # neither "/" nor a leading dot
 
 
-def check_name(name: str, what: str = "name") -> str:
+def check_name(name: str, kind: str = "name") -> str:
     """Returns a name that is safe as one part of a path. Refuses others."""
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"the {what} {name[:60]!r} is not allowed: use 1 to 200 letters, digits and _ . : + = @ -, beginning with "
+            f"the {kind} {name[:60]!r} is not allowed: use 1 to 200 letters, digits and _ . : + = @ -, beginning with "
             "a letter, a digit or _."
         )
     return name

@@ -41,10 +41,10 @@ class StagedPasses:
 
     def take(self, number: int) -> Pass:
         """Returns a pass, once, or raises the error of reading it."""
-        taken = self._passes.pop(number)
-        if isinstance(taken, Exception):
-            raise taken
-        return taken
+        staged = self._passes.pop(number)
+        if isinstance(staged, Exception):
+            raise staged
+        return staged
 
 
 class RankConnection:

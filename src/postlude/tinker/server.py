@@ -119,10 +119,10 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     chosen = listening.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     if server.started:
-        ready(f"http://{shown}:{chosen}")
+        ready(f"http://{url_host}:{chosen}")
     await task

@@ -80,14 +80,14 @@ def read_pass_request(message: Any, max_tokens: int, vocab_size: int) -> PassReq
         raise ValueError("forward_backward got no data: give at least one datum.")
     data = []
     for index, datum in enumerate(message.data):
-        where = f"data[{index}]"
-        tokens = _read_tokens(datum.model_input, where, max_tokens, vocab_size)
-        inputs = {name: _read_loss_input(tensor, name, where) for name, tensor in datum.loss_fn_inputs.items()}
+        location = f"data[{index}]"
+        tokens = _read_tokens(datum.model_input, location, max_tokens, vocab_size)
+        inputs = {name: _read_loss_input(tensor, name, location) for name, tensor in datum.loss_fn_inputs.items()}
         for name, values in inputs.items():
             if values.ndim and len(values) != len(tokens):
                 raise ValueError(
-                    f"{where}: {name} has {len(values)} entries, but model_input has {len(tokens)} tokens; each token "
-                    "has one entry."
+                    f"{location}: {name} has {len(values)} entries, but model_input has {len(tokens)} tokens; each "
+                    "token has one entry."
                 )
         data.append(Datum(tokens, inputs))
     config: dict[str, float | str] = dict(message.loss_fn_config)
@@ -96,65 +96,67 @@ def read_pass_request(message: Any, max_tokens: int, vocab_size: int) -> PassReq
     return PassRequest(data, message.loss_fn, config, message.forward_only)
 
 
-def _read_tokens(chunks: Any, where: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
+def _read_tokens(chunks: Any, location: str, max_tokens: int, vocab_size: int) -> NDArray[np.int32]:
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("value")
         if kind != "encoded_text":
-            raise ValueError(f"{where}: model_input has a chunk of type {kind}, but only encoded_text is supported.")
+            raise ValueError(f"{location}: model_input has a chunk of type {kind}, but only encoded_text is supported.")
         if len(chunk.encoded_text.tokens) % 4:
-            raise ValueError(f"{where}: the tokens of a chunk are not whole int32 numbers.")
+            raise ValueError(f"{location}: the tokens of a chunk are not whole int32 numbers.")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     tokens = np.concatenate(parts) if parts else np.empty(0, "<i4")
-    return check_tokens(tokens, f"{where}: model_input", max_tokens, vocab_size)
+    return check_tokens(tokens, f"{location}: model_input", max_tokens, vocab_size)
 
 
-def _read_loss_input(tensor: Any, name: str, where: str) -> LossInput:
-    where = f"{where}: {name}"
+def _read_loss_input(tensor: Any, name: str, location: str) -> LossInput:
+    location = f"{location}: {name}"
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ValueError(f"{where} has the dtype number {tensor.dtype}, which is not known; send float32 or int64.")
+        raise ValueError(f"{location} has the dtype number {tensor.dtype}, which is not known; send float32 or int64.")
     sparse = tensor.WhichOneof("value") == "sparse_csr"
     raw = tensor.sparse_csr.values if sparse else tensor.dense
     if len(raw) % dtype.itemsize:
-        raise ValueError(f"{where} has {len(raw)} bytes, which are not whole numbers of {dtype}.")
+        raise ValueError(f"{location} has {len(raw)} bytes, which are not whole numbers of {dtype}.")
     values: Any = np.frombuffer(raw, dtype)
     if tensor.dtype == BFLOAT16:
         values = (values.astype("<u4") << 16).view("<f4")
     shape = tuple(tensor.shape) or (len(values),)
     if min(shape) < 0 or len(shape) > 2:
-        raise ValueError(f"{where} has the shape {list(shape)}; give [N] or [N, K].")
+        raise ValueError(f"{location} has the shape {list(shape)}; give [N] or [N, K].")
     if sparse:
         values = _dense(
             values,
-            _indices(tensor.sparse_csr.crow_indices, where),
-            _indices(tensor.sparse_csr.col_indices, where),
+            _indices(tensor.sparse_csr.crow_indices, location),
+            _indices(tensor.sparse_csr.col_indices, location),
             shape,
-            where,
+            location,
         )
     elif math.prod(shape) != len(values):
-        raise ValueError(f"{where} has {len(values)} values, which do not fill its shape {list(shape)}.")
+        raise ValueError(f"{location} has {len(values)} values, which do not fill its shape {list(shape)}.")
     floating = tensor.dtype in (FLOAT32, BFLOAT16)
     dense: LossInput = values.reshape(shape).astype(np.float32 if floating else np.int64, copy=False)
     return dense
 
 
-def _indices(raw: bytes, where: str) -> NDArray[np.int64]:
+def _indices(raw: bytes, location: str) -> NDArray[np.int64]:
     if len(raw) % 8:
-        raise ValueError(f"{where}: the indices of a sparse tensor are not whole int64 numbers.")
+        raise ValueError(f"{location}: the indices of a sparse tensor are not whole int64 numbers.")
     return np.frombuffer(raw, "<i8")
 
 
 MAX_SPARSE = 1 << 27  # values of a sparse tensor once it is dense
 
 
-def _dense(values: Any, rows: NDArray[np.int64], columns: NDArray[np.int64], shape: tuple[int, ...], where: str) -> Any:
+def _dense(
+    values: Any, rows: NDArray[np.int64], columns: NDArray[np.int64], shape: tuple[int, ...], location: str
+) -> Any:
     """Returns a CSR matrix with zeros where it has no entry."""
-    right = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
-    right = right and rows[0] == 0 and rows[-1] == len(values) and bool((np.diff(rows) >= 0).all())
-    right = right and (not len(columns) or (columns.min() >= 0 and columns.max() < shape[1]))
-    if not right or math.prod(shape) > MAX_SPARSE:
-        raise ValueError(f"{where} is not a sparse matrix of shape {list(shape)} with at most {MAX_SPARSE} cells.")
+    is_valid = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    is_valid = is_valid and rows[0] == 0 and rows[-1] == len(values) and bool((np.diff(rows) >= 0).all())
+    is_valid = is_valid and (not len(columns) or (columns.min() >= 0 and columns.max() < shape[1]))
+    if not is_valid or math.prod(shape) > MAX_SPARSE:
+        raise ValueError(f"{location} is not a sparse matrix of shape {list(shape)} with at most {MAX_SPARSE} cells.")
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense

@@ -123,9 +123,9 @@ class RankWorker:
             for sampler in (self.sampler, self.model_sampler):
                 sampler.cancel(cancelled)
         if calls:
-            mine = [call for call in calls if call.rank == self.index]
-            self.model_sampler.add([call for call in mine if call.weights.model is not None])
-            finished |= self.sampler.add([call for call in mine if call.weights.model is None])
+            local_calls = [call for call in calls if call.rank == self.index]
+            self.model_sampler.add([call for call in local_calls if call.weights.model is not None])
+            finished |= self.sampler.add([call for call in local_calls if call.weights.model is None])
         end = time.monotonic() + seconds
         while True:
             busy = False

@@ -100,10 +100,10 @@ def batches(
     For preferences, pairs of them.
     """
     pairs = objective == "dpo"
-    many = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
-    few = (6, 4) if pairs else (6,)
+    many_lengths = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
+    few_lengths = (6, 4) if pairs else (6,)
     batches = {}
-    for index, (name, lengths) in enumerate({"many": many, "few": few}.items()):
+    for index, (name, lengths) in enumerate({"many": many_lengths, "few": few_lengths}.items()):
         batches[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
         if has_routing_column(compute_dtype, config):
             routing = _random_routing(config.routers, sum(lengths), seed + index)

@@ -166,6 +166,6 @@ def agree_on_device(store: Store, rank: int, size: int, visible: VisibleDevices)
     return DeviceAssignment(**json.loads(store.get(f"assignment/{rank}")))
 
 
-def list_ranks(ranks: Sequence[int], most: int = 8) -> str:
+def list_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     """Returns the numbers of ranks, for a message."""
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return ", ".join(map(str, ranks[:limit])) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")

@@ -249,8 +249,8 @@ class RendezvousStores:
     def connect(cls, rank: int, size: int, timeout: float) -> RendezvousStores:
         """Connects to MASTER_ADDR and MASTER_PORT, where rank 0 hosts the store unless the launcher does."""
         base = _connect(rank, size, timeout, hosts_store(rank))
-        attempt = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{attempt}/{base.add(f'{attempt}/uses/{rank}', 1)}"  # the same number on every rank
+        restart_prefix = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = f"{restart_prefix}/{base.add(f'{restart_prefix}/uses/{rank}', 1)}"  # the same number on every rank
         return cls(
             PrefixStore(f"{prefix}/reports", base),
             PrefixStore(f"{prefix}/reports", _connect(rank, size, timeout, False)),

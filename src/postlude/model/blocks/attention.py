@@ -85,8 +85,8 @@ class AttentionConfig(BlockConfig):
         """Copies the fields of the model's other attention, full or sliding; else head_dim is 64."""
         for other in others:
             if isinstance(other, AttentionConfig):
-                same = {field.name: getattr(other, field.name) for field in fields(AttentionConfig)}
-                return cls(**same, **cls._extra_fields())
+                copied = {field.name: getattr(other, field.name) for field in fields(AttentionConfig)}
+                return cls(**copied, **cls._extra_fields())
         heads, size = default_heads(hidden_size, 64)
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": heads, "head_dim": max(2, size)}
         return cls(**sizes, **cls._extra_fields(), **cls.shared_fields(others))

@@ -51,7 +51,7 @@ def launch(
     second_codes, second_scales = (
         (second.codes, second.scales) if isinstance(second, QuantizedMoment) else (second, now)
     )
-    (matrix, row, column), (_, all_rows, all_columns) = place.starts, place.whole
+    (matrix, row, column), (_, all_rows, all_columns) = place.starts, place.full_shape
     _step[(triton.cdiv(count, BLOCKS),)](
         weight, weight if low is None else low, gradient, first_codes, first_scales, second_codes, second_scales,
         now, scale, rates.lr, 1 - rates.betas[0], rates.betas[1], 1 - rates.betas[1], rates.eps, rates.decay,

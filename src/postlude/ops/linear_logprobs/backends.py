@@ -26,8 +26,8 @@ def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: T
     """Whether the fused kernels can take these operands: tensor copies want half precision and 16-byte steps."""
     if epilogue is torch_epilogue or (hidden.is_cuda and operand not in HALF):
         return False
-    if why := why_unmeasured("linear_logprobs_fused", gpu_of(hidden.device)):
-        warn_of_fallback("linear_logprobs_fused", why)
+    if reason := why_unmeasured("linear_logprobs_fused", gpu_of(hidden.device)):
+        warn_of_fallback("linear_logprobs_fused", reason)
         return False
     return all(
         tensor.dtype == operand

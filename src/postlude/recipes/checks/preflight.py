@@ -114,8 +114,8 @@ class PreflightInputs:
         if self.grows:
             return budget, f"a conversation of several turns may have budget={budget} tokens", "budget"
         total = self.longest_prompt + completion
-        why = f"a prompt of {self.longest_prompt} tokens and a completion of up to {completion} make {total}"
-        return total, why, "sampling.max_new_tokens"
+        reason = f"a prompt of {self.longest_prompt} tokens and a completion of up to {completion} make {total}"
+        return total, reason, "sampling.max_new_tokens"
 
     @cached_property
     def source(self) -> Source:
@@ -353,8 +353,10 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
     check_batch_invariant(inputs.model[1], getattr(config, "layout", Layout()), options)
     if device.type != "cuda":
         return "each token is a product by itself, which is slow"
-    if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
-        raise ValueError(f"batch_invariant needs Triton's kernels on a GPU, but {why}. Set batch_invariant to false.")
+    if inputs.launch.on_this_machine and (reason := why_no_triton(device, inputs.dtype, False)) is not None:
+        raise ValueError(
+            f"batch_invariant needs Triton's kernels on a GPU, but {reason}. Set batch_invariant to false."
+        )
     return "a token has the same bits in every batch"
 
 
@@ -363,15 +365,17 @@ def _fp8(inputs: PreflightInputs) -> str:
     with torch.device("meta"):
         staying = use_fp8(LanguageModel(inputs.model[1]).blocks, inputs.config.layout.tp)
     device = torch.device(inputs.launch.device)
-    how = check_fp8(device, inputs.dtype) if inputs.launch.on_this_machine else "on the cluster's GPUs"
-    shown = ", ".join(staying[:3]) + (f" and {len(staying) - 3} more" if len(staying) > 3 else "")
-    return how + (f"; {shown} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if staying else "")
+    description = check_fp8(device, inputs.dtype) if inputs.launch.on_this_machine else "on the cluster's GPUs"
+    names = ", ".join(staying[:3]) + (f" and {len(staying) - 3} more" if len(staying) > 3 else "")
+    return description + (
+        f"; {names} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if staying else ""
+    )
 
 
 def _head(inputs: PreflightInputs) -> str:
     device = torch.device(inputs.launch.device)
-    if inputs.launch.on_this_machine and (why := why_no_triton(device, inputs.dtype, False)) is not None:
-        raise ValueError(f"head.backend is triton, which cannot run: {why}. Use auto or torch.")
+    if inputs.launch.on_this_machine and (reason := why_no_triton(device, inputs.dtype, False)) is not None:
+        raise ValueError(f"head.backend is triton, which cannot run: {reason}. Use auto or torch.")
     return "by triton"
 
 
@@ -394,8 +398,8 @@ def _room(device: str, neighbours: int) -> int:
     """Returns the memory of one of the ranks of this machine, in bytes."""
     if device == "cuda":
         gpus = torch.cuda.device_count()
-        least = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus))
-        return least // -(-neighbours // gpus)
+        smallest = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus))
+        return smallest // -(-neighbours // gpus)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // neighbours
 
 

@@ -118,8 +118,8 @@ class DatasetSettings(PromptSettings, WorkerSettings):
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         if (self.reward is None) == (not self.rewards):
-            both = "both reward and rewards" if self.rewards else "neither reward nor rewards"
-            raise ValueError(f"it has {both}. Give a function as reward, or several by name as rewards.")
+            mistake = "both reward and rewards" if self.rewards else "neither reward nor rewards"
+            raise ValueError(f"it has {mistake}. Give a function as reward, or several by name as rewards.")
         return self
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:

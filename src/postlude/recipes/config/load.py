@@ -78,13 +78,13 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
         return _section_of_list(sections, of_lists[0], raw) if of_lists else _section(node, raw, default)
     shape = next(iter(schema.alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
-    if shape.get("type") == "object" or (anything and (raw.entries or raw.whole)):
+    if shape.get("type") == "object" or (anything and (raw.entries or raw.full_mapping)):
         value_node = shape.get("additionalProperties", True)
         return _mapping(value_node if isinstance(value_node, dict) else {}, raw, default)
     is_text = raw.scalar is not None and not anything and shape.get("type") != "array"
-    if raw.entries and not (is_text and raw.whole):
+    if raw.entries and not (is_text and raw.full_mapping):
         (first, *_) = raw.entries.values()
-        raise ConfigError(f'config key "{first.path}" is unknown {first.where}; "{raw.path}" takes {words(node)}.')
+        raise ConfigError(f'config key "{first.path}" is unknown {first.location}; "{raw.path}" takes {words(node)}.')
     if raw.items is not None and not is_text:
         item_nodes = iter(shape.get("prefixItems") or [shape.get("items", {})] * len(raw.items))
         return [_value(next(item_nodes, {}), item, None) for item in raw.items]
@@ -94,7 +94,7 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
 def _section(node: Node, raw: RawValue, default: Any) -> Any:
     """Returns the keys of one of the sections that a field may hold: the written one, or the default's."""
     kinds = schema.sections(node)
-    text = None if raw.whole or raw.scalar is None or raw.scalar.tag == NULL else raw.scalar.value
+    text = None if raw.full_mapping or raw.scalar is None or raw.scalar.tag == NULL else raw.scalar.value
     chosen = (
         default[KIND]
         if isinstance(default, dict) and KIND in default
@@ -114,8 +114,8 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
     if chosen is None:
         raise _missing(raw, KIND, {"enum": names})
     known: Node = kinds[chosen]["properties"]
-    same = isinstance(default, dict) and default.get(KIND, "") == chosen and text is None
-    data = dict(default) if same else {}
+    is_default_kind = isinstance(default, dict) and default.get(KIND, "") == chosen and text is None
+    data = dict(default) if is_default_kind else {}
     if text is not None:
         field = kinds[chosen][TEXT]
         data |= {TEXT: text} if field is True else {field: _scalar(known[field], raw)}
@@ -127,7 +127,7 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
             data[name] = _value(known[name], entry, data.get(name, known[name].get("default")))
     for name in kinds[chosen].get("required", ()):
         if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
-            data[name] = _value(known[name], RawValue(join(raw.path, name), raw.where), None)
+            data[name] = _value(known[name], RawValue(join(raw.path, name), raw.location), None)
     return data
 
 
@@ -138,9 +138,9 @@ def _section_of_list(kinds: Mapping[str, Node], kind: str, raw: RawValue) -> Any
 
 
 def _mapping(value_node: Node, raw: RawValue, default: Any) -> Any:
-    if not raw.entries and not raw.whole:
+    if not raw.entries and not raw.full_mapping:
         return _scalar({}, raw)
-    by_key = raw.scalar is None and not raw.whole
+    by_key = raw.scalar is None and not raw.full_mapping
     values = dict(default) if by_key and isinstance(default, Mapping) else {}
     return values | {name: _value(value_node, entry, values.get(name)) for name, entry in raw.entries.items()}
 
@@ -165,14 +165,14 @@ def _scalar(shape: Node, raw: RawValue) -> Any:
     return re.sub(r"^([-+]?)\.(?=inf$)", r"\1", text.lower()) if shape.get("type") == "number" else text
 
 
-def resolve_path(text: str, what: str, raw: RawValue) -> str:
-    """Returns the text with its path relative to the working directory; `what` is as in `InputPath`.
+def resolve_path(text: str, kind: str, raw: RawValue) -> str:
+    """Returns the text with its path relative to the working directory; `kind` is as in `InputPath`.
 
     A path in a config file is looked up next to that file first, then in the working directory. If it exists in both,
     a warning says which one is used. If it exists in neither, it is returned as it is, for its reader to refuse.
     """
-    path, colon, name = text.rpartition(":") if what == "code" else (text, "", "")
-    built_in = what == "model" and (text in BUILTIN or text in PACKAGED)
+    path, colon, name = text.rpartition(":") if kind == "code" else (text, "", "")
+    built_in = kind == "model" and (text in BUILTIN or text in PACKAGED)
     if raw.file is None or not path or built_in or Path(path).expanduser().is_absolute():
         return text
     in_working_directory, next_to_config = Path(path), Path(os.path.normpath(raw.file.parent / path))
@@ -186,7 +186,7 @@ def resolve_path(text: str, what: str, raw: RawValue) -> str:
         LOG.warning(
             'config key "%s" %s: %s exists next to the config and in the working directory; %s is used.',
             raw.path,
-            raw.where,
+            raw.location,
             path,
             next_to_config,
         )
@@ -206,7 +206,7 @@ def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
         if first["type"] == "missing" and depth == len(first["loc"]) - 1:
             return _missing(raw, str(key), _inside(node, key))
         node = _inside(node, key)
-        raw = raw.inside(key) or RawValue(join(raw.path, str(key)), raw.where)
+        raw = raw.inside(key) or RawValue(join(raw.path, str(key)), raw.location)
     if first["type"] == "value_error":
         return _invalid(raw, first["ctx"]["error"])
     return _wrong(raw, node)
@@ -224,15 +224,15 @@ def _inside(node: Node, key: str | int) -> Node:
 
 
 def _wrong(raw: RawValue, node: Node) -> ConfigError:
-    return ConfigError(f'config key "{raw.path}" is {raw} {raw.where}; give {words(node)}.')
+    return ConfigError(f'config key "{raw.path}" is {raw} {raw.location}; give {words(node)}.')
 
 
 def _missing(section: RawValue, name: str, node: Node) -> ConfigError:
-    path, where = join(section.path, name), section.where and f" {section.where}"
+    path, location = join(section.path, name), section.location and f" {section.location}"
     listed = any(part.isdigit() for part in path.split("."))  # items of a list cannot be set on the command line
-    ways = [*(["there"] if section.where else []), *([] if listed else [f"as --{path}"])]
+    ways = [*(["there"] if section.location else []), *([] if listed else [f"as --{path}"])]
     takes = f"{words(node)} {' or '.join(ways)}".rstrip()
-    return ConfigError(f'config key "{path}" is missing{where}; give {takes}.')
+    return ConfigError(f'config key "{path}" is missing{location}; give {takes}.')
 
 
 def _invalid(raw: RawValue, error: object) -> ConfigError:
@@ -241,7 +241,7 @@ def _invalid(raw: RawValue, error: object) -> ConfigError:
 
 
 def _unknown(section: Node, kind: str, above: str, name: str, raw: RawValue) -> ConfigError:
-    while not raw.whole and len(raw.entries) == 1:  # on the command line the path is one argument
+    while not raw.full_mapping and len(raw.entries) == 1:  # on the command line the path is one argument
         (raw,) = raw.entries.values()
     known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
     siblings = [key for key in section["properties"] if key != KIND]
@@ -254,4 +254,4 @@ def _unknown(section: Node, kind: str, above: str, name: str, raw: RawValue) -> 
         hint = f"the keys there are {', '.join(siblings)}."
     if "." in name:
         hint = "write what follows a dot on a line of its own, indented."
-    return ConfigError(f'config key "{raw.path}" is unknown{kind and f" for {kind}"} {raw.where}; {hint}')
+    return ConfigError(f'config key "{raw.path}" is unknown{kind and f" for {kind}"} {raw.location}; {hint}')

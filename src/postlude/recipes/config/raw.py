@@ -70,14 +70,15 @@ class RawValue:
     """The value of a key: a scalar, a list, or entries. Entries next to a scalar override parts of it."""
 
     path: str
-    where: str
+    location: str
+    """Where it was written, as text for messages."""
     scalar: yaml.ScalarNode | None = None
     items: list[RawValue] | None = None
     entries: dict[str, RawValue] = field(default_factory=dict)
     file: Path | None = None
     """The config file; None on the command line."""
-    whole: bool = False
-    """Whether the entries are a whole mapping, and not keys that were set one by one."""
+    full_mapping: bool = False
+    """Whether the entries were written as one mapping, and not set key by key."""
 
     def __str__(self) -> str:
         if self.scalar is not None:
@@ -98,11 +99,11 @@ class RawValue:
     @property
     def places(self) -> str:
         """The places where it and the keys below it were written."""
-        override = COMMAND_LINE if self.where != COMMAND_LINE and self._on_command_line() else ""
-        return " and ".join(filter(None, (self.where, override)))
+        override = COMMAND_LINE if self.location != COMMAND_LINE and self._on_command_line() else ""
+        return " and ".join(filter(None, (self.location, override)))
 
     def _on_command_line(self) -> bool:
-        return self.where == COMMAND_LINE or any(entry._on_command_line() for entry in self.entries.values())
+        return self.location == COMMAND_LINE or any(entry._on_command_line() for entry in self.entries.values())
 
 
 def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping[str, Any]] = ()) -> RawValue:
@@ -110,14 +111,14 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
     raw = RawValue("", "") if file is None else _read_over_base(find_config(file))
     for values in settings:
         _set_values(raw, plain(values))
-    rest = list(overrides)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
+    arguments = list(overrides)
+    while arguments:
+        name, equals, value = arguments.pop(0).partition("=")
         if not name.startswith("--") or not all(name[2:].split(".")):
             raise ConfigError(f'"{name}" is not a config key; write --a.b VALUE or --a.b=VALUE.')
-        if not equals and (not rest or rest[0].startswith("--")):
+        if not equals and (not arguments or arguments[0].startswith("--")):
             raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
-        _set(raw, name[2:], value if equals else rest.pop(0))
+        _set(raw, name[2:], value if equals else arguments.pop(0))
     return raw
 
 
@@ -128,22 +129,22 @@ def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -
     if extends is None:
         return raw
     if extends.scalar is None or not extends.scalar.value or extends.null:
-        raise ConfigError(f'config key "{EXTENDS}" is {extends} {extends.where}; give the path of one config file.')
+        raise ConfigError(f'config key "{EXTENDS}" is {extends} {extends.location}; give the path of one config file.')
     base = Path(os.path.normpath(file.parent / Path(extends.scalar.value).expanduser()))
     if not base.exists():  # it may be the name of a packaged config
         packaged = find_config(Path(extends.scalar.value))
         base = packaged if packaged.is_absolute() else base
     if any(base.resolve() == extending.resolve() for extending in chain):
         cycle = " → ".join(map(str, (*chain, base)))
-        raise ConfigError(f'config key "{EXTENDS}" {extends.where} leads back to a file that it extends: {cycle}.')
-    return _merge(_read_over_base(base, f', which "{EXTENDS}" names {extends.where}', chain), raw)
+        raise ConfigError(f'config key "{EXTENDS}" {extends.location} leads back to a file that it extends: {cycle}.')
+    return _merge(_read_over_base(base, f', which "{EXTENDS}" names {extends.location}', chain), raw)
 
 
 def _merge(base: RawValue, over: RawValue) -> RawValue:
     """Returns the base with the values of another file: of mappings key by key, unless their kinds differ."""
     kinds = [value.entries[KIND].scalar if KIND in value.entries else None for value in (over, base)]
-    another = kinds[0] is not None and (kinds[1] is None or kinds[0].value != kinds[1].value)
-    if another or not (base.whole and over.whole):
+    is_other_kind = kinds[0] is not None and (kinds[1] is None or kinds[0].value != kinds[1].value)
+    if is_other_kind or not (base.full_mapping and over.full_mapping):
         return over
     merged = {
         name: _merge(base.entries[name], value) if name in base.entries else value
@@ -171,28 +172,28 @@ def _read_file(file: Path, named: str) -> RawValue:
             problem = "a value contains itself, or is nested too deeply"
         line = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{line} is not YAML: {problem}.") from error
-    if node is not None and not raw.whole:
+    if node is not None and not raw.full_mapping:
         raise ConfigError(f"{file} line {node.start_mark.line + 1} is not a config; write lines of `key: value`.")
     return raw
 
 
-def _tree(node: yaml.Node, path: str, where: str, file: Path | None = None) -> RawValue:
-    def location(at: yaml.Node) -> str:
+def _tree(node: yaml.Node, path: str, location: str, file: Path | None = None) -> RawValue:
+    def location_of(at: yaml.Node) -> str:
         return COMMAND_LINE if file is None else f"in {file} line {at.start_mark.line + 1}"
 
     if isinstance(node, yaml.ScalarNode):
-        return RawValue(path, where, node, file=file)
+        return RawValue(path, location, node, file=file)
     if isinstance(node, yaml.SequenceNode):
-        items = [_tree(item, join(path, str(i)), location(item), file) for i, item in enumerate(node.value)]
-        return RawValue(path, where, items=items)
+        items = [_tree(item, join(path, str(i)), location_of(item), file) for i, item in enumerate(node.value)]
+        return RawValue(path, location, items=items)
     entries: dict[str, RawValue] = {}
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else "?"
         if name in entries:
-            places = f"{entries[name].where} and {location(key)}"
+            places = f"{entries[name].location} and {location_of(key)}"
             raise ConfigError(f'config key "{join(path, name)}" is given twice, {places}; keep one.')
-        entries[name] = _tree(value, join(path, name), location(key), file)
-    return RawValue(path, where, entries=entries, whole=True)
+        entries[name] = _tree(value, join(path, name), location_of(key), file)
+    return RawValue(path, location, entries=entries, full_mapping=True)
 
 
 def _set_values(raw: RawValue, values: Mapping[str, Any]) -> None:

@@ -61,16 +61,16 @@ class Settings(BaseModel):
 class InputPath:
     """Marks a field that is a path to read: `path: Annotated[Path, InputPath("path")]`.
 
-    `what` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
-    RawValue in a config file, it is looked for next to that file first, then in the working directory.
+    `kind` is "path" for a file or directory, "code" for path/to/file.py:name, "model" for a model's directory or name.
+    In a config file, it is looked for next to that file first, then in the working directory.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Returns the field's schema with the mark."""
-        return handler(core) | {PLACE: self.what}
+        return handler(core) | {PLACE: self.kind}
 
 
 class TaggedUnion:
@@ -330,8 +330,8 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
             named = fallback[KIND] if isinstance(fallback, dict) else MISSING
             yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)
         for nested_kind, nested in alternatives_by_kind.items():
-            same = isinstance(fallback, dict) and fallback.get(KIND, "") == nested_kind
-            yield from options_of(nested, inner, fallback if same else None, nested_kind or kind)
+            is_default_kind = isinstance(fallback, dict) and fallback.get(KIND, "") == nested_kind
+            yield from options_of(nested, inner, fallback if is_default_kind else None, nested_kind or kind)
 
 
 def describe(config: type) -> str:
@@ -354,7 +354,7 @@ def describe(config: type) -> str:
                 *textwrap.wrap(option.help, width, initial_indent="    "),
             ]
             continue
-        default = ", required" if option.default is MISSING else f", default {_shown(option.default)}"
+        default = ", required" if option.default is MISSING else f", default {_default_text(option.default)}"
         if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
             default = ""  # its fields have their own
         head = f"--{option.path}{kind}: {words(option.node)}{default}"
@@ -401,10 +401,10 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _shown(default: Any) -> str:
+def _default_text(default: Any) -> str:
     return "none" if default is None else json.dumps(default, ensure_ascii=False)
 
 
 def _listed(choices: list[Any]) -> str:
-    *most, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
-    return f"{', '.join(most)} or {last}" if most else last
+    *others, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
+    return f"{', '.join(others)} or {last}" if others else last

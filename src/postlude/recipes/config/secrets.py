@@ -34,15 +34,15 @@ def refuse_masked(config: Mapping[str, Any]) -> None:
 
 def mask_arguments(words: Sequence[str]) -> list[str]:
     """Returns the arguments of a command with `MASK` in place of every value that holds a secret."""
-    masked, rest = list[str](), list(words)
-    while rest:
-        word = rest.pop(0)
+    masked, remaining = list[str](), list(words)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, value = word.partition("=")
         path = tuple(name.removeprefix("--").split("."))
         if equals and name.startswith("--") and _holds_secret(path, value):
             word = f"{name}={MASK}"
-        elif word.startswith("--") and not equals and rest and _holds_secret(path, rest[0]):
-            rest[0] = MASK
+        elif word.startswith("--") and not equals and remaining and _holds_secret(path, remaining[0]):
+            remaining[0] = MASK
         masked.append(word)
     return masked
 

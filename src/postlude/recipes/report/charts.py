@@ -44,15 +44,15 @@ class Ruler:
             return (self.start + self.end) / 2
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
-    def ticks(self, about: int, *, whole: bool = False) -> list[float]:
-        """Returns about so many round numbers in the range; `whole` ones for steps."""
+    def ticks(self, about: int, *, integers: bool = False) -> list[float]:
+        """Returns about so many round numbers in the range; `integers` only for steps."""
         span = self.high - self.low
         if span <= 0 or not math.isfinite(span):
             return [self.low]
         rough = span / max(about, 1)
         power = 10.0 ** math.floor(math.log10(rough))
         width = min((power * times for times in (1, 2, 5, 10)), key=lambda width: abs(math.log(width / rough)))
-        width = max(width, 1.0) if whole else width
+        width = max(width, 1.0) if integers else width
         first = math.ceil(self.low / width - 1e-9)
         ticks = [index * width for index in range(first, math.floor(self.high / width + 1e-9) + 1)]
         return list(dict.fromkeys(ticks)) or [self.low]
@@ -89,18 +89,18 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
     room = RIGHT - sum(margin for *_, margin in labelled) - GAP * (len(plots) - 1)
     lengths = _widths([last - first for first, last in spans.values()], room)
     parts, data, notes = [], [], []
-    left = 0.0
+    x_start = 0.0
     bands = _bands([run for _, run in runs])
     for (phase, phase_lines), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
-        left += margin
-        x = Ruler(*spans[phase], left, left + length)
+        x_start += margin
+        x = Ruler(*spans[phase], x_start, x_start + length)
         drawn = _plot(phase_lines, x, Ruler(low, high, BOTTOM, TOP), points)
         several = len({band.phase for _, run in runs for band in run.bands}) > 1
-        shown = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
-        parts.append(_banded(shown, x) + drawn.svg)
+        phase_bands = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
+        parts.append(_banded(phase_bands, x) + drawn.svg)
         data.append(drawn.data)
         notes += drawn.notes
-        left += length + GAP
+        x_start += length + GAP
     known = explain(key)
     tip = f"{known.meaning}\nlook for: {known.watch}" if known else key
     note = f"<small>{' · '.join(notes)}</small>" if notes else ""
@@ -139,8 +139,8 @@ def _margin(y: Ruler) -> float:
 
 def _widths(steps: Sequence[float], room: float) -> list[float]:
     """Divides the width by steps, with a minimum for each plot."""
-    least = min(LEAST_SHARE, 1 / len(steps))
-    fractions = [max(count / (sum(steps) or 1.0), least) for count in steps]
+    min_fraction = min(LEAST_SHARE, 1 / len(steps))
+    fractions = [max(count / (sum(steps) or 1.0), min_fraction) for count in steps]
     return [room * fraction / sum(fractions) for fraction in fractions]
 
 
@@ -238,8 +238,8 @@ def phases(run: RunData, index: int) -> str:
     edges = step_edges(steps)
     means = {name: _column_means(values, edges) for name, values in series.items()}
     y = Ruler(0.0, float(np.sum(list(means.values()), axis=0).max()), BOTTOM, TOP)
-    left = _margin(y)
-    x = Ruler(0, len(edges) - 1, left, RIGHT)
+    x_start = _margin(y)
+    x = Ruler(0, len(edges) - 1, x_start, RIGHT)
     bottoms = np.zeros(len(edges) - 1)
     drawn = []
     for number, mean_seconds in enumerate(means.values(), start=APART):
@@ -259,7 +259,7 @@ def phases(run: RunData, index: int) -> str:
             for c in range(len(edges) - 1)
         ),
     )
-    span = Ruler(float(steps[0]), float(steps[-1]), left, RIGHT)
+    span = Ruler(float(steps[0]), float(steps[-1]), x_start, RIGHT)
     course = (  # only for several steps
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Seconds a step by phase">{_axes(span, y)}'
         f"{''.join(drawn)}{tips}</svg>"
@@ -282,11 +282,11 @@ def distribution(run: RunData, index: int, key: str) -> str:
     borders = np.searchsorted(steps, edges)
     groups = [np.concatenate([np.array([]), *lists[first:last]]) for first, last in pairwise(borders)]
     y = Ruler(low, high, BOTTOM, TOP)
-    left = _margin(y)
+    x_start = _margin(y)
     alone = len(groups) == 1  # then only the histogram is drawn
-    strip = RIGHT - left + 6 if alone else STRIP
+    strip = RIGHT - x_start + 6 if alone else STRIP
     right = RIGHT - strip
-    x = Ruler(0, len(groups), left, right)
+    x = Ruler(0, len(groups), x_start, right)
     heights = np.linspace(low, high, ROWS + 1)
     counts = [np.histogram(group.clip(low, high), heights)[0] for group in groups]
     shades: dict[int, list[str]] = {}
@@ -308,7 +308,7 @@ def distribution(run: RunData, index: int, key: str) -> str:
         f'width="{(strip - 6) * last[row] / last.max():.1f}" height="{(BOTTOM - TOP) / ROWS - 1:.1f}"/>'
         for row in np.flatnonzero(last)
     )
-    span = Ruler(float(steps.min()), float(steps.max()), left, RIGHT if alone else right)
+    span = Ruler(float(steps.min()), float(steps.max()), x_start, RIGHT if alone else right)
     course = f'{heat}<path class="median" d="{_path(medians)}"/>{tooltip_columns(edges, x, map(_summary, groups))}'
     return (
         f'<figure class="r{index}"><figcaption>{run_label(run, index)}<code>{escape(key)}</code><span>median '
@@ -347,7 +347,7 @@ def _axes(x: Ruler, y: Ruler, *, course: bool = True) -> str:
 
 def step_labels(x: Ruler) -> str:
     """Returns the labels below a plot."""
-    steps = x.ticks(max(1, int((x.end - x.start) / 65)), whole=True)
+    steps = x.ticks(max(1, int((x.end - x.start) / 65)), integers=True)
     return "".join(
         f'<text x="{x(step):.1f}" y="{BOTTOM + 15}" text-anchor="middle">{label}</text>'
         for step, label in zip(steps, tick_labels(steps), strict=True)

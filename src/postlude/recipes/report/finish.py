@@ -41,10 +41,10 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     table = held_out_table(summary)
     if table and (summary.is_evaluation or len(table[0]) > 3):  # pass@k and others, that the lines above do not show
         (corner, *readings), *measured = zip(*table, strict=True)  # one row a metric fits narrow terminals
-        shown = Table(f"held out{corner}", *readings, box=SIMPLE_HEAD)
+        held_out = Table(f"held out{corner}", *readings, box=SIMPLE_HEAD)
         for row in measured:
-            shown.add_row(*row)
-        console.print(shown)
+            held_out.add_row(*row)
+        console.print(held_out)
     for label, path in (("model", summary.model), ("report", summary.report)):
         if path is not None:
             console.print(f"{label}: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -116,19 +116,19 @@ def _figure(
 ) -> str:
     """Returns the map of `values` [rows, columns], drawn as `levels`: 0 is marked, -1 left out."""
     rows, columns = values.shape
-    left = 10 + CHARACTER * max(map(len, labels))
-    shown = range(0, rows, max(1, -(-rows // ROW_LABELS)))
+    x_start = 10 + CHARACTER * max(map(len, labels))
+    labelled_rows = range(0, rows, max(1, -(-rows // ROW_LABELS)))
     height = (BOTTOM - TOP) / rows
     marks = "".join(
-        f'<text x="{left - 5:.1f}" y="{TOP + height * (row + 0.5) + 3:.1f}" text-anchor="end">{labels[row]}</text>'
-        for row in shown
+        f'<text x="{x_start - 5:.1f}" y="{TOP + height * (row + 0.5) + 3:.1f}" text-anchor="end">{labels[row]}</text>'
+        for row in labelled_rows
     )
-    steps = step_labels(Ruler(float(edges[0]), float(edges[-1]) - 1, left, RIGHT))
+    steps = step_labels(Ruler(float(edges[0]), float(edges[-1]) - 1, x_start, RIGHT))
     cells = (
-        f'<svg class="cells" x="{left:.1f}" y="{TOP}" width="{RIGHT - left:.1f}" height="{BOTTOM - TOP}" '
+        f'<svg class="cells" x="{x_start:.1f}" y="{TOP}" width="{RIGHT - x_start:.1f}" height="{BOTTOM - TOP}" '
         f'viewBox="0 0 {columns} {rows}" preserveAspectRatio="none">{_cells(levels)}</svg>'
     )
-    tips = tooltip_columns(edges, Ruler(0, columns, left, RIGHT), (describe(column) for column in values.T))
+    tips = tooltip_columns(edges, Ruler(0, columns, x_start, RIGHT), (describe(column) for column in values.T))
     return (
         f'<figure class="r{index}" data-heat="{escape(key)}"><figcaption>{run_label(run, index)}{caption}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(key)} over the run" {colour(index)}>'

@@ -121,7 +121,7 @@ class LiveView:
         with self._lock:
             self.step = step
             self._ends.append(time.monotonic())
-            for label, value in _shown(flat):
+            for label, value in _labelled_values(flat):
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
             self._phases = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
         if self._live is None:
@@ -140,7 +140,7 @@ class LiveView:
         return f"{done} is done, and nothing is left to do: raise {self.unit}s to continue, or give another --run."
 
     def _line(self, flat: Mapping[str, float]) -> str:
-        values = [f"{label} {format_number(value)}" for label, value in _shown(flat)]
+        values = [f"{label} {format_number(value)}" for label, value in _labelled_values(flat)]
         return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {format_duration(self._eta())}"])
 
     def _render(self) -> RenderableType:
@@ -165,8 +165,8 @@ class LiveView:
             values.add_column(no_wrap=True, justify="right", min_width=8)
             values.add_column(no_wrap=True, ratio=1)
         cells = [self._cells(label, 24 if wide else 12) for label in self._history]
-        for left in range(0, len(cells), 2 if wide else 1):
-            values.add_row(*(cell for row in cells[left : left + (2 if wide else 1)] for cell in row))
+        for first in range(0, len(cells), 2 if wide else 1):
+            values.add_row(*(cell for row in cells[first : first + (2 if wide else 1)] for cell in row))
         parts: list[RenderableType] = [head]
         if cells:
             parts.append(values)
@@ -192,8 +192,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Returns the values as `width` block characters. A step without a finite value is blank."""
     if not values:
         return ""
-    shown = min(width, len(values))
-    edges = [index * len(values) // shown for index in range(shown + 1)]
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
     means = []
     for first, last in pairwise(edges):
         finite = [value for value in values[first:last] if math.isfinite(value)]
@@ -216,6 +216,6 @@ def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
     return bar + legend
 
 
-def _shown(flat: Mapping[str, float]) -> list[tuple[str, float]]:
-    shown = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
-    return [(label, flat[key]) for label, key in shown if key is not None]
+def _labelled_values(flat: Mapping[str, float]) -> list[tuple[str, float]]:
+    labelled_keys = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
+    return [(label, flat[key]) for label, key in labelled_keys if key is not None]

@@ -100,10 +100,10 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
 
 def _explain_set(name: str) -> MetricInfo | None:
     """Returns what eval/SET/NAME means, a metric of an evaluation set."""
-    prefix, _, rest = name.removeprefix(EVAL).partition("/")
-    if not (name.startswith(EVAL) and rest):
+    prefix, _, metric = name.removeprefix(EVAL).partition("/")
+    if not (name.startswith(EVAL) and metric):
         return None
-    info = explain(f"{EVAL}{rest}")
+    info = explain(f"{EVAL}{metric}")
     return info and replace(info, title=f"{prefix}: {info.title}", meaning=f"{info.meaning}; of the set {prefix}")
 
 

@@ -106,7 +106,7 @@ def _curves(runs: Sequence[RunData]) -> str:
         (key for key in keys if key.startswith(EVAL) and key not in CURVES),
         key=lambda key: (not key.startswith(PASS), key),
     )
-    more = sorted(key for key in keys if key not in known)
+    other_keys = sorted(key for key in keys if key not in known)
     count = sum(key in run.series for _, run in drawn for key in keys)
     points = min(max(ALL_POINTS // max(count, 1), FEWEST_POINTS), MOST_POINTS)
 
@@ -114,7 +114,9 @@ def _curves(runs: Sequence[RunData]) -> str:
         charts = (curve(key, [(index, run) for index, run in drawn if key in run.series], points) for key in keys)
         return f'<div class="grid">{"".join(charts)}</div>'
 
-    return (f"<h2>Curves</h2>{grid(known)}" if known else "") + (f"<h2>More</h2>{grid(more)}" if more else "")
+    return (f"<h2>Curves</h2>{grid(known)}" if known else "") + (
+        f"<h2>More</h2>{grid(other_keys)}" if other_keys else ""
+    )
 
 
 def _times(runs: Sequence[RunData]) -> str:

@@ -59,8 +59,8 @@ def _chosen(samples: Sequence[Mapping[str, Any]]) -> Chosen:
         if len(scored) > 1:
             ordered = sorted(scored, key=lambda sample: float(sample["reward"]))
             picked = [("best", ordered[-1]), ("worst", ordered[0])]
-        rest = [sample for sample in step_samples if not any(sample is other for _, other in picked)]
-        picked += [("random", sample) for sample in random.Random(step).sample(rest, min(len(rest), 1))]
+        unpicked = [sample for sample in step_samples if not any(sample is other for _, other in picked)]
+        picked += [("random", sample) for sample in random.Random(step).sample(unpicked, min(len(unpicked), 1))]
         chosen.append((step, len(step_samples), picked))
     return chosen
 

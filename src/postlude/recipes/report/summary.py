@@ -113,8 +113,8 @@ class RunSummary:
             return ""
         if self.outcome.status == "interrupted":
             return f"The run was interrupted: {self.outcome.message or f'step {self.outcome.step} was its last.'}"
-        why = f": {self.outcome.message}" if self.outcome.message else "."
-        return f"The run failed after step {self.outcome.step}{why}"
+        reason = f": {self.outcome.message}" if self.outcome.message else "."
+        return f"The run failed after step {self.outcome.step}{reason}"
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,17 @@ def _paths(runs: Sequence[RunData]) -> str:
 
 def _card(run: RunData) -> str:
     facts = summary_lines(run.summary)
-    state = f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_where(run)}</p>'
+    state = (
+        f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_machine(run)}</p>'
+    )
     large = [fact for index, fact in enumerate(facts) if index == 0 or "→" in fact.text]  # the metrics that changed
-    heroes, rest = ("".join(_fact(fact) for fact in facts if (fact in large) == which) for which in (True, False))
-    return f'<div class="card">{state}<dl class="heroes">{heroes}</dl><dl>{rest}</dl></div>'
+    large_facts, other_facts = (
+        "".join(_fact(fact) for fact in facts if (fact in large) == is_large) for is_large in (True, False)
+    )
+    return f'<div class="card">{state}<dl class="heroes">{large_facts}</dl><dl>{other_facts}</dl></div>'
 
 
-def _where(run: RunData) -> str:
+def _machine(run: RunData) -> str:
     """Returns device, ranks, version and commit of a run."""
     machine = run.machine
     words = [

@@ -65,14 +65,14 @@ class RolloutQueue:
         for _ in range(count + prefetched - len(self._pending)):
             self._start(step)
         self.rollout_sampler.wait(lambda: self._ready(count, step) is not None)
-        taken = self._ready(count, step) or []
-        self._pending = [pending for pending in self._pending if pending not in taken]
-        self._staleness += [step - pending.step for pending in taken]
-        for pending in taken:
+        ready = self._ready(count, step) or []
+        self._pending = [pending for pending in self._pending if pending not in ready]
+        self._staleness += [step - pending.step for pending in ready]
+        for pending in ready:
             for trajectory in pending.group.trajectories:
                 trajectory.group = self._taken[step]
             self._taken[step] += 1
-        return [trajectory for pending in taken for trajectory in pending.group.trajectories]
+        return [trajectory for pending in ready for trajectory in pending.group.trajectories]
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the staleness of groups taken since the last call, and the number of trajectories sampled again."""
@@ -121,13 +121,13 @@ class RolloutQueue:
         `prompts_per_step` groups each, so of the remaining groups, no more may be due by a step than the steps until
         then take.
         """
-        taken = [pending for pending in self._pending if pending.group.done][:count]
+        finished = [pending for pending in self._pending if pending.group.done][:count]
         for due_step in range(step, step + self.max_staleness + 1):
             remaining = sum(pending.step + self.max_staleness <= due_step for pending in self._pending)
-            remaining -= sum(pending.step + self.max_staleness <= due_step for pending in taken)
+            remaining -= sum(pending.step + self.max_staleness <= due_step for pending in finished)
             if remaining > (due_step - step) * self.prompts_per_step:
                 return None
-        return taken if len(taken) == count else None
+        return finished if len(finished) == count else None
 
 
 def policy_lag(trajectories: Sequence[Trajectory], step: int) -> float | None:

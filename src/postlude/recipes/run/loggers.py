@@ -257,11 +257,11 @@ class MetricLoggers:
             except Exception as error:
                 self._report(name, "failed to open", error)
 
-    def _report(self, name: str, what: str, error: Exception | None) -> None:
+    def _report(self, name: str, event: str, error: Exception | None) -> None:
         if name not in self._reported:
             self._reported.add(name)
-            why = "" if error is None else f"{LOGGERS[name].title} {what}: {type(error).__name__}: {error}. "
-            LOG.warning("%s", f"{why or what + '. '}The run continues; metrics.jsonl has everything.")
+            reason = "" if error is None else f"{LOGGERS[name].title} {event}: {type(error).__name__}: {error}. "
+            LOG.warning("%s", f"{reason or event + '. '}The run continues; metrics.jsonl has everything.")
 
 
 def _no_tensorboard() -> str:

@@ -129,10 +129,10 @@ async def _send_and_receive_on(connection: _Connection, message: bytes) -> tuple
     await connection.writer.drain()
     reader = connection.reader
     try:
-        version, _, rest = (await _line(reader)).partition(" ")
+        version, _, status_text = (await _line(reader)).partition(" ")
         if not version.startswith("HTTP/1."):
             raise ValueError(version[:40])
-        status = int(rest.split(" ")[0])
+        status = int(status_text.split(" ")[0])
         headers: dict[str, str] = {}
         while line := await _line(reader):
             if len(headers) == MAX_HEADERS:
