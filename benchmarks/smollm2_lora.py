@@ -63,7 +63,7 @@ def train(name: str, words: Sequence[str], arguments: argparse.Namespace, direct
         "seconds_of_rollout": mean("time/rollout"),
         "seconds_of_training": mean("time/train"),
         "gpu_memory_gib": max((row.get("gpu_memory_gib", 0.0) for row in steps), default=0.0),
-        "sync_gap": mean("sync/gap"),
+        "sync_gap": mean("sync/logprob_diff"),
         "seconds_of_the_run": round(seconds),
     }
 

@@ -130,8 +130,8 @@ def test_the_probe_allows_the_rounding_of_fp8(ranks: Any, dtype: str) -> None:
     ((gaps, problem),) = ranks(1, probed, "SyncedGenerator", dtype)
     assert problem == ""
     for gap in gaps:
-        assert gap["sync/gap"] < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
-        assert 1e-4 < gap["sync/fp8_gap"] < 0.5
+        assert gap["sync/logprob_diff"] < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
+        assert 1e-4 < gap["sync/fp8_logprob_diff"] < 0.5
 
 
 @pytest.mark.parametrize(

@@ -88,23 +88,23 @@ KINDS = {
 
 
 def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
-    """The gaps after 0, 1 and 2 small steps, and what ended the sampling."""
+    """The log-prob differences after 0, 1 and 2 small steps, and what ended the sampling."""
     hf = config(model, num_hidden_layers=2, tie_word_embeddings=False)
     return sampled(kind, build(layout, hf, compute_dtype=getattr(torch, dtype), optimizer=SMALL_STEPS))
 
 
 def sampled(kind: str, engine: Engine) -> tuple[list[float], str]:
     generator = KINDS[kind](engine, byte_tokenizer(), probe=WeightProbe(engine, byte_tokenizer()))
-    gaps = []
+    differences = []
     for step in range(3):
         if step:
             train(engine, [step])
         try:
             generator.generate([[1, 2, 3], [4, 5]], SAMPLING)
         except WeightsDiffer as error:
-            return gaps, str(error)
-        gaps.append(generator.take_metrics()["sync/gap"])
-    return gaps, ""
+            return differences, str(error)
+        differences.append(generator.take_metrics()["sync/logprob_diff"])
+    return differences, ""
 
 
 @pytest.mark.parametrize(
@@ -118,24 +118,26 @@ def sampled(kind: str, engine: Engine) -> tuple[list[float], str]:
     ],
 )
 def test_a_generator_with_the_trainers_weights_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
-    for gaps, problem in ranks(int(layout[-1]), probed, "SyncedGenerator", model, layout, dtype):
+    for differences, problem in ranks(int(layout[-1]), probed, "SyncedGenerator", model, layout, dtype):
         assert problem == ""
-        assert len(gaps) == 3
-        assert max(gaps) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
+        assert len(differences) == 3
+        assert max(differences) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["SyncedGenerator", "KeepsOldWeights"])
 def test_on_a_gpu_in_bf16_old_weights_are_told_from_rounding(kind: str) -> None:
     with started(device="cuda"):
-        gaps, problem = sampled(kind, Engine(config("tiny-moe", num_hidden_layers=2), budget=64, optimizer=SMALL_STEPS))
-    assert (len(gaps), bool(problem)) == ((3, False) if kind == "SyncedGenerator" else (1, True))
+        differences, problem = sampled(
+            kind, Engine(config("tiny-moe", num_hidden_layers=2), budget=64, optimizer=SMALL_STEPS)
+        )
+    assert (len(differences), bool(problem)) == ((3, False) if kind == "SyncedGenerator" else (1, True))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("pp=1", "float32"), ("dp_shard=2", "bfloat16")])
 def test_old_weights_are_noticed_after_one_small_step(ranks: Any, layout: str, dtype: str) -> None:
-    for gaps, problem in ranks(int(layout[-1]), probed, "KeepsOldWeights", "tiny-dense", layout, dtype):
-        assert len(gaps) == 1
+    for differences, problem in ranks(int(layout[-1]), probed, "KeepsOldWeights", "tiny-dense", layout, dtype):
+        assert len(differences) == 1
         assert problem.startswith(
             "the native generator of rank 0 has the weights of optimizer step 0 after it was given those of step 1: "
             "its log-probs differ by "
@@ -145,8 +147,8 @@ def test_old_weights_are_noticed_after_one_small_step(ranks: Any, layout: str, d
 @pytest.mark.parametrize("layout", ["pp=1", "dp_shard=2"])
 def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: str) -> None:
     size = int(layout[-1])
-    for gaps, problem in ranks(size, probed, "ScalesOneMatrix", "tiny-dense", layout, "float32"):
-        assert len(gaps) == 1
+    for differences, problem in ranks(size, probed, "ScalesOneMatrix", "tiny-dense", layout, "float32"):
+        assert len(differences) == 1
         assert problem.startswith(
             f"the native generator of rank {size - 1} has other weights than the trainer after it was given those of "
             "optimizer step 1: its log-probs differ by "
@@ -169,10 +171,10 @@ def probed_adapter(group: Any, kind: str, model: str, layout: str, dtype: str) -
     ],
 )
 def test_a_generator_with_the_trainers_adapter_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
-    for gaps, problem in ranks(int(layout[-1]), probed_adapter, "SyncedGenerator", model, layout, dtype):
+    for differences, problem in ranks(int(layout[-1]), probed_adapter, "SyncedGenerator", model, layout, dtype):
         assert problem == ""
-        assert len(gaps) == 3
-        assert max(gaps) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
+        assert len(differences) == 3
+        assert max(differences) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_a_generator_with_the_trainers_adapter_is_used(ranks: Any, model: str, l
     ],
 )
 def test_a_wrong_adapter_is_noticed_in_the_same_step(ranks: Any, kind: str, begins: str) -> None:
-    for gaps, problem in ranks(1, probed_adapter, kind, "tiny-dense", "pp=1", "float32"):
-        assert len(gaps) == 1
+    for differences, problem in ranks(1, probed_adapter, kind, "tiny-dense", "pp=1", "float32"):
+        assert len(differences) == 1
         assert problem.startswith(f"the native generator of rank 0 {begins}")
         assert re.search(r"differ by [0-9.e-]+", problem)
 
@@ -208,16 +210,18 @@ def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
     new = [-2.0] * POSITIONS
     result = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
     assert result.problem == ""
-    assert result.gap < 0.05
+    assert result.logprob_diff < 0.05
     some = probe(new).compare(replies(*[-0.5] * 3, *[-2.01] * (POSITIONS - 3)))
     assert "has other weights than the trainer" in some.problem
-    assert some.gap == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
+    assert some.logprob_diff == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
 
 
 def test_a_token_that_is_not_among_the_likeliest_differs_at_least_by_what_it_must() -> None:
     new = [-2.0] * POSITIONS  # and -5 for the other token
-    assert probe(new).compare(replies(*[-1.0] * POSITIONS, token=9)).gap == 4.0
-    assert probe(new).compare(replies(*[-6.0] * POSITIONS, token=9)).gap == 4.0, "its likeliest is ours, which is -2"
+    assert probe(new).compare(replies(*[-1.0] * POSITIONS, token=9)).logprob_diff == 4.0
+    assert probe(new).compare(replies(*[-6.0] * POSITIONS, token=9)).logprob_diff == 4.0, (
+        "its likeliest is ours, which is -2"
+    )
 
 
 def test_rounding_is_not_taken_for_old_weights() -> None:

@@ -39,7 +39,7 @@ def test_a_run_above_its_limit_saves_its_state_and_ends(ranks: Ranks, tmp_path: 
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SETTINGS, *FP8)
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert row["sync/gap"] < 1e-5 < row["sync/fp8_gap"]
+        assert row["sync/logprob_diff"] < 1e-5 < row["sync/fp8_logprob_diff"]
         assert 1e-9 < row["rollout_kl"] < 1e-2
         assert 0.0 < row["rollout_logprob_diff_mean"] < row["rollout_logprob_diff_max"]
         assert row["rollout_ratio_max"] > 1.0

@@ -39,7 +39,7 @@ def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks,
     with closing(TinyVLLM()) as another:
         (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *QUICK, f"--rollout={another.url}")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["sync/gap"] < 1e-5 for row in rows)
+    assert all(row["sync/logprob_diff"] < 1e-5 for row in rows)
 
 
 def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def test_a_native_generator_that_keeps_old_weights_ends_the_run_in_that_step(ran
     assert "step-000001 is complete" in sentence
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *SETTINGS)
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["sync/gap"] < 1e-5 for row in rows)
+    assert all(row["sync/logprob_diff"] < 1e-5 for row in rows)
 
 
 def refused(group: Any, directory: str, *overrides: str) -> str:
@@ -85,7 +85,7 @@ def test_the_limit_is_set_and_taken_away_in_a_config(ranks: Ranks, tmp_path: Pat
         chosen = (*QUICK, f"--rollout={server.url}")
         (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *chosen, "--rollout.probe_limit=0")
         assert len(rows) == 2
-        assert not any("sync/gap" in row for row in rows)
+        assert not any("sync/logprob_diff" in row for row in rows)
     (tmp_path / "narrow").mkdir()
     (sentence,) = ranks(1, refused, str(tmp_path / "narrow"), *SETTINGS, "--rollout.probe_limit=1e-12")
     assert "and rounding explains 1e-12 (set rollout.probe_limit if" in sentence

@@ -162,7 +162,7 @@ def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout:
         assert mask == expected
         assert len(tokens) == len(expected)
         assert off < 1e-4
-        assert score.parts["turns"] == len(completions)
+        assert score.components["turns"] == len(completions)
     assert turns == [turns for turns in (1, 2, 4, 3, 3, 3) for _ in range(SAMPLES)]
 
 
@@ -218,7 +218,7 @@ def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
         answers = rolled(Alone(Parrot()), [asked(turns=5, length=4)], **settings)
-        results.append((answers[0].reward, answers[0].parts, len(answers[0].completions)))
+        results.append((answers[0].reward, answers[0].components, len(answers[0].completions)))
     return results
 
 

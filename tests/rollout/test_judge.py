@@ -91,7 +91,7 @@ def test_a_score_is_the_first_group_of_the_last_match(verdict: Verdict, answer: 
 def test_an_answer_without_a_score_is_a_failed_call_or_a_number() -> None:
     with judge_server(lambda body, number: "Score: 2" if "good" in str(body) else "I cannot say.") as server:
         good, bad = scores(JudgeReward(server.url, "m", TEMPLATE), "good", "bad")
-        assert (good, bad.excluded, bad.parts) == (Score(2.0), True, {"invalid": 1.0})
+        assert (good, bad.excluded, bad.components) == (Score(2.0), True, {"invalid": 1.0})
         assert bad.error is not None
         assert bad.error.startswith(
             f"the judge m at {server.url} answered 'I cannot say.' for line 2, which has no match of "

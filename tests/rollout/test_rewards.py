@@ -352,7 +352,7 @@ def test_mathematical_answers_are_compared_as_mathematics() -> None:
     pytest.importorskip("math_verify")
     with closing(RewardPool(MathReward(), workers=1, timeout=20.0)) as pool:
         scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer, _, _ in MATH])
-        assert [(score.reward, score.parts["parsed"], score.error) for score in scores] == [
+        assert [(score.reward, score.components["parsed"], score.error) for score in scores] == [
             (reward, parsed, None) for _, _, reward, parsed in MATH
         ]
         failed = score_all(pool, [("p", "3", {"answer": ""}), ("p", "3", {"anwser": "3"})])

@@ -110,7 +110,7 @@ def test_servers_with_the_trainers_weights_are_used(ranks: Any, tmp_path: Path, 
         results = ranks(int(layout[-1]), probed, str(tmp_path), [first_server, second_server], layout, dtype)
     for metrics, states, problem in results:
         assert (states, problem) == (["up", "up"], "")
-        assert max(row["sync/gap"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
+        assert max(row["sync/logprob_diff"] for row in metrics) < {"float32": 1e-5, "bfloat16": 0.125}[dtype]
         assert [row["servers/failed"] for row in metrics] == [0, 0, 0]
 
 
@@ -140,7 +140,7 @@ def test_one_of_two_servers_with_old_weights_gives_no_samples(ranks: Any, tmp_pa
     assert [row["servers/failed"] for row in metrics] == [0, 2, 0], (
         "once, and once more when it had been given them again"
     )
-    assert max(row["sync/gap"] for row in metrics) < 1e-5, "of the servers that are used"
+    assert max(row["sync/logprob_diff"] for row in metrics) < 1e-5, "of the servers that are used"
 
 
 def test_a_server_with_correct_weights_after_the_second_transfer_is_used(ranks: Any, tmp_path: Path) -> None:
@@ -170,5 +170,5 @@ def test_the_probe_of_a_busy_server_is_retried() -> None:
         (remote_server,) = client.pool.servers
         assert (remote_server.state, remote_server.failures) == ("up", 0)
         assert remote_server.probe_result is not None
-        assert remote_server.probe_result.gap == 0.0
+        assert remote_server.probe_result.logprob_diff == 0.0
         assert fake.calls.count("/collective_rpc") == 1, "it is not made to read them again"

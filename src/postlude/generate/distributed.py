@@ -21,7 +21,7 @@ from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller, gather_and_decide
 
 FP8_LIMIT = 0.5
-"""The largest gap in FP8, in nats: four units of e4m3's precision. Whether the weights are the right ones
+"""The largest log-prob difference in FP8, in nats: four units of e4m3's precision. Whether the weights are right
 does not depend on it."""
 POLICY = "policy"  # the name of the engine's adapter in a synced generator
 Item = TypeVar("Item")
@@ -132,9 +132,9 @@ class SyncedGenerator(ReplicatedGenerator):
         self, engine: Engine, tokenizer: ChatTokenizer | None, *, probe: WeightProbe | None = None, **limits: Any
     ) -> None:
         self.engine, self.probe = engine, probe
-        self.gap: float | None = None
-        """The largest gap of a rank at the last comparison."""
-        self.fp8_gap: float | None = None
+        self.logprob_diff: float | None = None
+        """The largest log-prob difference of a rank at the last comparison: see `ProbeResult`."""
+        self.fp8_logprob_diff: float | None = None
         """The same in FP8."""
         self._probe_result: ProbeResult | None = None
         self._pending_probe: Probe | None = None
@@ -172,9 +172,9 @@ class SyncedGenerator(ReplicatedGenerator):
         self.adapter = POLICY
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the gaps of the last comparison."""
-        gaps = {"sync/gap": self.gap, "sync/fp8_gap": self.fp8_gap}
-        return {name: gap for name, gap in gaps.items() if gap is not None}
+        """Returns the log-prob differences of the last comparison."""
+        differences = {"sync/logprob_diff": self.logprob_diff, "sync/fp8_logprob_diff": self.fp8_logprob_diff}
+        return {name: difference for name, difference in differences.items() if difference is not None}
 
     def _generate_local(self, call: _Call) -> list[list[Completion]]:
         """Generates with the engine's current weights. A large cache is freed for training."""
@@ -202,20 +202,22 @@ class SyncedGenerator(ReplicatedGenerator):
                 self._probe_result = result
             if not generator.uses_fp8 or result.problem:
                 return result, 0.0
-            gap = probe.gap(complete())
+            difference = probe.logprob_diff(complete())
             problem = "" if generator.fp8_weights is None else generator.fp8_weights.problem()
-            if not problem and not gap <= FP8_LIMIT:
+            if not problem and not difference <= FP8_LIMIT:
                 problem = (
-                    f"computes something else in FP8: its log-probs differ by {gap:.2g} from the trainer's, "
+                    f"computes something else in FP8: its log-probs differ by {difference:.2g} from the trainer's, "
                     f"and rounding explains {FP8_LIMIT:g}"
                 )
-            return replace(result, problem=problem), gap
+            return replace(result, problem=problem), difference
 
-        def largest_gaps(results: list[tuple[ProbeResult, float]]) -> tuple[float, float]:
+        def largest_differences(results: list[tuple[ProbeResult, float]]) -> tuple[float, float]:
             for rank, (result, _) in enumerate(results):
                 if result.problem:
                     raise WeightsDiffer(f"the native generator of rank {rank} {result.problem}.")
-            return max(result.gap for result, _ in results), max(gap for _, gap in results)
+            return max(result.logprob_diff for result, _ in results), max(difference for _, difference in results)
 
-        self.gap, gap = gather_and_decide(compare, largest_gaps, self.controller.group, raise_cause=True)
-        self.fp8_gap = gap if generator.uses_fp8 else None
+        self.logprob_diff, fp8_diff = gather_and_decide(
+            compare, largest_differences, self.controller.group, raise_cause=True
+        )
+        self.fp8_logprob_diff = fp8_diff if generator.uses_fp8 else None

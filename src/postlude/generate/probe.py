@@ -22,14 +22,16 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.model.fp8 import without_fp8
 
 POSITIONS, STRIDE = 8, 4  # prefixes, and how many tokens each is longer than the one before
-TOP = 16  # tokens that the trainer keeps of each position: the sampler's choice is among them if weights are equal
-EARLIER = 16  # versions of the weights, besides the newest, that a sampler may still have
+TOP_TOKENS = (
+    16  # tokens that the trainer keeps of each position: the sampler's choice is among them if weights are equal
+)
+EARLIER_VERSIONS = 16  # versions of the weights, besides the newest, that a sampler may still have
 ROUNDING_UNITS, MIN_LIMIT = 16, 1e-3  # the default limit in units of the dtype's precision, and the least
-OUTLIERS = 4.0  # the mean counts as much as the median if it is so many times larger
-STALE = 0.125
-"""A sampler has earlier weights if its log-prob at every position differs from theirs by less than this share of the
-gap. Independent rounding of 8 positions does so with a probability of 5e-10."""
-NOTICEABLE = 0.01  # of the limit: a smaller difference between two versions of the weights may be rounding
+OUTLIER_FACTOR = 4.0  # the mean is divided by this before it is compared with the median
+STALE_FRACTION = 0.125
+"""A sampler has earlier weights if its log-prob at every position differs from theirs by less than this
+fraction of `logprob_diff`. Independent rounding of 8 positions does so with a probability of 5e-10."""
+NOTICEABLE_FRACTION = 0.01  # of the limit: a smaller difference between two versions of the weights may be rounding
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -58,7 +60,7 @@ class ProbeResult:
     """The optimizer step whose weights it was given."""
     sampled: Sequence[tuple[int, float]]
     """Its tokens and their log-probs."""
-    gap: float
+    logprob_diff: float
     """The median of the differences, or a quarter of their mean if that is larger: in bf16 a mixture-of-experts model
     sends a few tokens to other experts, which does not mean that its weights differ."""
     problem: str
@@ -79,51 +81,52 @@ class Probe:
     def compare(self, completions: Sequence[Completion], previous: ProbeResult | None = None) -> ProbeResult:
         """Compares a sampler's completions of `requests`. `previous` is its last result without a problem."""
         sampled = _sampled(completions)
-        gap = _gap(self.scores, sampled)
-        return ProbeResult(self.scores.step, sampled, gap, self._problem(sampled, gap, previous))
+        difference = _logprob_diff(self.scores, sampled)
+        return ProbeResult(self.scores.step, sampled, difference, self._problem(sampled, difference, previous))
 
-    def gap(self, completions: Sequence[Completion]) -> float:
-        """Returns the gap between a sampler's completions of `requests` and the trainer: see `ProbeResult`."""
-        return _gap(self.scores, _sampled(completions))
+    def logprob_diff(self, completions: Sequence[Completion]) -> float:
+        """Returns the log-prob difference of a sampler's completions of `requests`: see `ProbeResult`."""
+        return _logprob_diff(self.scores, _sampled(completions))
 
-    def _problem(self, sampled: Sequence[tuple[int, float]], gap: float, previous: ProbeResult | None) -> str:
-        step, stale = self.scores.step, self._stale_scores(sampled, gap, previous)
+    def _problem(self, sampled: Sequence[tuple[int, float]], difference: float, previous: ProbeResult | None) -> str:
+        step, stale = self.scores.step, self._stale_scores(sampled, difference, previous)
         if stale is not None:
             return (
                 f"has the weights of optimizer step {stale.step} after it was given those of step {step}: its "
-                f"log-probs differ by {_gap(stale, sampled):.2g} from the trainer's at that step, and by {gap:.2g} "
-                "from its current ones"
+                f"log-probs differ by {_logprob_diff(stale, sampled):.2g} from the trainer's at that step, and by "
+                f"{difference:.2g} from its current ones"
             )
-        if gap <= self.limit:
+        if difference <= self.limit:
             return ""
         return (
             f"has other weights than the trainer after it was given those of optimizer step {step}: its log-probs "
-            f"differ by {gap:.2g}, and rounding explains {self.limit:.2g} (set rollout.probe_limit if it computes with "
-            "less precision than the trainer)"
+            f"differ by {difference:.2g}, and rounding explains {self.limit:.2g} (set rollout.probe_limit if it "
+            "computes with less precision than the trainer)"
         )
 
     def _stale_scores(
-        self, sampled: Sequence[tuple[int, float]], gap: float, previous: ProbeResult | None
+        self, sampled: Sequence[tuple[int, float]], difference: float, previous: ProbeResult | None
     ) -> TrainerScores | None:
         """Returns the scores of the earlier weights that the sampler still has, or None."""
-        noticeable = NOTICEABLE * self.limit
+        noticeable = NOTICEABLE_FRACTION * self.limit
         for old in self.earlier:
             # The rounding of the sampler is not the trainer's, and hides a small step. It does not hide that the
             # sampler repeats its log-probs to the last bit.
             repeats = previous is not None and (previous.step, previous.sampled) == (old.step, sampled)
-            if repeats and self.repeatable and _gap(self.scores, old.greedy()) > noticeable:
+            if repeats and self.repeatable and _logprob_diff(self.scores, old.greedy()) > noticeable:
                 return old
-        if gap <= noticeable or not self.earlier:
+        if difference <= noticeable or not self.earlier:
             return None
         nearest = min(self.earlier, key=lambda old: max(_differences(old, sampled)))
-        return nearest if max(_differences(nearest, sampled)) < STALE * gap else None
+        return nearest if max(_differences(nearest, sampled)) < STALE_FRACTION * difference else None
 
 
 class WeightProbe:
-    """Scores the fixed tokens with an engine's weights. `limit` is the largest gap; None derives it from the dtype.
+    """Scores the fixed tokens with an engine's weights.
 
-    The tokens are the same on every rank. They are not text: a model predicts text with log-probs near 0, which hardly
-    depend on the weights.
+    `limit` is the largest `logprob_diff` of a sampler with the same weights; None derives it from the dtype. The tokens
+    are the same on every rank. They are not text: a model predicts text with log-probs near 0, which hardly depend on
+    the weights.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None = None, limit: float | None = None) -> None:
@@ -142,12 +145,12 @@ class WeightProbe:
         scores, earlier = self._scores(), self._history
         if not earlier:
             self._repeatable = scores == self._scores()
-        # The first scores are kept for good: a sampler that never takes new weights still has those.
-        self._history = [*earlier[:1], *earlier[1:][2 - EARLIER :], scores]
+        # The first scores are always kept: a sampler that never takes new weights still has those.
+        self._history = [*earlier[:1], *earlier[1:][2 - EARLIER_VERSIONS :], scores]
         return Probe(self.requests, scores, tuple(earlier), self.limit, self._repeatable)
 
     def _scores(self) -> TrainerScores:
-        top = min(TOP, self.engine.config.vocab_size)
+        top = min(TOP_TOKENS, self.engine.config.vocab_size)
         blocks = [block for stage in self.engine.stages.values() for block in stage.blocks]
         with without_fp8(blocks):  # weights are compared, not FP8 with the generator's precision
             (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
@@ -169,10 +172,10 @@ def _sampled(completions: Sequence[Completion]) -> list[tuple[int, float]]:
     return [(completion.tokens[0], completion.logprobs[0]) for completion in completions]
 
 
-def _gap(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:
-    """Returns the gap between sampled tokens with their log-probs and the trainer's log-probs."""
+def _logprob_diff(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> float:
+    """Returns the difference between sampled tokens' log-probs and the trainer's: see `ProbeResult`."""
     differences = _differences(scores, sampled)
-    return max(median(differences), fmean(differences) / OUTLIERS)
+    return max(median(differences), fmean(differences) / OUTLIER_FACTOR)
 
 
 def _differences(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> list[float]:

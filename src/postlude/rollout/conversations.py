@@ -24,7 +24,7 @@ COLLECT_SECONDS = 0.5  # how long to wait for replies of the environment, to sub
 POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
 OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that exceeds the token budget
-REWARD_FAILED = "failed"  # key in `Trajectory.parts`: the reward call failed
+REWARD_FAILED = "failed"  # key in `Trajectory.components`: the reward call failed
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Trajectory:
         return self.score.reward
 
     @property
-    def parts(self) -> dict[str, float]:
-        """The parts of the reward, and "failed" if the call for it failed."""
+    def components(self) -> dict[str, float]:
+        """The components of the reward, and "failed" if the call for it failed."""
         assert self.score is not None
-        return dict(self.score.parts) | ({REWARD_FAILED: 1.0} if self.score.error else {})
+        return dict(self.score.components) | ({REWARD_FAILED: 1.0} if self.score.error else {})
 
     @property
     def excluded(self) -> bool:

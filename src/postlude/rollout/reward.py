@@ -69,10 +69,10 @@ class Weighted:
 
 
 class WeightedSum(Reward):
-    """The sum of weight · reward. Its parts are the value of each reward by name, before the weight.
+    """The sum of weight · reward. Its components are the value of each reward by name, before the weight.
 
-    The parts of a reward that has some are named "name/part". If one of the rewards of a completion fails, so does the
-    sum.
+    The components of a reward that has some are named "name/component". If one of the rewards of a completion fails, so
+    does the sum.
     """
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
@@ -126,11 +126,13 @@ class WeightedSum(Reward):
         failed = next((scores[name] for name in self.rewards if scores[name].error is not None), None)
         if failed is not None:
             return failed
-        parts: dict[str, float] = {}
+        components: dict[str, float] = {}
         for name in self.rewards:
-            parts[name] = scores[name].reward
-            parts |= {f"{name}/{part}": value for part, value in scores[name].parts.items()}
-        return Score(math.fsum(weighted.weight * scores[name].reward for name, weighted in self.rewards.items()), parts)
+            components[name] = scores[name].reward
+            components |= {f"{name}/{component}": value for component, value in scores[name].components.items()}
+        return Score(
+            math.fsum(weighted.weight * scores[name].reward for name, weighted in self.rewards.items()), components
+        )
 
 
 def trial_failure(error: object, task: Task, turn: AssistantTurn) -> ValueError:

@@ -25,19 +25,22 @@ Reply: TypeAlias = "Score | str | list[Message]"
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of a completion and its parts. `error` is set if the call that scores it failed."""
+    """The reward of a completion and its components. `error` is set if the call that scores it failed."""
 
     reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     excluded: bool = False
     """Whether the sample is left out of training: the call failed, and no `failed_reward` is set."""
 
     def plus(self, other: Score) -> Score:
         """Returns the sum of two scores, such as those of two turns."""
-        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in {**self.parts, **other.parts}}
+        components = {
+            name: self.components.get(name, 0.0) + other.components.get(name, 0.0)
+            for name in {**self.components, **other.components}
+        }
         excluded = self.excluded or other.excluded
-        return Score(self.reward + other.reward, parts, self.error or other.error, excluded)
+        return Score(self.reward + other.reward, components, self.error or other.error, excluded)
 
 
 class FailureCounter:
@@ -172,8 +175,8 @@ def is_reply(value: Any) -> bool:
 def read_score(value: Any, row: str = "") -> Score:
     """Returns the score that a reward function meant by its value, or raises ValueError, which names the `row`.
 
-    A number is the reward. In a dict, "reward" is the reward and the other entries are its parts; without "reward",
-    the reward is the sum of the parts.
+    A number is the reward. In a dict, "reward" is the reward and the other entries are its components; without
+    "reward", the reward is the sum of the components.
     """
     of = row and f" for {row}"
     if not isinstance(value, Mapping):

@@ -55,7 +55,7 @@ class MathReward:
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
     def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the reward and its parts: "parsed", whether the completion has an answer, and "correct"."""
+        """Returns the reward and its components: "parsed", whether the completion has an answer, and "correct"."""
         if self._library is None:
             self.prepare()
         expected = self._parse(f"\\boxed{{{_final(_column(example, self.column))}}}")

@@ -79,8 +79,8 @@ class ServerEngine:
             metrics["servers/reload_seconds"] = max((server.reload_seconds for server in pool.servers), default=0.0)
             metrics |= self.sync.take_metrics()
             results = [server.probe_result for server in pool.servers if server.state == "up"]
-            differences = [result.gap for result in results if result is not None]  # of log-probs
-            metrics |= {"sync/gap": max(differences)} if differences else {}
+            differences = [result.logprob_diff for result in results if result is not None]  # of log-probs
+            metrics |= {"sync/logprob_diff": max(differences)} if differences else {}
         return {name: float(value) for name, value in metrics.items()}
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
 from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
-from postlude.recipes.report.metrics import PARTS
+from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
 
@@ -137,7 +137,7 @@ class EvaluationSetSettings(PassSettings):
 
 def _check_sets(sets: dict[str, EvaluationSetSettings]) -> dict[str, EvaluationSetSettings]:
     for name in sets:
-        if not re.fullmatch(r"\w[\w.-]*", name) or name == PARTS.rstrip("/"):
+        if not re.fullmatch(r"\w[\w.-]*", name) or name == COMPONENTS.rstrip("/"):
             raise ValueError(
                 f"a set is called {name!r}, but its name is part of its metrics, eval/NAME/reward_mean: give it "
                 'letters, digits, "_", "-" and ".", and another name than "reward".'

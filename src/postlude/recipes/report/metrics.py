@@ -20,9 +20,9 @@ REWARDS, LENGTHS = "rewards", "lengths"  # lists: one number a completion
 EVAL = "eval/"  # on held-out data
 PASS = f"{EVAL}pass@"
 TIME = "time/"  # seconds of a step by phase
-PARTS = "reward/"  # parts of rewards
+COMPONENTS = "reward/"  # components of rewards
 ROWS = "rows/"  # rows of each dataset so far
-FAILED = f"{PARTS}failed"
+FAILED = f"{COMPONENTS}failed"
 SCORES = (f"{EVAL}{REWARD}", f"{EVAL}accuracy", f"{EVAL}{LOSS}")
 """The score of a run is the first of these that it has."""
 FALLING = (LOSS, f"{EVAL}{LOSS}")  # smaller is better
@@ -85,8 +85,8 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
     if name.removesuffix(WORST) in metrics:
         info = metrics[name.removesuffix(WORST)]
         return replace(info, title=f"{info.title}, worst layer", meaning=f"{info.meaning}; of the worst layer")
-    if name.startswith(PARTS):
-        return metrics[f"{PARTS}NAME"].replaced("NAME", name.removeprefix(PARTS))
+    if name.startswith(COMPONENTS):
+        return metrics[f"{COMPONENTS}NAME"].replaced("NAME", name.removeprefix(COMPONENTS))
     if name.startswith(ROWS):
         return metrics[f"{ROWS}NAME"].replaced("NAME", name.removeprefix(ROWS))
     if name.startswith(TIME):

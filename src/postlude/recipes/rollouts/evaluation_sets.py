@@ -12,7 +12,7 @@ from statistics import mean
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings, SamplingSettings
-from postlude.recipes.report.metrics import EVAL, LENGTH, PARTS, PASS, REWARD
+from postlude.recipes.report.metrics import COMPONENTS, EVAL, LENGTH, PASS, REWARD
 from postlude.recipes.rollouts.prompts import build_environment, prompt_source
 from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, RolloutSampler
 from postlude.rollout.conversations import REWARD_FAILED, PromptSource, Trajectory, TrajectoryGroup
@@ -116,8 +116,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int, solved:
     failures = [samples - passes[group] for group in dict.fromkeys(trajectory.group for trajectory in trajectories)]
     metrics = {f"{EVAL}{REWARD}": mean(trajectory.reward for trajectory in scored)} if scored else {}
     metrics[f"{EVAL}{LENGTH}"] = mean([trajectory.length for trajectory in trajectories])
-    if failed := sum(REWARD_FAILED in trajectory.parts for trajectory in trajectories):
-        metrics[f"{EVAL}{PARTS}{REWARD_FAILED}"] = failed / len(trajectories)
+    if failed := sum(REWARD_FAILED in trajectory.components for trajectory in trajectories):
+        metrics[f"{EVAL}{COMPONENTS}{REWARD_FAILED}"] = failed / len(trajectories)
     k = 1
     while k <= samples:
         metrics[f"{PASS}{k}"] = mean(1.0 - comb(count, k) / comb(samples, k) for count in failures)

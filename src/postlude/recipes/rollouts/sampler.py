@@ -17,7 +17,7 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.report.metrics import DRAFTS, LENGTH, LENGTHS, PARTS, REWARD, REWARDS, WORKERS_LOST
+from postlude.recipes.report.metrics import COMPONENTS, DRAFTS, LENGTH, LENGTHS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
 from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
 from postlude.recipes.run.directory import Sample
@@ -218,9 +218,9 @@ def open_rollout_sampler(
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Returns rewards, their parts, lengths and the acceptance rate of speculative tokens.
+    """Returns rewards, their components, lengths and the acceptance rate of speculative tokens.
 
-    Rewards and their parts exclude trajectories whose reward call failed. Those are reported as a fraction of all.
+    Rewards and their components exclude trajectories whose reward call failed. Those are reported as a fraction of all.
     """
     scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
     rewards = [trajectory.reward for trajectory in scored]
@@ -240,9 +240,9 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     if drafted := sum(completion.drafted for completion in completions):
         metrics[DRAFTS] = sum(completion.accepted for completion in completions) / drafted
     kinds = (REWARD_FAILED, *FAILURE_KINDS)
-    parts = [trajectory.parts for trajectory in trajectories]
-    failures = [{kind: values[kind] for kind in kinds if kind in values} for values in parts]
-    return metrics | _means(PARTS, [trajectory.parts for trajectory in scored]) | _means(PARTS, failures)
+    components = [trajectory.components for trajectory in trajectories]
+    failures = [{kind: values[kind] for kind in kinds if kind in values} for values in components]
+    return metrics | _means(COMPONENTS, [trajectory.components for trajectory in scored]) | _means(COMPONENTS, failures)
 
 
 def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
@@ -256,7 +256,7 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
                 prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
                 completion="\n…\n".join(completion.text or "" for completion in completions),
                 reward=trajectory.reward,
-                parts=trajectory.parts,
+                parts=trajectory.components,
                 tokens=tokens,
                 token_strings=[tokenizer.decode([token]) for token in tokens],
                 logprobs=[logprob for completion in completions for logprob in completion.logprobs],
@@ -265,6 +265,6 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
     return rows
 
 
-def _means(prefix: str, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for values in parts for name in values)
-    return {f"{prefix}{name}": mean(values.get(name, 0.0) for values in parts) for name in names}
+def _means(prefix: str, components: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for values in components for name in values)
+    return {f"{prefix}{name}": mean(values.get(name, 0.0) for values in components) for name in names}

@@ -59,7 +59,7 @@ class Sample:
     completion: str
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward."""
+    """The components of the reward."""
     tokens: Sequence[int] = ()
     token_strings: Sequence[str] = ()
     logprobs: Sequence[float] = ()

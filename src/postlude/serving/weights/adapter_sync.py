@@ -108,7 +108,7 @@ def make_sync(
         LOG.warning(
             "%s: at every synchronisation servers get weights with the adapter merged in, in %s. In bfloat16 this "
             "rounds small updates away (in the first steps of a run most of them), so the servers' weights lag behind "
-            "the trainer's; sync/gap and rollout_kl show by how much.",
+            "the trainer's; sync/logprob_diff and rollout_kl show by how much.",
             problem,
             str(engine.compute_dtype).removeprefix("torch."),
         )
