@@ -118,10 +118,11 @@ class _Parser(argparse.ArgumentParser):
             from postlude.recipes.config.load import describe
             from postlude.recipes.config.packaged import config_names
 
-            names = ", ".join(name for name in config_names() if "/" not in name)
+            names = ", ".join(name for name in config_names(self.recipe.command) if "/" not in name)
+            packaged = f", or the name of a config that comes with Postlude: {names}" if names else ""
             self.description = (
                 f"{_sentence(self.recipe.help)}\n\n"
-                f"CONFIG is a YAML file, or the name of a config that comes with Postlude: {names}.\n"
+                f"CONFIG is a YAML file{packaged}.\n"
                 "Each field below is a key of that file. --field value sets it too, and overrides the file.\n"
                 "--dry-run checks a run and prints its config without starting it; other options are at the end.\n\n"
             )

@@ -24,6 +24,22 @@ def test_every_packaged_config_is_found_by_its_name(name: str) -> None:
     assert find_config(Path(name)) == DIRECTORY / f"{name}.yaml"
 
 
+def test_every_packaged_config_belongs_to_one_recipe_which_reads_it() -> None:
+    by_recipe = {command: config_names(command) for command in RECIPES}
+    assert sorted(name for names in by_recipe.values() for name in names) == config_names()
+    assert by_recipe["grpo"][:4] == ["demo", "lora", "models/gpt-oss-20b-grpo-16gpus", "models/gpt-oss-20b-grpo-8gpus"]
+    for command, names in by_recipe.items():
+        for name in names:
+            RECIPES[command].read(Path(name))
+
+
+def test_help_lists_the_configs_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, names in (("grpo", "demo, lora, one-gpu, smollm2"), ("sft", "tiny-sft"), ("ppo", "tiny-ppo")):
+        with pytest.raises(SystemExit):
+            _parse([command, "--help"])
+        assert f"a config that comes with Postlude: {names}.\n" in capsys.readouterr().out
+
+
 def test_a_packaged_config_finds_its_data_and_names_its_run(tmp_path: Path) -> None:
     config = GRPO.read(Path("demo"))
     assert config.environment.path.is_file()

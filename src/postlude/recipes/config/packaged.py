@@ -7,10 +7,18 @@ from pathlib import Path
 DIRECTORY = Path(__file__).parents[2] / "configs"
 
 
-def config_names() -> list[str]:
-    """Returns the names of the packaged configs, such as "demo" and "models/qwen3-8b-sft-8gpus"."""
+def config_names(recipe: str = "") -> list[str]:
+    """Returns the names of the packaged configs, such as "demo" and "models/qwen3-8b-sft-8gpus".
+
+    With `recipe`, those of this recipe: the comment of a config has its command, such as `postlude grpo demo`.
+    """
     files = [*DIRECTORY.glob("*.yaml"), *(DIRECTORY / "models").glob("*.yaml")]
-    return sorted(str(file.relative_to(DIRECTORY).with_suffix("")) for file in files)
+    names = sorted(str(file.relative_to(DIRECTORY).with_suffix("")) for file in files)
+    return [name for name in names if f"postlude {recipe} {name}" in _text(name)] if recipe else names
+
+
+def _text(name: str) -> str:
+    return (DIRECTORY / f"{name}.yaml").read_text("utf-8")
 
 
 def find_packaged(path: Path, suffix: str = "") -> Path:
