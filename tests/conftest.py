@@ -104,10 +104,12 @@ class Ranks:
         rendezvous = self.directory / f"{size}-{len(list(self.directory.iterdir()))}"
         pool = []
         for rank in range(size):
-            ours, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=self.serve, args=(rank, size, str(rendezvous), theirs), daemon=True)
+            connection, child_connection = SERVER.Pipe()
+            process = SERVER.Process(
+                target=self.serve, args=(rank, size, str(rendezvous), child_connection), daemon=True
+            )
             process.start()
-            pool.append((ours, process))
+            pool.append((connection, process))
         return pool
 
     def _stop(self, size: int) -> None:

@@ -81,22 +81,22 @@ def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
     workloads, peers, train_step = load("workloads"), load("peers"), load("train_step")
     config = workloads.SHAPES["smoke"]()
     sample = workloads.Sample.of(workloads.MIXES["smoke"](), config.vocab_size)
-    theirs = AutoModelForCausalLM.from_pretrained(export_hf(load_model(config), tmp_path), dtype=torch.float32)
+    hf_model = AutoModelForCausalLM.from_pretrained(export_hf(load_model(config), tmp_path), dtype=torch.float32)
     rows = list(peers.padded(sample, 2, "cpu"))
     expected = {
-        objective: sum(loss(sample)(theirs, each).item() for each in rows)
+        objective: sum(loss(sample)(hf_model, row).item() for row in rows)
         for objective, loss in ((PolicyGradient(), peers.grpo), (SFT(over="response_mask"), peers.sft))
     }
     packed_rows = peers.packed(sample, 32, "cpu")
-    packed_loss = sum(peers.packed_sft(sample)(theirs, each).item() for each in packed_rows)
+    packed_loss = sum(peers.packed_sft(sample)(hf_model, row).item() for row in packed_rows)
     assert_equal(torch.tensor(packed_loss), torch.tensor(expected[SFT(over="response_mask")]))
     packed: Batch = train_step.batch(sample)
-    padded, most = train_step.padded_batch(sample, 2)
+    padded, longest = train_step.padded_batch(sample, 2)
     with ranks(device="cpu"):
-        engine = Engine(tmp_path, budget=most, device="cpu")
+        engine = Engine(tmp_path, budget=longest, device="cpu")
         for objective, loss in expected.items():
-            for given in (packed, padded):
-                assert_equal(torch.tensor(engine.evaluate_loss(given, objective).loss), torch.tensor(loss))
+            for microbatches in (packed, padded):
+                assert_equal(torch.tensor(engine.evaluate_loss(microbatches, objective).loss), torch.tensor(loss))
 
 
 def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
@@ -109,25 +109,25 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
         {"size": size, "seconds": 2e-6 * size + 1e-9 * size**2, "attention_s": 1e-9 * size**2, "extra_gib": size**1.5}
         for size in sizes
     ]
-    found = growth.fitted(axis, [*points, {"size": 2**18, "failed": "out of memory"}])
-    assert found["exponents"]["time without attention"] == 1.0
-    assert found["superlinear"] == ["time", "memory"]
+    fit = growth.fitted(axis, [*points, {"size": 2**18, "failed": "out of memory"}])
+    assert fit["exponents"]["time without attention"] == 1.0
+    assert fit["superlinear"] == ["time", "memory"]
 
 
 def test_an_axis_changes_what_it_names(load: Any) -> None:
     """Whatever name transformers keeps it by."""
     config = load("growth").changed("smoke-moe", num_experts=8, num_hidden_layers=1)
-    routers = [each for name, each in load_model(config).named_parameters() if name.endswith("router.weight")]
-    assert [each.shape for each in routers] == [(8, 32)]
+    routers = [parameter for name, parameter in load_model(config).named_parameters() if name.endswith("router.weight")]
+    assert [parameter.shape for parameter in routers] == [(8, 32)]
 
 
 def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
     """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page as it is."""
     report = load("report")
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
-    found = report.read(sorted((BENCHMARKS / "results").glob("*_h200.json")))
-    assert "train_step" in found
-    for kind, cases in found.items():
+    results = report.read(sorted((BENCHMARKS / "results").glob("*_h200.json")))
+    assert "train_step" in results
+    for kind, cases in results.items():
         assert report.placed(page, kind, "\n".join(report.TABLES[kind](cases))) == page
 
 
@@ -147,9 +147,9 @@ def test_pages_show_the_headline_results_that_are_kept(load: Any, page: str) -> 
 def run_of(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Returns the JSON of a run: by round, and by "group/case", what was found."""
     cases = [
-        {"group": key.split("/")[0], "case": key.split("/")[1], "round": number} | found
+        {"group": key.split("/")[0], "case": key.split("/")[1], "round": number} | measured
         for number, found_in_round in enumerate(rounds)
-        for key, found in found_in_round.items()
+        for key, measured in found_in_round.items()
     ]
     return {"cases": cases}
 
@@ -198,14 +198,14 @@ class Process:
 
 def test_a_headline_process_that_is_slow_or_ends_is_a_result(load: Any) -> None:
     headline = load("headline")
-    for closed, why in ((False, "not finished in time"), (True, "its process ended")):
-        ours, theirs = multiprocessing.Pipe()
-        worker = headline.Worker("group", "cpu", Process(), ours)
-        theirs.send(("case", {"seconds": 1.0}))
+    for closed, reason in ((False, "not finished in time"), (True, "its process ended")):
+        connection, child_connection = multiprocessing.Pipe()
+        worker = headline.Worker("group", "cpu", Process(), connection)
+        child_connection.send(("case", {"seconds": 1.0}))
         if closed:
-            theirs.close()
+            child_connection.close()
         assert list(worker.answers(time.monotonic() + 0.1)) == [("case", {"seconds": 1.0})]
-        assert (worker.why_ended, worker.process.ended) == (why, 1)
+        assert (worker.why_ended, worker.process.ended) == (reason, 1)
 
 
 def test_a_headline_turn_leaves_time_for_more_important_groups(load: Any) -> None:
@@ -232,9 +232,9 @@ def test_every_headline_group_that_needs_no_gpu_measures_its_cases(load: Any) ->
         for group in cases.GROUPS:
             if "flex" in group.name or "liger" in group.name:
                 continue  # compiled attention and Liger's kernels need a GPU
-            found = dict(group.cases.run(cases.Scale("cpu", tiny=True)))
-            assert found, group.name
-            failed = {name: case["failed"] for name, case in found.items() if "failed" in case}
+            results = dict(group.cases.run(cases.Scale("cpu", tiny=True)))
+            assert results, group.name
+            failed = {name: case["failed"] for name, case in results.items() if "failed" in case}
             assert not failed or set(failed) == {"64x32x512 Liger fused linear CE"}, group.name
 
 
@@ -260,10 +260,10 @@ SMOKES = {
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_benchmark_runs_and_writes_what_it_found(load: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "found.json"
-    found = load(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
-    assert found
-    assert not [case for case in found if "failed" in json.dumps(case)]
-    assert json.loads(path.read_text())["cases"] == json.loads(json.dumps(found))
+    results = load(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
+    assert results
+    assert not [case for case in results if "failed" in json.dumps(case)]
+    assert json.loads(path.read_text())["cases"] == json.loads(json.dumps(results))
     if name == "growth":
         load(name).main(["--draw", str(path), str(tmp_path / "drawn.svg")])
         assert (tmp_path / "drawn.svg").read_text().count("<polyline") > 4

@@ -146,9 +146,9 @@ def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path
         assert done.returncode == 0, done.stderr
     if not started:
         ranks(2, metrics_of, recipe, config, *words, *on_two)
-    one, two = (read_metrics_of(tmp_path / name) for name in ("one", "two"))
-    assert one[-1]["loss"] < one[1]["loss"]
-    for expected, metrics in zip(one, two, strict=True):
+    single_rank, two_ranks = (read_metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert single_rank[-1]["loss"] < single_rank[1]["loss"]
+    for expected, metrics in zip(single_rank, two_ranks, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-4)
 
 

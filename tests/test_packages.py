@@ -82,14 +82,14 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            found.add(node.module or "")
-    return found
+            names.add(node.module or "")
+    return names
 
 
 def test_imports_point_up_the_list() -> None:
@@ -182,8 +182,8 @@ def private_names_of_torch(path: Path) -> set[str]:
 
 
 def test_private_names_of_torch_stand_in_one_place_each() -> None:
-    found = {str(path.relative_to(ROOT)): private_names_of_torch(path) for path in modules()}
-    used = {name: sorted(names) for name, names in found.items() if names}
+    by_file = {str(path.relative_to(ROOT)): private_names_of_torch(path) for path in modules()}
+    used = {name: sorted(names) for name, names in by_file.items() if names}
     assert used.keys() == PRIVATE, used
 
 

@@ -47,8 +47,8 @@ def test_the_navigation_has_every_page_once() -> None:
     assert len(navigation()) == len(set(navigation()))
     assert set(navigation()) <= pages
     config = SimpleNamespace(nav=[{"Home": "index.md"}, {"Guides": [{"Plan": "plan.md"}]}])
-    (more,) = site_pages.on_config(config).nav[2:]
-    assert set(more["More"]) == {path.name for path in DOCS.glob("*.md")} - {"plan.md"}
+    (section,) = site_pages.on_config(config).nav[2:]
+    assert set(section["More"]) == {path.name for path in DOCS.glob("*.md")} - {"plan.md"}
 
 
 def test_the_reference_has_every_command_key_and_public_name() -> None:

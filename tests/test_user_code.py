@@ -72,5 +72,5 @@ def test_what_cannot_be_loaded_is_a_sentence(file: Path, named: str, sentence: s
     expected = re.escape(sentence.replace("FOLDER", str(folder)).replace("HERE", str(Path.cwd())))
     with pytest.raises(UserCodeError, match=f"^{expected}$"):
         load_callable(f"{folder}/{named}", kind="reward")
-    left = {name for name in set(sys.modules) - before if name.startswith("postlude_user_code")}
-    assert not left or named.startswith(("mine", "empty"))  # a file that failed is not kept as if it had run
+    remaining = {name for name in set(sys.modules) - before if name.startswith("postlude_user_code")}
+    assert not remaining or named.startswith(("mine", "empty"))  # a file that failed is not kept as if it had run

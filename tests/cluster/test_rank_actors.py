@@ -181,13 +181,13 @@ def until(command: subprocess.Popen[str], begins: str) -> None:
 @pytest.mark.thorough
 def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
-    many = ("--steps=20",)
-    assert grpo(place, "whole", *many) == 0
-    first = started(place, *many)
+    steps = ("--steps=20",)
+    assert grpo(place, "whole", *steps) == 0
+    first = started(place, *steps)
     until(first, "step 6/21")
     first.kill()
     first.wait()
-    second = started(place, *many)  # at once: the ranks of the first may not have noticed yet
+    second = started(place, *steps)  # at once: the ranks of the first may not have noticed yet
     output, _ = second.communicate(timeout=2 * PATIENCE)
     assert second.returncode == 0, output
     logged = logged_files(place / "parts")

@@ -184,10 +184,10 @@ def test_the_order_is_the_same_in_every_version() -> None:
     assert Sampler(8, seed=0).take(16) == [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
 
 
-@pytest.mark.parametrize("taken", [0, 3, 7, 14, 16])
-def test_a_resumed_order_is_the_uninterrupted_one(taken: int) -> None:
+@pytest.mark.parametrize("count", [0, 3, 7, 14, 16])
+def test_a_resumed_order_is_the_uninterrupted_one(count: int) -> None:
     first = Sampler(7, seed=5)
-    first.take(taken)
+    first.take(count)
     second = Sampler(7, seed=5)
     second.restore(json.loads(json.dumps(first.state())))
     assert second.take(20) == first.take(20)

@@ -126,12 +126,16 @@ def test_truncation_equals_packing_truncated_sequences(batch, budget):
     packed = pack(
         [sequence[:budget] for sequence in sequences], budget=budget, columns=kept_columns, multiple_of=multiple_of
     )
-    for left, right in zip(truncated, packed, strict=True):
-        assert (left.sequences, left.packing, left.batch_tokens) == (right.sequences, right.packing, right.batch_tokens)
-        assert torch.equal(left.tokens, right.tokens)
-        assert torch.equal(left.targets, right.targets)
+    for first, second in zip(truncated, packed, strict=True):
+        assert (first.sequences, first.packing, first.batch_tokens) == (
+            second.sequences,
+            second.packing,
+            second.batch_tokens,
+        )
+        assert torch.equal(first.tokens, second.tokens)
+        assert torch.equal(first.targets, second.targets)
         for name in columns:
-            assert torch.equal(left.column(name), right.column(name))
+            assert torch.equal(first.column(name), second.column(name))
 
 
 @pytest.mark.parametrize("shifted", [True, False])

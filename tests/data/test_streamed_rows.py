@@ -111,8 +111,8 @@ def test_a_restored_stream_continues_to_the_row(files: list[Path], buffer: int |
 
 
 def test_how_many_rows_are_taken_at_once_changes_nothing(files: list[Path]) -> None:
-    single, many = (stream(files, seed=3, buffer=6) for _ in range(2))
-    assert [row for _ in range(40) for row in single.take(1)] == many.take(17) + many.take(23)
+    single, together = (stream(files, seed=3, buffer=6) for _ in range(2))
+    assert [row for _ in range(40) for row in single.take(1)] == together.take(17) + together.take(23)
 
 
 def test_the_first_rows_are_held_out_with_all_that_equal_them(files: list[Path]) -> None:

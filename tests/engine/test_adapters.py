@@ -280,16 +280,16 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     add_adapter(engine, "b", LoRA(rank=3, targets="attention"))
     engine.save(f"{directory}/all")
     save_adapter_state(engine, f"{directory}/one", name="b")
-    more = build("", DENSE)
-    add_adapter(more, "c", LoRA(rank=2))
+    unadapted = build("", DENSE)
+    add_adapter(unadapted, "c", LoRA(rank=2))
     other_engine = build("", DENSE)
     add_adapter(other_engine, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
     before = {name: local_shard(tensor).clone() for name, tensor in other_engine.trainings["b"].tensors.items()}
     answers = {
-        "more": error_text(lambda: more.load(f"{directory}/all")),
+        "more": error_text(lambda: unadapted.load(f"{directory}/all")),
         "other": error_text(lambda: other_engine.load(f"{directory}/all")),
         "other one": error_text(lambda: load_adapter_state(other_engine, f"{directory}/one", name="b")),
-        "all as one": error_text(lambda: load_adapter_state(more, f"{directory}/all", name="d")),
+        "all as one": error_text(lambda: load_adapter_state(unadapted, f"{directory}/all", name="d")),
         "optimizer": error_text(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
     }
     assert other_engine.adapters.names == ("b",)  # what was made for the load is gone

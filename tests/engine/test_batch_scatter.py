@@ -41,12 +41,12 @@ def test_training_on_a_scattered_batch_equals_the_global_batch(ranks: Ranks, lay
     ((rows, places, loss, logprobs),) = ranks(1, learned, Layout())
     assert (rows, places) == (ROWS, [0.0, 1.0, 2.0, 3.0, 4.0])
     places_by_rank: dict[int, set[int]] = {}
-    for rank, (sequences, their, same, actual) in enumerate(ranks(layout.world_size, learned, layout)):
-        assert sequences == [ROWS[int(place)] for place in their]
-        assert same == pytest.approx(loss, rel=1e-5)
-        assert actual == pytest.approx([logprobs[int(place)] for place in their], rel=1e-4)
+    for rank, (sequences, local_count, is_equal, actual) in enumerate(ranks(layout.world_size, learned, layout)):
+        assert sequences == [ROWS[int(place)] for place in local_count]
+        assert is_equal == pytest.approx(loss, rel=1e-5)
+        assert actual == pytest.approx([logprobs[int(place)] for place in local_count], rel=1e-4)
         places_by_rank.setdefault(rank // layout.tp if layout.dp_shard > 1 else 0, set()).update(
-            int(place) for place in their
+            int(place) for place in local_count
         )
     assert sorted(place for places in places_by_rank.values() for place in places) == [0, 1, 2, 3, 4], (
         "each row has one owner"

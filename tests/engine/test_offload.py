@@ -168,11 +168,11 @@ def failures(group: Any) -> tuple[list[str], bool]:
         answers.append(error_text(engine.offload))
     answers.append(error_text(engine.grad_norm))
     engine.offload()
-    resize, left = torch.UntypedStorage.resize_, [3]
+    resize, calls_left = torch.UntypedStorage.resize_, [3]
 
     def exhausted(storage: torch.UntypedStorage, size: int) -> Any:
-        left[0] -= size > 0
-        if size and left[0] < 0:
+        calls_left[0] -= size > 0
+        if size and calls_left[0] < 0:
             raise torch.OutOfMemoryError("no device memory")
         return resize(storage, size)
 
@@ -185,12 +185,12 @@ def failures(group: Any) -> tuple[list[str], bool]:
 
 
 def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> None:
-    (((offload, after_offload, onload, refused), same),) = ranks(1, failures)
+    (((offload, after_offload, onload, refused), unchanged),) = ranks(1, failures)
     assert (offload, after_offload) == ("RuntimeError: no host memory", "nothing")
     assert onload.startswith("RuntimeError: onload needs 0.00 GiB on cpu, which it does not have (no device memory): ")
     assert onload.endswith("free the memory of the generator there, and call onload again.")
     assert refused == REFUSED
-    assert same
+    assert unchanged
 
 
 @pytest.mark.gpu

@@ -170,13 +170,17 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
 )
 def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
     """To the bit, as blocks and random numbers are the whole tensor's; and from a checkpoint of the other layout."""
-    size, single_directory, many = Layout.parse(layout).world_size, str(tmp_path / "one"), str(tmp_path / "many")
+    size, single_directory, sharded_directory = (
+        Layout.parse(layout).world_size,
+        str(tmp_path / "one"),
+        str(tmp_path / "many"),
+    )
     (expected,) = ranks(1, given_gradients, kind, "", single_directory)
-    for actual in ranks(size, given_gradients, kind, layout, many):
+    for actual in ranks(size, given_gradients, kind, layout, sharded_directory):
         assert same(actual, expected)
     for actual in ranks(size, given_gradients, kind, layout, str(tmp_path / "third"), single_directory):
         assert same(actual, expected)
-    (actual,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), many)
+    (actual,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), sharded_directory)
     assert same(actual, expected)
 
 
@@ -246,8 +250,8 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
         assert (estimate.gathered == 0) == (stored != "fp32")
         state_tensors = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
         sizes = [
-            sum(tensor.numel() * tensor.element_size() for tensor in some)
-            for some in (engine.parameters.values(), state_tensors)
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            for tensors in (engine.parameters.values(), state_tensors)
         ]
         results.append((estimate.parameters, sizes[0], estimate.optimizer, sizes[1]))
     return results
@@ -301,9 +305,9 @@ def move_on_a_gpu(engine: Engine, steps: range) -> None:
 def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
     results = []
     with started(device="cuda"):
-        for least in (1, 1 << 40):
+        for large in (1, 1 << 40):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("postlude.engine.optimizers.LARGE", least)
+                patch.setattr("postlude.engine.optimizers.LARGE", large)
                 source = config("tiny-dense", num_hidden_layers=1)
                 engine = Engine(source, budget=64, device="cuda", optimizer=AdamW(lr=1e-2, weight_decay=0.1))
                 move_on_a_gpu(engine, range(4))

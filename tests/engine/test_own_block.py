@@ -58,9 +58,9 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_a_custom_model_is_saved_loaded_and_streamed_and_export_hf_refuses_it(ranks: Any, tmp_path: Path) -> None:
-    for unmoved, alike, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
+    for unmoved, is_equal, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
         assert not unmoved
-        assert alike
+        assert is_equal
         assert exported.startswith("ValueError: no Hugging Face family describes this model, [C-]{2}[*-]{2}, so it has")
         assert generated.startswith("ValueError: layers.0.convolution (Convolution) does not support decoding, so its")
         assert (

@@ -43,11 +43,13 @@ def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> 
     first = weights(engine)
     train(engine, [1])
     engine.save(directory)
-    again, there = build(layout, few(experts), seed=1), build(other, few(experts), seed=1)
-    again.load(directory)
-    there.load(directory)
-    alike = same(weights(there), weights(engine)) and same(optimizer_state(again), optimizer_state(engine))
-    return sizes(engine), first, weights(engine), alike
+    same_layout, other_layout = build(layout, few(experts), seed=1), build(other, few(experts), seed=1)
+    same_layout.load(directory)
+    other_layout.load(directory)
+    is_equal = same(weights(other_layout), weights(engine)) and same(
+        optimizer_state(same_layout), optimizer_state(engine)
+    )
+    return sizes(engine), first, weights(engine), is_equal
 
 
 LAYOUTS = [
@@ -61,14 +63,14 @@ LAYOUTS = [
 def test_few_experts_are_spread_evenly_streamed_and_saved(
     ranks: Any, tmp_path: Any, layout: str, other: str, experts: int
 ) -> None:
-    ((whole, first, _, _),) = ranks(1, moved, "", "", experts, str(tmp_path / "one"))
+    ((sizes, first, _, _),) = ranks(1, moved, "", "", experts, str(tmp_path / "one"))
     size = Layout.parse(layout).world_size
     answers = ranks(size, moved, layout, other, experts, str(tmp_path / "many"))
-    for held_here, streamed, stepped, alike in answers:
-        assert held_here == {each // size for each in whole}
+    for held_here, streamed, stepped, is_equal in answers:
+        assert held_here == {number // size for number in sizes}
         assert same(streamed, first)
         assert same(stepped, answers[0][2])
-        assert alike
+        assert is_equal
 
 
 @pytest.mark.parametrize(("layout", "other", "experts"), LAYOUTS)
@@ -80,19 +82,19 @@ def test_few_experts_learn_as_on_one_rank(ranks: Any, layout: str, other: str, e
 
 def exchanges(group: Any) -> dict[str, int]:
     """All-to-alls of a forward and backward."""
-    found, exchange = Counter[str](), dist.all_to_all_single
+    counts, exchange = Counter[str](), dist.all_to_all_single
     for recompute in ("none", "selective", "full"):
         engine = build("dp_shard=2,ep=2", few(4), recompute=recompute)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_to_all_single", lambda *a, **k: (found.update([recompute]), exchange(*a, **k))[1])  # noqa: B023
+            patch.setattr(dist, "all_to_all_single", lambda *a, **k: (counts.update([recompute]), exchange(*a, **k))[1])  # noqa: B023
             train(engine, [1])
-    return dict(found)
+    return dict(counts)
 
 
 @pytest.mark.slow
 def test_selective_recompute_repeats_no_exchange_and_full_repeats_them(ranks: Any) -> None:
-    for found in ranks(2, exchanges):
-        assert 0 < found["none"] == found["selective"] < found["full"]
+    for counts in ranks(2, exchanges):
+        assert 0 < counts["none"] == counts["selective"] < counts["full"]
 
 
 FEW = (20, 17, 6)
@@ -120,26 +122,27 @@ def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
     """What a model in bf16 gives for each microbatch, cast and added: to the bit, but for norms, which are not cast."""
-    whole = LanguageModel(model_from_hf(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
-    expected = {name: torch.zeros(parameter.shape) for name, parameter in whole.named_parameters()}
+    model_bf16 = LanguageModel(model_from_hf(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
+    expected = {name: torch.zeros(parameter.shape) for name, parameter in model_bf16.named_parameters()}
     for seed in (1, 2):
-        given = batch(seed, FEW)
-        microbatches = pack(given.sequences, budget=BUDGET, columns=given.columns)
+        data = batch(seed, FEW)
+        microbatches = pack(data.sequences, budget=BUDGET, columns=data.columns)
         scale = LossNormalizer(microbatches)
-        for each in microbatches:
-            whole.zero_grad()
-            whole(
-                each, output_processor=lambda inputs, _, scale=scale: scale.loss(policy(inputs), inputs.microbatch)
+        for microbatch in microbatches:
+            model_bf16.zero_grad()
+            model_bf16(
+                microbatch,
+                output_processor=lambda inputs, _, scale=scale: scale.loss(policy(inputs), inputs.microbatch),
             ).backward()
-            for name, parameter in whole.named_parameters():
+            for name, parameter in model_bf16.named_parameters():
                 expected[name] += parameter.grad
-    (found,) = ranks(1, alone, model, overlap)
-    assert found.keys() == expected.keys()
+    (gradients,) = ranks(1, alone, model, overlap)
+    assert gradients.keys() == expected.keys()
     for name, total in expected.items():
         if total.ndim > 1:
-            assert torch.equal(found[name], total), name
+            assert torch.equal(gradients[name], total), name
         else:
-            assert_equal(found[name], total, name, 2.0**-8)
+            assert_equal(gradients[name], total, name, 2.0**-8)
 
 
 def test_gate_and_up_of_experts_alternate_in_the_copies_of_one_rank() -> None:
@@ -161,7 +164,7 @@ def test_gate_and_up_of_experts_alternate_in_the_copies_of_one_rank() -> None:
 
 def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
     """Losses, norms and weights of some steps, and how many sums a step makes: each microbatch's gradients, or once."""
-    found = []
+    results = []
     for once in (False, True):
         engine = build(
             layout, config("tiny-moe", num_hidden_layers=2), gather_once=once, overlap=overlap, optimizer=DAMPED
@@ -171,8 +174,8 @@ def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
         with mock.patch.object(groups, "foreach_reduce", sums):
             losses = [engine.forward_backward(batch(seed), policy).loss for seed in (2, 3)]
         norm = engine.optimizer_step().grad_norm
-        found.append((torch.tensor([*losses, norm]), weights(engine), sums.call_count))
-    return tuple(found)
+        results.append((torch.tensor([*losses, norm]), weights(engine), sums.call_count))
+    return tuple(results)
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ SLOW = [
 
 def mark_of(layout: str, model: str) -> pytest.MarkDecorator:
     """Thorough are more ranks, and layouts that the quick ones have with another model."""
-    more = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[:3]
-    return pytest.mark.thorough if more else pytest.mark.slow
+    is_slow = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[:3]
+    return pytest.mark.thorough if is_slow else pytest.mark.slow
 
 
 def cases(quick: list[tuple[str, str]] = LAYOUTS, slow: list[tuple[str, str]] = SLOW) -> list[Any]:
@@ -432,11 +432,11 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, selection_biases(engine))
     gathered: dict[str, Tensor] = {}
-    alike = same(selection_biases(engine), selection_biases(second_engine))
+    is_equal = same(selection_biases(engine), selection_biases(second_engine))
     for biases in everyone:
-        alike = alike and all(torch.equal(gathered.get(name, bias), bias) for name, bias in biases.items())
+        is_equal = is_equal and all(torch.equal(gathered.get(name, bias), bias) for name, bias in biases.items())
         gathered |= biases
-    return dict(sorted(gathered.items())), alike
+    return dict(sorted(gathered.items())), is_equal
 
 
 @pytest.mark.parametrize(
@@ -452,8 +452,8 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
 def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: Any, layout: str, recompute: str) -> None:
     ((expected, _),) = run(ranks, "", balancing, "none", str(tmp_path / "one"))
     assert any(bias.any() for bias in expected.values())
-    for actual, alike in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
-        assert alike
+    for actual, is_equal in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
+        assert is_equal
         assert same(actual, expected)
 
 

@@ -102,8 +102,8 @@ def cases() -> list[Any]:
         for name in names:
             # Of two ranks, `make test` has experts with ep and vpp, tied weights with the other axes.
             other = layout.ep == layout.vpp == 1 if name == "moe" else layout.vpp > 1 or layout.cp > 1
-            more = layout.world_size > 2 or other
-            marks = pytest.mark.thorough if more else () if layout in QUICK else pytest.mark.slow
+            is_slow = layout.world_size > 2 or other
+            marks = pytest.mark.thorough if is_slow else () if layout in QUICK else pytest.mark.slow
             results.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
     for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
         results.append(
@@ -154,25 +154,25 @@ def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
         assert not any(tensor.any() for tensor in before.values())
 
 
-def stop_early(group: Any, taken: int) -> int:
+def stop_early(group: Any, taken_count: int) -> int:
     """How many tensors a rank gets of a stream that the first rank leaves after a few."""
     engine = build("tp=2", TIED)
     pieces = plan_tensors(engine.config, engine.family)
     buckets = plan_buckets(pieces, 300_000, torch.float32)
     assert len(buckets) > 3
     stream = InterruptibleStream(buckets, engine, torch.float32)
-    count = len(list(itertools.islice(stream, taken if dist.get_rank() == 0 else None)))
+    count = len(list(itertools.islice(stream, taken_count if dist.get_rank() == 0 else None)))
     stream.end()
     dist.barrier()  # nobody is left in the stream
     return count
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5, 1000])
-def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken: int) -> None:
+@pytest.mark.parametrize("taken_count", [0, 1, 5, 1000])
+def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken_count: int) -> None:
     count = len(plan_tensors(model_from_hf(TIED)[1], model_from_hf(TIED)[0]))
-    first, second = ranks(2, stop_early, taken)
-    assert first == min(taken, count)
-    assert first <= second < count if taken < 1000 else second == count
+    first, second = ranks(2, stop_early, taken_count)
+    assert first == min(taken_count, count)
+    assert first <= second < count if taken_count < 1000 else second == count
 
 
 def export_nowhere(group: Any, directory: str) -> tuple[str, str]:

@@ -79,16 +79,18 @@ def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) 
     for (actual_tokens, logprobs), (expected_tokens, expected_logprobs) in zip(
         bits(actual), bits(expected), strict=True
     ):
-        same = next(
+        first_difference = next(
             (i for i, (a, b) in enumerate(zip(actual_tokens, expected_tokens, strict=False)) if a != b),
             len(expected_tokens),
         )
         tokens, other_tokens, shared = (
             tokens + len(expected_tokens),
-            other_tokens + len(expected_tokens) - same,
-            shared + same,
+            other_tokens + len(expected_tokens) - first_difference,
+            shared + first_difference,
         )
-        other_logprobs += sum(a != b for a, b in zip(logprobs[:same], expected_logprobs[:same], strict=True))
+        other_logprobs += sum(
+            a != b for a, b in zip(logprobs[:first_difference], expected_logprobs[:first_difference], strict=True)
+        )
     return {"tokens": tokens, "diverged": other_tokens / tokens, "other_logprobs": other_logprobs / max(shared, 1)}
 
 

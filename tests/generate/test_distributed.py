@@ -50,7 +50,7 @@ def synced_adapter(group: Any) -> tuple[bool, bool, float]:
     weight = generator.model.get_parameter("layers.0.mlp.up_proj.weight")
     weight.data[0, 0] += 1.0  # what a copy of the model would undo
     generator.sync_weights()
-    left = bool(weight[0, 0] == before["layers.0.mlp.up_proj.weight"][1][0, 0] + 1.0)
+    base_unchanged = bool(weight[0, 0] == before["layers.0.mlp.up_proj.weight"][1][0, 0] + 1.0)
     weight.data[0, 0] -= 1.0
     in_place = all(
         tensor.data_ptr() == before[name][0] and torch.allclose(tensor, before[name][1])
@@ -59,12 +59,12 @@ def synced_adapter(group: Any) -> tuple[bool, bool, float]:
     sampling = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
     ((answer,),) = generator.generate(PROMPTS[:1], [sampling])
     scores = engine.logprobs(Batch([PROMPTS[0] + answer.tokens])).logprob[0][-6:]
-    return left, in_place, float((scores - torch.tensor(answer.logprobs)).abs().max())
+    return base_unchanged, in_place, float((scores - torch.tensor(answer.logprobs)).abs().max())
 
 
 def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
-    ((left, in_place, off),) = ranks(1, synced_adapter)
-    assert left
+    ((base_unchanged, in_place, off),) = ranks(1, synced_adapter)
+    assert base_unchanged
     assert in_place
     assert off < 1e-4
 

@@ -197,10 +197,10 @@ def test_drafted_answers_have_the_models_distribution() -> None:
     scaled = logits.double() / sampling.temperature
     ranked = scaled.softmax(-1).sort(descending=True)
     outside = ranked.values.cumsum(-1) - ranked.values >= sampling.top_p
-    left = scaled.softmax(-1) * ~outside.gather(-1, ranked.indices.argsort(-1))
-    left = left / left.sum(-1, keepdim=True)
+    kept_mass = scaled.softmax(-1) * ~outside.gather(-1, ranked.indices.argsort(-1))
+    kept_mass = kept_mass / kept_mass.sum(-1, keepdim=True)
     order = torch.tensor([microbatches[0].sequences.index(place) for place in range(len(everything))])
-    chosen = left[order].gather(-1, torch.tensor(everything)[..., None])[..., 0]
+    chosen = kept_mass[order].gather(-1, torch.tensor(everything)[..., None])[..., 0]
     generator = Generator(model, draft="mtp", max_sequences=count, max_batch_tokens=6 * count)
     (answers,) = generator.generate([prompt], sampling, n=count)
     numbers = torch.tensor([completion.tokens for completion in answers]) @ torch.tensor([size * size, size, 1])

@@ -25,11 +25,11 @@ def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]
     """
     gaps, tokens = [], 0
     for completion, expected_completion in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
-        same = [
+        matches = [
             token == expected_token
             for token, expected_token in zip(completion.tokens, expected_completion.tokens, strict=False)
         ]
-        until = same.index(False) if False in same else len(same)
+        until = matches.index(False) if False in matches else len(matches)
         gaps += [abs(completion.logprobs[index] - expected_completion.logprobs[index]) for index in range(until)]
         tokens += len(expected_completion.tokens)
     assert len(gaps) > 0.9 * tokens

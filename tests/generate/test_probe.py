@@ -211,9 +211,9 @@ def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
     result = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
     assert result.problem == ""
     assert result.logprob_diff < 0.05
-    some = probe(new).compare(replies(*[-0.5] * 3, *[-2.01] * (POSITIONS - 3)))
-    assert "has other weights than the trainer" in some.problem
-    assert some.logprob_diff == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
+    three_differ = probe(new).compare(replies(*[-0.5] * 3, *[-2.01] * (POSITIONS - 3)))
+    assert "has other weights than the trainer" in three_differ.problem
+    assert three_differ.logprob_diff == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
 
 
 def test_a_token_that_is_not_among_the_likeliest_differs_at_least_by_what_it_must() -> None:

@@ -27,9 +27,9 @@ END = 2
 
 
 def model(pattern: str = PATTERN, **changes: Any) -> LanguageModel:
-    made = small_model(pattern, **changes)
-    made.reset(0)
-    return made
+    language_model = small_model(pattern, **changes)
+    language_model.reset(0)
+    return language_model
 
 
 def answered(of: LanguageModel, way: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
@@ -38,9 +38,9 @@ def answered(of: LanguageModel, way: type[Generator] = Generator, **options: Any
     return generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, seed=4), n=3)
 
 
-def replayed(of: LanguageModel, found: list[list[Completion]], patch: pytest.MonkeyPatch) -> None:
+def replayed(language_model: LanguageModel, completions: list[list[Completion]], patch: pytest.MonkeyPatch) -> None:
     """One forward over each whole sequence, with what was recorded, agrees with the sampler."""
-    for prompt, group in zip(PROMPTS, found, strict=True):
+    for prompt, group in zip(PROMPTS, completions, strict=True):
         for completion in group:
             tokens = [*prompt, *completion.tokens]
             assert completion.routing is not None
@@ -48,10 +48,10 @@ def replayed(of: LanguageModel, found: list[list[Completion]], patch: pytest.Mon
             assert completion.routing.dtype == torch.int16
             assert (completion.routing[-1] == -1).all()
             (microbatch,) = pack([tokens], budget=64, columns={"routing": [completion.routing]})
-            own = own_choices(of, microbatch, patch)
-            assert torch.equal(own[:-1], completion.routing[:-1].long())
+            choices = own_choices(language_model, microbatch, patch)
+            assert torch.equal(choices[:-1], completion.routing[:-1].long())
             with torch.no_grad():
-                logprob = of(
+                logprob = language_model(
                     microbatch,
                     output_processor=lambda inputs, _: (
                         inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
@@ -64,9 +64,9 @@ def replayed(of: LanguageModel, found: list[list[Completion]], patch: pytest.Mon
 @pytest.mark.parametrize("way", [Stepped, Recorded])
 def test_recorded_choices_are_those_of_a_forward(way: type[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
-    found = answered(moe, way)
-    assert {len(completion.tokens) for group in found for completion in group} > {12}  # some end before
-    replayed(moe, found, monkeypatch)
+    completions = answered(moe, way)
+    assert {len(completion.tokens) for group in completions for completion in group} > {12}  # some end before
+    replayed(moe, completions, monkeypatch)
 
 
 @pytest.fixture
@@ -75,23 +75,23 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
     numbers: list[int] = []
     preempt = Scheduler._preempt
-    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: (numbers.append(len(numbers)), preempt(*given)))
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *arguments: (numbers.append(len(numbers)), preempt(*arguments)))
     return numbers
 
 
 def test_preempted_completions_are_recorded_alike(preempted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
-    found = answered(moe, max_batch_tokens=60, max_sequences=8)
+    completions = answered(moe, max_batch_tokens=60, max_sequences=8)
     assert preempted
-    replayed(moe, found, monkeypatch)
+    replayed(moe, completions, monkeypatch)
 
 
 def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: list[int]) -> None:
     moe, sampling = model(), SamplingParams(max_new_tokens=20, seed=4)
-    asked = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
-    expected = Stepped(moe, routing=True).generate(asked, sampling)
+    token_lists = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
+    expected = Stepped(moe, routing=True).generate(token_lists, sampling)
     assert not preempted
-    groups = Recorded(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(asked, sampling)
+    groups = Recorded(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(token_lists, sampling)
     assert preempted
     for group, others in zip(groups, expected, strict=True):
         for completion, other in zip(group, others, strict=True):
@@ -102,9 +102,9 @@ def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: li
 @pytest.mark.slow
 def test_drafted_answers_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model(f"{PATTERN}/[*E]")
-    found = answered(moe, draft="mtp")
-    assert sum(completion.accepted for group in found for completion in group) > 0
-    replayed(moe, found, monkeypatch)
+    completions = answered(moe, draft="mtp")
+    assert sum(completion.accepted for group in completions for completion in group) > 0
+    replayed(moe, completions, monkeypatch)
 
 
 @pytest.mark.gpu
@@ -112,10 +112,10 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
     """To the bit in the batch-invariant mode, with more completions than rows and prompts of several pages."""
     with torch.device("cuda"):
         moe = LanguageModel(read_model("tiny-moe")[1], dtype=torch.bfloat16, batch_invariant=True)
-    asked, sampling = prompts(256, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
+    token_lists, sampling = prompts(256, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
     generator = Generator(moe, max_sequences=8, routing=True)
     assert generator.why_no_cuda_graph() is None
-    for prompt, group in zip(asked, generator.generate(asked, sampling, n=4), strict=True):
+    for prompt, group in zip(token_lists, generator.generate(token_lists, sampling, n=4), strict=True):
         for completion in group:
             (microbatch,) = pack([[*prompt, *completion.tokens]], budget=256)
             with torch.no_grad():
@@ -124,16 +124,22 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
             assert torch.equal(completion.routing[:-1].long(), choices[: len(microbatch.tokens) - 1].cpu())
             assert not completion.routing.is_pinned()
     generator.routing = False
-    assert all(one.routing is None for group in generator.generate(asked, sampling) for one in group)
+    assert all(
+        plain_completion.routing is None
+        for group in generator.generate(token_lists, sampling)
+        for plain_completion in group
+    )
 
 
 def test_nothing_is_recorded_unasked_and_answers_are_the_same() -> None:
     moe = model()
     plain, recorded = answered(moe, routing=False), answered(moe)
-    for one, other in zip(plain, recorded, strict=True):
-        assert [each.tokens for each in one] == [each.tokens for each in other]
-        assert [each.logprobs for each in one] == [each.logprobs for each in other]
-        assert all(each.routing is None for each in one)
+    for plain_group, recorded_group in zip(plain, recorded, strict=True):
+        assert [completion.tokens for completion in plain_group] == [completion.tokens for completion in recorded_group]
+        assert [completion.logprobs for completion in plain_group] == [
+            completion.logprobs for completion in recorded_group
+        ]
+        assert all(completion.routing is None for completion in plain_group)
 
 
 def test_a_model_without_experts_has_nothing_to_record() -> None:
@@ -142,16 +148,20 @@ def test_a_model_without_experts_has_nothing_to_record() -> None:
 
 
 def recorded(group: Any, layout: Layout) -> list[tuple[list[int], torch.Tensor | None]]:
-    here = mesh(layout)
-    found = answered(load_model(small_config(PATTERN), mesh=here))
-    return [(each.tokens, each.routing) for group in found for each in group]
+    local_mesh = mesh(layout)
+    groups = answered(load_model(small_config(PATTERN), mesh=local_mesh))
+    return [(completion.tokens, completion.routing) for group in groups for completion in group]
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_tensor_parallel_ranks_record_what_one_does(ranks: Any) -> None:
-    expected = [(each.tokens, each.routing) for group in answered(load_model(small_config(PATTERN))) for each in group]
-    for found in ranks(2, recorded, Layout(tp=2)):
-        for (tokens, routing), (other, own) in zip(found, expected, strict=True):
-            assert tokens == other
-            assert torch.equal(routing, own)
+    expected = [
+        (completion.tokens, completion.routing)
+        for group in answered(load_model(small_config(PATTERN)))
+        for completion in group
+    ]
+    for recorded_pairs in ranks(2, recorded, Layout(tp=2)):
+        for (tokens, routing), (expected_tokens, expected_routing) in zip(recorded_pairs, expected, strict=True):
+            assert tokens == expected_tokens
+            assert torch.equal(routing, expected_routing)

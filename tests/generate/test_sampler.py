@@ -37,12 +37,12 @@ def exact(logits: Tensor, sampling: SamplingParams) -> Tensor:
     keep = torch.ones_like(logits, dtype=torch.bool)
     if sampling.top_k:
         keep[order[sampling.top_k :]] = False
-    left = logits.masked_fill(~keep, -math.inf).softmax(-1)
+    kept = logits.masked_fill(~keep, -math.inf).softmax(-1)
     before = 0.0
     for token in order.tolist():
         if before >= sampling.top_p and sampling.top_p < 1:
             keep[token] = False
-        before += left[token].item()
+        before += kept[token].item()
     keep &= logits >= logits.max() + math.log(sampling.min_p or 1e-300)
     return logits.masked_fill(~keep, -math.inf).softmax(-1)
 

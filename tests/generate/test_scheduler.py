@@ -63,18 +63,18 @@ def hybrid(pattern: str, dtype: torch.dtype | None = None) -> LanguageModel:
 
 def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
     for group, others in zip(actual, expected, strict=True):
-        for one, other in zip(group, others, strict=True):
-            assert one.tokens == other.tokens
-            assert one.finish_reason == other.finish_reason
-            assert one.text == other.text
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert one.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
+        for completion, other in zip(group, others, strict=True):
+            assert completion.tokens == other.tokens
+            assert completion.finish_reason == other.finish_reason
+            assert completion.text == other.text
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert completion.sampled_logprobs == pytest.approx(other.sampled_logprobs, abs=1e-4)
 
 
 def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list[int]], list[SamplingParams]]:
     source = random.Random(seed)
-    asked = [[source.randrange(256) for _ in range(source.randrange(1, longest))] for _ in range(count)]
-    return asked, [SamplingParams(max_new_tokens=source.randrange(1, longest), **common) for _ in asked]
+    prompts = [[source.randrange(256) for _ in range(source.randrange(1, longest))] for _ in range(count)]
+    return prompts, [SamplingParams(max_new_tokens=source.randrange(1, longest), **common) for _ in prompts]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,11 +82,11 @@ def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list
 def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, temperature: float) -> None:
     """They leave and join at any time, stop tokens end some, and prompts, shared by two each, fill pages or not."""
     model = dense(device)
-    asked, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
-    asked[1] = [3] * 64
-    expected = Stepped(model).generate(asked, samplings, n=2)
-    assert_alike(Recorded(model).generate(asked, samplings, n=2), expected)
-    assert {one.finish_reason for group in expected for one in group} == {"stop", "length"}
+    prompts, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
+    prompts[1] = [3] * 64
+    expected = Stepped(model).generate(prompts, samplings, n=2)
+    assert_alike(Recorded(model).generate(prompts, samplings, n=2), expected)
+    assert {completion.finish_reason for group in expected for completion in group} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,11 +94,11 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
     """While some of a group leave, some begin later, and one is alone; some prompts fill no page."""
     model = dense(device)
     source = random.Random(1)
-    asked = [[source.randrange(256) for _ in range(length)] for length in (64, 130, 5, 70)]
+    prompts = [[source.randrange(256) for _ in range(length)] for length in (64, 130, 5, 70)]
     samplings = [
         SamplingParams(max_new_tokens=length, temperature=0.9, stop_tokens=STOPS[:4]) for length in (9, 30, 20, 6)
     ]
-    expected = Stepped(model).generate(asked, samplings, n=3)
+    expected = Stepped(model).generate(prompts, samplings, n=3)
     monkeypatch.setattr(GraphScheduler, "least_saved", 1)
     steps, run = [], DecodeGraphs.__call__
 
@@ -110,7 +110,7 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
         run(graphs, step)
 
     monkeypatch.setattr(DecodeGraphs, "__call__", note)
-    assert_alike(Recorded(model, max_sequences=5).generate(asked, samplings, n=3), expected)
+    assert_alike(Recorded(model, max_sequences=5).generate(prompts, samplings, n=3), expected)
     patterns = {tuple(sorted(pages, reverse=True)[:4]) for pages in steps}
     assert {(1, 1, 1, 0), (2, 2, 1, 1), (2, 2, 0, 0)} <= patterns, patterns
 
@@ -130,14 +130,14 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
 def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatch) -> None:
     """Nor does what tokens are drawn from: all, the likeliest k, or as many as have some probability."""
     model = dense(device)
-    asked, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
+    prompts, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
     for place, filtered in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
         samplings[place] = replace(samplings[place], **filtered)
-    expected = Stepped(model).generate(asked, samplings, n=2)
+    expected = Stepped(model).generate(prompts, samplings, n=2)
     freed: list[int] = []
     make_room = Scheduler._free_pages
     monkeypatch.setattr(Scheduler, "_free_pages", lambda run: (freed.append(len(run.running)), make_room(run)))
-    assert_alike(Recorded(model, **limits).generate(asked, samplings, n=2), expected)
+    assert_alike(Recorded(model, **limits).generate(prompts, samplings, n=2), expected)
     assert bool(freed) == (limits == {"max_batch_tokens": 260})
 
 
@@ -145,9 +145,9 @@ def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatc
 def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
     """Of recurrences and convolutions; with more answers than rows some begin late, from a prompt passed before."""
     model = hybrid("[M-][G-][S-][*-]").to(device)
-    asked, samplings = uneven(3, 8, seed=1, temperature=1.0)
-    expected = Stepped(model).generate(asked, samplings, n=3)
-    assert_alike(Recorded(model, max_sequences=2).generate(asked, samplings, n=3), expected)
+    prompts, samplings = uneven(3, 8, seed=1, temperature=1.0)
+    expected = Stepped(model).generate(prompts, samplings, n=3)
+    assert_alike(Recorded(model, max_sequences=2).generate(prompts, samplings, n=3), expected)
 
 
 @pytest.mark.gpu
@@ -156,69 +156,73 @@ def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
     """bf16 keeps 8 bits, and log-probs here are about 5: 5e-2."""
     model = hybrid(pattern, torch.bfloat16).to("cuda")
     generator = Generator(model)
-    asked, samplings = uneven(12, 60, seed=2)
-    answered = generator.generate(asked, samplings, n=2)
+    prompts, samplings = uneven(12, 60, seed=2)
+    answered = generator.generate(prompts, samplings, n=2)
     assert generator._buffers is not None
-    flat = [one for group in answered for one in group]
-    for one, logprobs in zip(flat, teacher_forced(model, asked, answered), strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+    flat = [completion for group in answered for completion in group]
+    for completion, logprobs in zip(flat, teacher_forced(model, prompts, answered), strict=True):
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
 
 
 @pytest.mark.gpu
 def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) -> None:
     """Both stay near a forward of the whole answer, as above; four products a layer in every step of few."""
     model = hybrid("[*-]{2}", torch.bfloat16).to("cuda")
-    kernels, taken = importlib.import_module("postlude.ops.kernels.decode_linear"), []
+    kernels, calls = importlib.import_module("postlude.ops.kernels.decode_linear"), []
     product = kernels.product
-    monkeypatch.setattr(kernels, "product", lambda *given, **how: (taken.append(1), product(*given, **how))[1])
+    monkeypatch.setattr(
+        kernels, "product", lambda *arguments, **options: (calls.append(1), product(*arguments, **options))[1]
+    )
     for count, products in (
         (decode_linear.MOST, 2 * 8),
         (decode_linear.MOST + 1, 0),
     ):  # a step is made, and then recorded
-        taken.clear()
-        asked = [[place, 5, 9] * 10 for place in range(count)]
+        calls.clear()
+        prompts = [[place, 5, 9] * 10 for place in range(count)]
         generator = Generator(model)
-        answered = generator.generate(asked, SamplingParams(max_new_tokens=40, ignore_eos=True))
-        assert len(taken) == products
-        for one, logprobs in zip([one for (one,) in answered], teacher_forced(model, asked, answered), strict=True):
-            torch.testing.assert_close(torch.tensor(one.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
+        answered = generator.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        assert len(calls) == products
+        for completion, logprobs in zip(
+            [completion for (completion,) in answered], teacher_forced(model, prompts, answered), strict=True
+        ):
+            torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs.cpu(), rtol=0, atol=5e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str) -> None:
     model, tokenizer = dense(device), load_tokenizer("tiny-dense")
-    asked, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
-    (free,), _ = Stepped(model, tokenizer).generate(asked, SamplingParams(**common))
+    prompts, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
+    (free,), _ = Stepped(model, tokenizer).generate(prompts, SamplingParams(**common))
     letters = [place for place, token in enumerate(free.tokens) if 32 < token < 127]
     place = next(place for place in letters if place + 1 in letters)
     stop = bytes(free.tokens[place : place + 2]).decode()
     sampling = SamplingParams(**common, stop=(stop,))
-    expected = Stepped(model, tokenizer).generate(asked, sampling)
+    expected = Stepped(model, tokenizer).generate(prompts, sampling)
     assert expected[0][0].finish_reason == "stop"
     # One at a time, so that another answer takes the row that was stopped.
-    assert_alike(Recorded(model, tokenizer, max_sequences=1).generate(asked, sampling), expected)
+    assert_alike(Recorded(model, tokenizer, max_sequences=1).generate(prompts, sampling), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     """Changed where they are, and put elsewhere."""
     model = dense(device)
-    generator, asked, sampling = Recorded(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
-    first = generator.generate(asked, sampling)
+    generator, prompts, sampling = Recorded(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
+    first = generator.generate(prompts, sampling)
     buffers = generator._buffers
     (attention, *_) = model.blocks
     assert adjacent_view([layer.weight for layer in attention.fused_projections()[0]]) is not None
-    assert generator.generate(asked, sampling)[0][0].tokens == first[0][0].tokens
+    assert generator.generate(prompts, sampling)[0][0].tokens == first[0][0].tokens
     assert generator._buffers is buffers
     model.reset(seed=1)
-    second = generator.generate(asked, sampling)
+    second = generator.generate(prompts, sampling)
     assert generator._buffers is buffers
     assert second[0][0].tokens != first[0][0].tokens
-    assert_alike(second, Stepped(model).generate(asked, sampling))
+    assert_alike(second, Stepped(model).generate(prompts, sampling))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = torch.randn_like(parameter) * 0.1
-    assert_alike(generator.generate(asked, sampling), Stepped(model).generate(asked, sampling))
+    assert_alike(generator.generate(prompts, sampling), Stepped(model).generate(prompts, sampling))
     assert generator._buffers is not buffers
     generator.release(only_if_large=True)
     assert generator._buffers is not None
@@ -253,27 +257,29 @@ def spoil(model: LanguageModel, token: int) -> None:
 def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way: type[Generator], device: str) -> None:
     """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
     model = dense(device)
-    asked, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
-    asked[2] = [1, 2, 3]
-    expected = Stepped(model).generate(asked, samplings, n=2)
+    prompts, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
+    prompts[2] = [1, 2, 3]
+    expected = Stepped(model).generate(prompts, samplings, n=2)
     spoil(model, 7)
     session = Session(way(model, max_sequences=3, max_batch_tokens=260))
-    bad = {session.add(Request((5, 7, *asked[2]), samplings[2], n=2)) for _ in range(3)}
-    request_ids = [session.add(Request(tuple(prompt), own, n=2)) for prompt, own in zip(asked, samplings, strict=True)]
-    found = {}
+    bad = {session.add(Request((5, 7, *prompts[2]), samplings[2], n=2)) for _ in range(3)}
+    request_ids = [
+        session.add(Request(tuple(prompt), sampling, n=2)) for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    finished = {}
     while session.busy:
-        found |= {(done.request_id, done.number): done for done in session.step()}
+        finished |= {(done.request_id, done.number): done for done in session.step()}
     assert_alike(
-        [[found[request_id, number].completion for number in range(2)] for request_id in request_ids], expected
+        [[finished[request_id, number].completion for number in range(2)] for request_id in request_ids], expected
     )
     for request_id in bad:
         for number in range(2):
-            assert "after 5 tokens are NaN" in str(found[request_id, number].error)
+            assert "after 5 tokens are NaN" in str(finished[request_id, number].error)
     generator = way(model, max_sequences=3, max_batch_tokens=260)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="after 2 tokens are NaN"):
-            generator.generate([[5, 7], *asked], [samplings[0], *samplings], n=2)
-        assert_alike(generator.generate(asked, samplings, n=2), expected)
+            generator.generate([[5, 7], *prompts], [samplings[0], *samplings], n=2)
+        assert_alike(generator.generate(prompts, samplings, n=2), expected)
 
 
 @pytest.mark.parametrize("way", [Stepped, Recorded])
@@ -291,11 +297,11 @@ def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator
     session = Session(way(model, Fails(), max_batch_tokens=130))
     bad = session.add(Request((1, 2), SamplingParams(max_new_tokens=6, stop=("zz",))))
     good = session.add(Request((3, 4), SamplingParams(max_new_tokens=6)))
-    found = {}
+    finished = {}
     while session.busy:
-        found |= {done.request_id: done for done in session.step()}
-    assert str(found[bad].error) == "no text for two tokens"
-    assert len(found[good].completion.tokens) == 6
+        finished |= {done.request_id: done for done in session.step()}
+    assert str(finished[bad].error) == "no text for two tokens"
+    assert len(finished[good].completion.tokens) == 6
 
 
 @pytest.mark.gpu

@@ -229,10 +229,10 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
     old = load_model("tiny-dense")
     export_hf(old, tmp_path / "model")
 
-    left, pwrite = iter(range(5)), os.pwrite
+    writes_left, pwrite = iter(range(5)), os.pwrite
 
     def fail(*arguments: object) -> int:
-        if next(left, None) is None:
+        if next(writes_left, None) is None:
             raise OSError(28, "No space left on device")
         return pwrite(*arguments)
 
@@ -245,8 +245,8 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
 
 def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
     config = CONFIGS["qwen3"]()
-    first, same, other_seed = (load_model(config, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first.head.weight, same.head.weight)
+    first, same_seed, other_seed = (load_model(config, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.head.weight, same_seed.head.weight)
     assert not torch.equal(first.head.weight, other_seed.head.weight)
     assert abs(first.head.weight.std().item() - config.initializer_range) < 0.1 * config.initializer_range
     assert (first.norm.weight == 1).all()

@@ -120,8 +120,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, cap
         assert not (tmp_path / "merged").exists()
         return str(capsys.readouterr().err)
 
-    some = {name: tensor for name, tensor in adapter_tensors.items() if "layers.1.self_attn.k_proj" not in name}
-    assert 'names "k_proj", but its file has no weights for 1 of 2 such modules' in refusal(some)
+    incomplete = {name: tensor for name, tensor in adapter_tensors.items() if "layers.1.self_attn.k_proj" not in name}
+    assert 'names "k_proj", but its file has no weights for 1 of 2 such modules' in refusal(incomplete)
     renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in adapter_tensors.items()}
     message = refusal(renamed)
     assert "which takes no adapter here" in message

@@ -195,12 +195,12 @@ def test_transformers_own_loader_finds_what_is_exported(name: str, tmp_path: Pat
     with torch.no_grad():
         hidden = trunk.model(tokens[None]).last_hidden_state
         for depth, expected in enumerate(published.logits(tokens), start=1):
-            left, positions = len(tokens) - depth, torch.arange(depth, len(tokens))[None]
+            length, positions = len(tokens) - depth, torch.arange(depth, len(tokens))[None]
             hidden = ahead.layers[depth - 1](
                 trunk.model.embed_tokens(tokens[None, depth:]),
-                hidden[:, :left],
+                hidden[:, :length],
                 position_embeddings=trunk.model.rotary_emb(hidden, position_ids=positions),
-                attention_mask=torch.full((left, left), float("-inf")).triu(1)[None, None],
+                attention_mask=torch.full((length, length), float("-inf")).triu(1)[None, None],
                 position_ids=positions,
                 past_key_values=None,
             )

@@ -135,9 +135,9 @@ def test_missing_experts_and_sides_and_files_are_refused(tmp_path):
     configs = adapter_configs(LoRA(rank=2, targets="experts"), config, family)
     adapter_config, tensors = to_peft(random_adapters(config, configs), configs, config, family)
     expert = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_"
-    some = {key: tensor for key, tensor in tensors.items() if not key.startswith(expert)}
+    incomplete = {key: tensor for key, tensor in tensors.items() if not key.startswith(expert)}
     with pytest.raises(ValueError, match=r"4 of the 5 experts of layers.0.moe.experts.up_proj: 2 is missing"):
-        from_peft(adapter_config, some, config, family)
+        from_peft(adapter_config, incomplete, config, family)
     with pytest.raises(ValueError, match="lora_A alone"):
         from_peft(adapter_config, {key: t for key, t in tensors.items() if key != f"{expert}B.weight"}, config, family)
     with pytest.raises(ValueError, match="only one of adapter and config"):

@@ -200,9 +200,9 @@ class TestReplaced:
         assert torch.equal(ahead(small_microbatch()), load_model(llama)(small_microbatch()))
         own_export = export_model(ahead, tmp_path / "own")
 
-        more = read_recast_plan(Recast(own_export, "*-[*-]/*-/*-"))
-        assert (more.fresh_parts, more.dropped_parts) == (("mtp.1",), ())
-        assert more.old_names["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
+        plan = read_recast_plan(Recast(own_export, "*-[*-]/*-/*-"))
+        assert (plan.fresh_parts, plan.dropped_parts) == (("mtp.1",), ())
+        assert plan.old_names["mtp.0.layers.1.mlp.norm.weight"] == "mtp.0.layers.0.mlp.norm.weight"
         two = load_model(Recast(own_export, "*-[*-]/*-/*-"))
         assert torch.equal(two.state_dict()["mtp.0.proj.weight"], ahead.state_dict()["mtp.0.proj.weight"])
 

@@ -38,30 +38,30 @@ def randomise(module: nn.Module) -> None:
             tensor.normal_(0.0, 0.4, generator=generator)
 
 
-def copy_experts(moe: MoE, theirs: nn.Module) -> None:
-    gate, up = theirs.experts.gate_up_proj.chunk(2, dim=1)
+def copy_experts(moe: MoE, hf_block: nn.Module) -> None:
+    gate, up = hf_block.experts.gate_up_proj.chunk(2, dim=1)
     moe.experts.gate_proj.weight.data.copy_(gate)
     moe.experts.up_proj.weight.data.copy_(up)
-    moe.experts.down_proj.weight.data.copy_(theirs.experts.down_proj)
-    moe.router.weight.data.copy_(theirs.gate.weight)
+    moe.experts.down_proj.weight.data.copy_(hf_block.experts.down_proj)
+    moe.router.weight.data.copy_(hf_block.gate.weight)
 
 
-def copy_shared(moe: MoE, theirs: nn.Module) -> None:
+def copy_shared(moe: MoE, hf_block: nn.Module) -> None:
     for name in ("gate_proj", "up_proj", "down_proj"):
-        moe.shared.get_submodule(name).weight.data.copy_(theirs.get_submodule(name).weight)
+        moe.shared.get_submodule(name).weight.data.copy_(hf_block.get_submodule(name).weight)
 
 
-def compare(moe: MoE, theirs: nn.Module) -> None:
+def compare(moe: MoE, hf_block: nn.Module) -> None:
     hidden = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0), requires_grad=True)
     upstream = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
     output = run_steps(moe.steps(), hidden, ForwardContext(small_microbatch(40))) - hidden
     gradient, router, experts = torch.autograd.grad(
         output, (hidden, moe.router.weight, moe.experts.down_proj.weight), upstream
     )
-    expected = theirs(hidden[None])
+    expected = hf_block(hidden[None])
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
     expected_gradient, expected_router, expected_experts = torch.autograd.grad(
-        expected, (hidden, theirs.gate.weight, theirs.experts.down_proj), upstream
+        expected, (hidden, hf_block.gate.weight, hf_block.experts.down_proj), upstream
     )
     assert_equal(output, expected, "output")
     assert_equal(gradient, expected_gradient, "gradient of hidden")
@@ -71,7 +71,7 @@ def compare(moe: MoE, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normalise: bool) -> None:
-    theirs = DeepseekV3MoE(
+    hf_block = DeepseekV3MoE(
         DeepseekV3Config(
             hidden_size=HIDDEN,
             moe_intermediate_size=12,
@@ -84,7 +84,7 @@ def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normali
             norm_topk_prob=normalise,
         )
     )
-    randomise(theirs)
+    randomise(hf_block)
     config = MoEConfig(
         experts=8,
         top_k=4,
@@ -100,15 +100,15 @@ def test_sigmoid_scores_groups_bias_and_shared_experts_equal_deepseek_v3(normali
     )
     moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.single_rank())
     moe.norm = nn.Identity()
-    copy_experts(moe, theirs)
-    copy_shared(moe, theirs.shared_experts)
-    moe.selection_bias.copy_(theirs.gate.e_score_correction_bias)
-    compare(moe, theirs)
+    copy_experts(moe, hf_block)
+    copy_shared(moe, hf_block.shared_experts)
+    moe.selection_bias.copy_(hf_block.gate.e_score_correction_bias)
+    compare(moe, hf_block)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
 def test_gated_shared_expert_equals_qwen2_moe(normalise: bool) -> None:
-    theirs = Qwen2MoeSparseMoeBlock(
+    hf_block = Qwen2MoeSparseMoeBlock(
         Qwen2MoeConfig(
             hidden_size=HIDDEN,
             moe_intermediate_size=12,
@@ -118,12 +118,12 @@ def test_gated_shared_expert_equals_qwen2_moe(normalise: bool) -> None:
             norm_topk_prob=normalise,
         )
     )
-    randomise(theirs)
+    randomise(hf_block)
     moe = block(normalise=normalise, shared_intermediate_size=20, shared_gate=True)
-    copy_experts(moe, theirs)
-    copy_shared(moe, theirs.shared_expert)
-    moe.shared.token_gate.weight.data.copy_(theirs.shared_expert_gate.weight)
-    compare(moe, theirs)
+    copy_experts(moe, hf_block)
+    copy_shared(moe, hf_block.shared_expert)
+    moe.shared.token_gate.weight.data.copy_(hf_block.shared_expert_gate.weight)
+    compare(moe, hf_block)
 
 
 @pytest.mark.parametrize("budget", [23, 32, 64])
@@ -146,20 +146,20 @@ def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path,
         output_router_logits=True,
         router_aux_loss_coef=0.3,
     )
-    theirs = Qwen3MoeForCausalLM(config).eval()
-    randomise(theirs)
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path)
+    hf_model = Qwen3MoeForCausalLM(config).eval()
+    randomise(hf_model)
+    hf_model.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
     sequences = [(torch.arange(length) * 7 + length) % 31 for length in lengths]
     for sequence in sequences:
-        found = theirs(sequence[None], output_router_logits=True)
-        nll = nn.functional.cross_entropy(found.logits[0, :-1], sequence[1:], reduction="sum")
-        loss = nll / (sum(lengths) - len(lengths)) + 0.3 * found.aux_loss * len(sequence) / sum(lengths)
+        hf_output = hf_model(sequence[None], output_router_logits=True)
+        nll = nn.functional.cross_entropy(hf_output.logits[0, :-1], sequence[1:], reduction="sum")
+        loss = nll / (sum(lengths) - len(lengths)) + 0.3 * hf_output.aux_loss * len(sequence) / sum(lengths)
         loss.backward()
     for microbatch in pack(sequences, budget=budget):
-        (ours(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
-    assert_equal(ours.layers["0"].moe.router.weight.grad, theirs.model.layers[0].mlp.gate.weight.grad, "router")
-    assert_equal(ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad, "embedding")
+        (model(microbatch, targets=True).sum() / microbatch.batch_targets).backward()
+    assert_equal(model.layers["0"].moe.router.weight.grad, hf_model.model.layers[0].mlp.gate.weight.grad, "router")
+    assert_equal(model.embedding.weight.grad, hf_model.model.embed_tokens.weight.grad, "embedding")
 
 
 def gradients(model: nn.Module, batches: list) -> dict[str, Tensor]:

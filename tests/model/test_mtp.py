@@ -39,12 +39,12 @@ def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
         depths = []
         for number in range(len(model.config.pattern.mtp)):
             module = model.mtp[0 if model.config.mtp_repeated else number]
-            left = len(sequence) - number - 1
-            if left < 1:
+            length = len(sequence) - number - 1
+            if length < 1:
                 break
-            (shorter,) = pack([sequence[:left]], budget=64)
+            (shorter,) = pack([sequence[:length]], budget=64)
             embedded = model.embedding(sequence[number + 1 :])
-            joined = torch.cat((module.embedding_norm(embedded), module.hidden_norm(hidden[:left])), dim=-1)
+            joined = torch.cat((module.embedding_norm(embedded), module.hidden_norm(hidden[:length])), dim=-1)
             hidden = F.linear(joined, module.proj.weight)
             for layer in module.layers.values():
                 hidden = layer(hidden, ForwardContext(shorter))

@@ -339,9 +339,9 @@ def test_custom_symbols_survive_every_way_out():
     pattern = Pattern.parse("[R1]{4}[*1]/[RR1]", symbols=symbols)
     assert pattern.layer(0).names == ("recurrence", "mlp")
     assert Pattern.parse(str(pattern), symbols=symbols) == pattern
-    for same in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
-        assert same == pattern
-        assert same.layer(4).names == ("attention", "mlp")
+    for copied in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
+        assert copied == pattern
+        assert copied.layer(4).names == ("attention", "mlp")
     assert raised("[R1]").column == 2
     assert raised("[*-]", symbols).column == 3
 

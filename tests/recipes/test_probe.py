@@ -21,8 +21,8 @@ QUICK = (*SETTINGS, "--rollout.backoff=0.01")
 
 def read_once(server: TinyVLLM) -> None:
     """It says that it has every version, and reads the first alone."""
-    read, left = server.read, iter(range(1))
-    server.read = lambda directory: None if next(left, None) is None else read(directory)
+    read, reads_left = server.read, iter(range(1))
+    server.read = lambda directory: None if next(reads_left, None) is None else read(directory)
 
 
 @pytest.mark.slow

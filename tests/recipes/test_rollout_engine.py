@@ -97,8 +97,8 @@ def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
 def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, tmp_path: Path) -> None:
     """It is killed in the middle of the third step: two are saved, and the third is done when it is there again."""
     with closing(TinyVLLM()) as server:
-        left = iter(range(15))  # of 6 answers a step
-        server.before = lambda: server.kill() if next(left, None) is None else None
+        answers_left = iter(range(15))  # of 6 answers a step
+        server.before = lambda: server.kill() if next(answers_left, None) is None else None
         once = ("--rollout.retries=1", "--rollout.backoff=0.01", "--rollout.outage_timeout=0")
         ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
     assert outcome == "failed"
@@ -170,8 +170,8 @@ def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
                 first.kill()
                 stack.enter_context(closing(TinyReceiver(tmp_path / "second", first.port)))
 
-        left = iter(range(8))  # of 6 answers a step
-        first.before = lambda: restart() if next(left, None) is None else None
+        answers_left = iter(range(8))  # of 6 answers a step
+        first.before = lambda: restart() if next(answers_left, None) is None else None
         patient = ("--rollout.backoff=0.01", "--rollout.retries=12")  # as long as another takes to start
         chosen = (f"--rollout.urls=[{first.url}]", "--rollout.sync=network", *patient)
         late = f"--asynchrony.max_staleness={staleness}"
@@ -184,13 +184,13 @@ def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
 
 def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     """As `lost`, on a disk that is full when the third model is to be written."""
-    left, written, pwrite = iter(range(2)), export.write, os.pwrite
+    writes_left, written, pwrite = iter(range(2)), export.write, os.pwrite
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     def write(*arguments: Any) -> None:
-        if next(left, None) is None:
+        if next(writes_left, None) is None:
             os.pwrite = full
         written(*arguments)
 
@@ -222,8 +222,8 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
     broken.mkdir()
     with closing(TinyVLLM()) as server:
         (rows,) = ranks(1, run_and_read_metrics, str(whole_run), *SHORT, f"--rollout={server.url}")
-        left = iter(range(15))
-        server.before = lambda: server.kill() if next(left, None) is None else None
+        answers_left = iter(range(15))
+        server.before = lambda: server.kill() if next(answers_left, None) is None else None
         ranks(
             1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.outage_timeout=0"
         )
@@ -552,8 +552,8 @@ def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
     from postlude.recipes.distill import run
 
     common = ("--teacher=tiny-wide", "--data=on_policy", "--data.environment.size=16", "--steps=3", "--batch_size=2")
-    more = ("--data.sampling.max_new_tokens=4", "--data.sampling.temperature=0", "--budget=512", "--export=false")
-    config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *more, *overrides])
+    options = ("--data.sampling.max_new_tokens=4", "--data.sampling.temperature=0", "--budget=512", "--export=false")
+    config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *options, *overrides])
     run(config)
     return [json.loads(line)["loss"] for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 

@@ -87,8 +87,8 @@ def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: st
     data = (f"--environment.path={tmp_path}/rows.jsonl", f"--environment.reward={tmp_path}/judge.py:judge")
     layout_option = (f"--layout={layout}",) if layout else ()
     plain, shared = (
-        ranks(size, trained, f"{tmp_path}/{name}", *data, *layout_option, *more)[0]
-        for name, more in (("plain", ()), ("shared", ("--rollout.share_gpu=true",)))
+        ranks(size, trained, f"{tmp_path}/{name}", *data, *layout_option, *options)[0]
+        for name, options in (("plain", ()), ("shared", ("--rollout.share_gpu=true",)))
     )
     assert plain[1] == -1
     assert shared[1] > 0
@@ -98,7 +98,7 @@ def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: st
 
 
 @pytest.mark.parametrize(
-    ("command", "more", "says"),
+    ("command", "options", "message"),
     [
         (
             "grpo",
@@ -110,8 +110,8 @@ def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: st
     ],
 )
 def test_what_cannot_share_is_refused(
-    command: str, more: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, *more, "--rollout.share_gpu=true", f"--run={tmp_path}/run"]) == 2
-    assert says in capsys.readouterr().err
+    assert main([command, *options, "--rollout.share_gpu=true", f"--run={tmp_path}/run"]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -148,9 +148,9 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     for rows in (answers, pairs, texts, tasks):
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
-        taken = batches.sampler.take(2 * batches.size)
+        indices = batches.sampler.take(2 * batches.size)
         other_places = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
-        assert sorted(taken) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
+        assert sorted(indices) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
         ShuffledRows(answers, held_out=5, seed=0)
 

@@ -97,12 +97,12 @@ def gone(pid: int, patience: float = 300.0) -> bool:
 
 
 def test_workers_return_the_results_of_this_process_in_order() -> None:
-    many = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
+    reward_calls = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
     with closing(RewardPool(length, workers=0)) as inline_pool, closing(RewardPool(length, workers=3)) as process_pool:
-        expected = score_all(inline_pool, many)
+        expected = score_all(inline_pool, reward_calls)
         assert expected[3] == Score(6.0, {"length": 3.0, "bonus": 3.0})
-        assert score_all(process_pool, many) == expected
-        assert score_all(process_pool, many[::-1]) == expected[::-1]
+        assert score_all(process_pool, reward_calls) == expected
+        assert score_all(process_pool, reward_calls[::-1]) == expected[::-1]
         assert score_all(process_pool, []) == []
         assert process_pool.failures == inline_pool.failures == {}
 

@@ -110,10 +110,10 @@ def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:
         load_tools([f"{file}:add", f"{file}:add"])
 
 
-def settings(file: Path, *more: str) -> ToolSettings:
+def settings(file: Path, *lines: str) -> ToolSettings:
     chosen = ("--environment.kind=tools", f"--environment.tools=['{file}:add']", f"--environment.reward={file}:right")
     rows = (f"--environment.path={file.parent / 'rows.jsonl'}", "--environment.max_turns=2", "--environment.workers=0")
-    environment = load(EvalConfig, None, [*chosen, *rows, *more]).environment
+    environment = load(EvalConfig, None, [*chosen, *rows, *lines]).environment
     assert isinstance(environment, ToolSettings)
     return environment
 

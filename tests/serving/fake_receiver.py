@@ -91,14 +91,14 @@ class Receiver(FakeVLLM):
         """Tensors one behind the other until there are more bytes than a buffer has, as vLLM cuts them."""
         waiting = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         while waiting:
-            some, size = [], 0
+            chunk, size = [], 0
             while waiting and size <= self.packed_bytes:
                 name, dtype, shape = waiting.pop(0)
-                some.append((name, dtype, shape, math.prod(shape) * getattr(torch, dtype).itemsize))
-                size += some[-1][-1]
+                chunk.append((name, dtype, shape, math.prod(shape) * getattr(torch, dtype).itemsize))
+                size += chunk[-1][-1]
             data = torch.empty(size, dtype=torch.uint8)
             self.groups[worker].broadcast(data, 0).wait()
-            for (name, dtype, shape, _), part in zip(some, data.split([spec[-1] for spec in some]), strict=True):
+            for (name, dtype, shape, _), part in zip(chunk, data.split([spec[-1] for spec in chunk]), strict=True):
                 self.got(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
                 self.taken[worker].append((name, dtype, shape, digest(part)))
 

@@ -26,15 +26,15 @@ class GlooEngine(NCCLWeightTransferEngine):
         update = self.parse_update_info(update_info)
         waiting = list(zip(update.names, update.dtype_names, update.shapes, strict=True))
         while waiting:
-            some, size = [], 0
+            chunk, size = [], 0
             while waiting and size <= self.packed_buffer_size_bytes:
                 name, dtype, shape = waiting.pop(0)
-                some.append((name, getattr(torch, dtype), shape))
-                size += math.prod(shape) * some[-1][1].itemsize
+                chunk.append((name, getattr(torch, dtype), shape))
+                size += math.prod(shape) * chunk[-1][1].itemsize
             data = torch.empty(size, dtype=torch.uint8)
             self.group.broadcast(data, 0).wait()
-            parts = data.split([math.prod(shape) * dtype.itemsize for _, dtype, shape in some])
-            tensors = zip(some, parts, strict=True)
+            parts = data.split([math.prod(shape) * dtype.itemsize for _, dtype, shape in chunk])
+            tensors = zip(chunk, parts, strict=True)
             self.model.load_weights([(name, part.view(dtype).view(shape)) for (name, dtype, shape), part in tensors])
 
     def shutdown(self):

@@ -117,8 +117,8 @@ def synced(group: Any, url: str, run: str, steps: int, rank: int = 4) -> dict[st
             sizes.append(rollouts.take_metrics()["servers/sync_bytes"])
         folder = getattr(rollouts.sync, "_adapter_root", None)
         file_names = sorted(path.name for path in folder.iterdir()) if folder is not None else []
-    left = folder is not None and folder.exists()
-    return {"gaps": gaps, "sizes": sizes, "error": "", "kind": kind, "kept": file_names, "left": left}
+    exists = folder is not None and folder.exists()
+    return {"gaps": gaps, "sizes": sizes, "error": "", "kind": kind, "kept": file_names, "left": exists}
 
 
 def test_vllm_gets_the_model_once_and_then_adapters(ranks: Ranks, tmp_path: Path) -> None:

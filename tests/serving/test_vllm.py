@@ -249,8 +249,8 @@ def test_grpo_trains_on_completions_of_vllm(ranks: Ranks, served: Served, tmp_pa
         "--prompts_per_step=2",
     )
     faster = ("--optimizer.lr=1e-2", "--sampling.temperature=0.8")
-    more = (f"--model={served.directory}", f"--rollout={served.url}", *faster)
-    (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
+    options = (f"--model={served.directory}", f"--rollout={served.url}", *faster)
+    (rows,) = ranks(1, trained, str(tmp_path), *settings, *options)
     print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
 
@@ -277,8 +277,8 @@ def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
         f"--rollout.env={json.dumps(surroundings)}",
         "--rollout.arguments=[--enforce-eager]",
     )
-    more = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *options)
-    (rows,) = ranks(1, trained, str(tmp_path), *settings, *more)
+    overrides = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *options)
+    (rows,) = ranks(1, trained, str(tmp_path), *settings, *overrides)
     print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
     assert [row["servers/failed"] for row in rows] == [0.0] * len(rows)

@@ -77,9 +77,9 @@ def test_vllm_has_the_weights_that_were_sent(ranks: Ranks, tmp_path: Path) -> No
             "--export=false",
             "--prompts_per_step=2",
         )
-        more = (f"--model={new}", "--rollout.kind=server", f"--rollout.urls=[{url}]", "--rollout.sync=network")
+        options = (f"--model={new}", "--rollout.kind=server", f"--rollout.urls=[{url}]", "--rollout.sync=network")
         moved = ("--optimizer.lr=1e-2", "--optimizer.weight_decay=5")  # by a twentieth a step, whatever the rewards
-        (rows,) = ranks(1, trained, str(tmp_path), *settings, *more, *moved)
+        (rows,) = ranks(1, trained, str(tmp_path), *settings, *options, *moved)
         print(
             [{name: row[name] for name in row if name.startswith("servers/") or name == "rollout_kl"} for row in rows]
         )

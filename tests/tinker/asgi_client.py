@@ -76,9 +76,9 @@ async def request(
     return reply
 
 
-def pass_body(model_id: str, seq_id: int, *weights: float, loss: str = "cross_entropy", **more: Any) -> bytes:
+def pass_body(model_id: str, seq_id: int, *weights: float, loss: str = "cross_entropy", **fields: Any) -> bytes:
     """A forward_backward request: one datum of two tokens per weight, each token with half of it."""
-    message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss, **more)
+    message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss, **fields)
     for weight in weights:
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
@@ -137,8 +137,8 @@ class Client:
         adam = {"learning_rate": rate, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
         return await self.submit("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": adam})
 
-    async def run_pass(self, model_id: str, seq_id: int, *weights: float, **more: Any) -> str:
-        return await self.submit("forward_backward", pass_body(model_id, seq_id, *weights, **more))
+    async def run_pass(self, model_id: str, seq_id: int, *weights: float, **fields: Any) -> str:
+        return await self.submit("forward_backward", pass_body(model_id, seq_id, *weights, **fields))
 
 
 @contextlib.asynccontextmanager

@@ -45,7 +45,7 @@ def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
     sequence = sampled.sequences[0]
     scored = sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT.to_ints(), *sequence.tokens])).result()
     named = training.save_weights_for_sampler("named").result().path
-    again = service.create_sampling_client(model_path=named).sample(PROMPT, 3, params).result()
+    resampled = service.create_sampling_client(model_path=named).sample(PROMPT, 3, params).result()
 
     restored = service.create_training_client_from_state_with_optimizer(state)
     before = restored.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
@@ -58,8 +58,8 @@ def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
         refused = str(error)
     return {
         "losses": losses,
-        "sequences": [list(one.tokens) for one in sampled.sequences],
-        "named_sequences": [list(one.tokens) for one in again.sequences],
+        "sequences": [list(sampled_sequence.tokens) for sampled_sequence in sampled.sequences],
+        "named_sequences": [list(sampled_sequence.tokens) for sampled_sequence in resampled.sequences],
         "logprobs": list(sequence.logprobs),
         "scored": scored[-len(sequence.tokens) :],
         "before": before,
@@ -74,7 +74,7 @@ def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
 
 def custom_loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
     """Minus the sum of the log-probs, which is the cross-entropy."""
-    return -sum(one.sum() for one in logprobs), {"mine": 1.0}
+    return -sum(tensor.sum() for tensor in logprobs), {"mine": 1.0}
 
 
 def killed(service: tinker.ServiceClient, base: str) -> dict[str, Any]:

@@ -37,45 +37,45 @@ def test_a_key_of_the_file_is_needed(tmp_path: Path) -> None:
 def test_one_key_sees_nothing_of_another(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
-            one, two = await Client(app).open(), await Client(app, "tml-two").open()
-            model = await one.create_model()
-            step = await one.step(model, 1)
-            path = (await one.call("save_weights", {"model_id": model, "path": "a", "seq_id": 2}))["path"]
-            weights = (await one.call("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 3}))[
+            first, second = await Client(app).open(), await Client(app, "tml-two").open()
+            model = await first.create_model()
+            step = await first.step(model, 1)
+            path = (await first.call("save_weights", {"model_id": model, "path": "a", "seq_id": 2}))["path"]
+            weights = (await first.call("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 3}))[
                 "path"
             ]
-            body = {"session_id": one.session, "sampling_session_seq_id": 0, "model_path": weights}
-            sampler = (await one.post("create_sampling_session", body)).json["sampling_session_id"]
+            body = {"session_id": first.session, "sampling_session_seq_id": 0, "model_path": weights}
+            sampler = (await first.post("create_sampling_session", body)).json["sampling_session_id"]
             refused = [
-                await two.post("retrieve_future", {"request_id": step}),
-                await two.post("cancel_future", {"request_id": step}),
-                await two.post("optim_step", {"model_id": model, "seq_id": 4}),
-                await two.post("get_info", {"model_id": model}),
-                await two.post("weights_info", {"tinker_path": path}),
-                await two.post("asample", SAMPLE | {"sampling_session_id": sampler}),
-                await two.post("session_heartbeat", {"session_id": one.session}),
-                await two.post("create_sampling_session", body),
-                await two.post("create_sampling_session", body | {"session_id": two.session}),
-                await two.post("load_weights", {"session_id": two.session, "model_seq_id": 0, "path": path}),
-                await two.get(f"training_runs/{model}"),
-                await two.get(f"training_runs/{model}/checkpoints"),
-                await two.get(f"samplers/{sampler}"),
-                await two.get(f"sessions/{one.session}"),
+                await second.post("retrieve_future", {"request_id": step}),
+                await second.post("cancel_future", {"request_id": step}),
+                await second.post("optim_step", {"model_id": model, "seq_id": 4}),
+                await second.post("get_info", {"model_id": model}),
+                await second.post("weights_info", {"tinker_path": path}),
+                await second.post("asample", SAMPLE | {"sampling_session_id": sampler}),
+                await second.post("session_heartbeat", {"session_id": first.session}),
+                await second.post("create_sampling_session", body),
+                await second.post("create_sampling_session", body | {"session_id": second.session}),
+                await second.post("load_weights", {"session_id": second.session, "model_seq_id": 0, "path": path}),
+                await second.get(f"training_runs/{model}"),
+                await second.get(f"training_runs/{model}/checkpoints"),
+                await second.get(f"samplers/{sampler}"),
+                await second.get(f"sessions/{first.session}"),
             ]
             assert [reply.status for reply in refused] == [404] * len(refused)
-            assert (await two.get("training_runs")).json["training_runs"] == []
-            assert (await two.get("checkpoints")).json["checkpoints"] == []
-            assert (await two.get("sessions")).json["sessions"] == [two.session]
+            assert (await second.get("training_runs")).json["training_runs"] == []
+            assert (await second.get("checkpoints")).json["checkpoints"] == []
+            assert (await second.get("sessions")).json["sessions"] == [second.session]
 
             inside = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
             assert (await request(app, "DELETE", inside, key="tml-two")).status == 404
             assert (await request(app, "POST", f"{inside}/publish")).status == 204
-            assert (await two.post("weights_info", {"tinker_path": path})).status == 200
+            assert (await second.post("weights_info", {"tinker_path": path})).status == 200
             assert (await request(app, "DELETE", inside, key="tml-two")).status == 403
             assert (await request(app, "DELETE", f"{inside}/publish")).status == 204
-            assert (await two.post("weights_info", {"tinker_path": path})).status == 404
+            assert (await second.post("weights_info", {"tinker_path": path})).status == 404
             assert (await request(app, "DELETE", inside)).status == 204
-            assert (await one.post("weights_info", {"tinker_path": path})).status == 404
+            assert (await first.post("weights_info", {"tinker_path": path})).status == 404
 
     asyncio.run(run())
 

@@ -27,21 +27,21 @@ def read(data: list[Datum], loss_fn: str = "cross_entropy", config: Any = None) 
 
 
 def test_targets_are_shifted_to_the_position_that_predicts_them() -> None:
-    given = read([datum(), datum(2)])
-    assert [sequence.tolist() for sequence in given.batch.sequences] == [[0, 1, 2, 3], [0, 1, 2]]
-    assert given.batch.columns["target_tokens"][0].tolist() == [0, 1, 2, 3]
-    assert given.counts == {"tokens": 1.0, "all_tokens": 7.0}
+    request = read([datum(), datum(2)])
+    assert [sequence.tolist() for sequence in request.batch.sequences] == [[0, 1, 2, 3], [0, 1, 2]]
+    assert request.batch.columns["target_tokens"][0].tolist() == [0, 1, 2, 3]
+    assert request.counts == {"tokens": 1.0, "all_tokens": 7.0}
 
 
 def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_shape() -> None:
     wide = datum(2, target_tokens=np.array([[4, 5, 6], [7, 8, 9]]), weights=np.full((2, 3), 0.5, np.float32))
     narrow = datum(2, target_tokens=np.array([[3], [2]]), weights=np.ones((2, 1), np.float32))
     data = [wide, datum(2), narrow]
-    given = read(data)
-    assert [tuple(column.shape) for column in given.batch.columns["target_tokens"]] == [(3, 3)] * 3
-    assert given.batch.columns["weights"][1].tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+    request = read(data)
+    assert [tuple(column.shape) for column in request.batch.columns["target_tokens"]] == [(3, 3)] * 3
+    assert request.batch.columns["weights"][1].tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
     values = [torch.arange(9.0).view(3, 3)] * 3
-    result = to_result(given, Result(1.5, {}, 1, 9, outputs={"logprobs": values}))
+    result = to_result(request, Result(1.5, {}, 1, 9, outputs={"logprobs": values}))
     assert [output["logprobs"].tolist() for output in result.loss_fn_outputs] == [
         [[3, 4, 5], [6, 7, 8]],
         [3, 6],
@@ -52,8 +52,8 @@ def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_sh
 
 def test_settings_reach_the_loss() -> None:
     policy = {"weights": None, "logprobs": np.zeros(3, np.float32), "advantages": np.ones(3, np.float32)}
-    given = read([datum(**policy)], "ppo", {"clip_low_threshold": 0.5})
-    assert given.objective == PPO(clip_low_threshold=0.5)
+    request = read([datum(**policy)], "ppo", {"clip_low_threshold": 0.5})
+    assert request.objective == PPO(clip_low_threshold=0.5)
     bounds = np.full(3, 0.9, np.float32)
     assert "clip_low_threshold" in read([datum(**policy, clip_low_threshold=bounds)], "ppo").batch.columns
 

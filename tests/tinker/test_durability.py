@@ -54,14 +54,14 @@ def test_a_new_server_serves_what_was_saved_and_says_what_was_not(tmp_path: Path
             sample = {"seq_id": 9, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
             result = await client.call("asample", sample | {"sampling_session_id": named})
             assert isinstance(result, bytes)
-            gone = await client.call("asample", sample | {"sampling_session_id": snapshot})
-            assert "not saved with a name" in gone["error"]
+            unsaved = await client.call("asample", sample | {"sampling_session_id": snapshot})
+            assert "not saved with a name" in unsaved["error"]
             runs = (await client.get("training_runs")).json["training_runs"]
             assert [run["training_run_id"] for run in runs] == [model]
             assert runs[0]["last_checkpoint"]["tinker_path"] == state
             body = {"session_id": session, "model_seq_id": 1, "path": state, "optimizer": True}
-            again = (await client.call("load_weights", body))["model_id"]
-            assert (await client.result(await client.step(again, 1)))["metrics"]["weight"] == 3.0
+            loaded = (await client.call("load_weights", body))["model_id"]
+            assert (await client.result(await client.step(loaded, 1)))["metrics"]["weight"] == 3.0
 
     asyncio.run(after(*asyncio.run(before())))
 
@@ -90,12 +90,12 @@ for n in itertools.count(int(first) + 1):
 
 
 def test_a_checkpoint_is_whole_or_absent_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    for attempt in range(3):
+    for kill in range(3):
         process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         lines = [process.stdout.readline()]  # at least one is acknowledged, however busy the machine is
-        time.sleep(0.05 + 0.013 * attempt)
+        time.sleep(0.05 + 0.013 * kill)
         process.send_signal(signal.SIGKILL)
         acknowledged: dict[str, int] = {}
         for line in (*lines, *process.stdout.read().splitlines()):
@@ -105,7 +105,9 @@ def test_a_checkpoint_is_whole_or_absent_after_a_kill_at_any_moment(tmp_path: Pa
         process.wait()
         state = StateDirectory(tmp_path)
         state.open()
-        saved = {path.name: int(one.user_metadata["n"]) for path, one in state.checkpoints.items()}
+        saved = {
+            path.name: int(saved_checkpoint.user_metadata["n"]) for path, saved_checkpoint in state.checkpoints.items()
+        }
         assert acknowledged
         for name, number in acknowledged.items():
             assert saved[name] in (number, number + (1 if name == "same" else 3)), "older than what was acknowledged"
@@ -168,30 +170,30 @@ def test_a_state_directory_has_one_server(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is used by another server"):
         StateDirectory(tmp_path).open()
     state.close()
-    again = StateDirectory(tmp_path)
-    again.open()
-    again.close()
+    reopened = StateDirectory(tmp_path)
+    reopened.open()
+    reopened.close()
 
 
 def test_a_session_without_heartbeats_expires_and_the_others_stay(tmp_path: Path) -> None:
     async def run() -> None:
         backend = FakeBackend()
         async with running_server(tmp_path, backend, session_seconds=0.4) as (app, _, service):
-            gone, alive = await Client(app).open(), await Client(app).open()
-            lost, kept = await gone.create_model(), await alive.create_model()
+            silent, alive = await Client(app).open(), await Client(app).open()
+            silent_model, alive_model = await silent.create_model(), await alive.create_model()
             for _ in range(12):
                 assert (await alive.post("session_heartbeat", {"session_id": alive.session})).status == 200
                 await asyncio.sleep(0.1)
-            assert ("remove", lost) in backend.calls
-            assert ("remove", kept) not in backend.calls
-            assert (await gone.post("session_heartbeat", {"session_id": gone.session})).status == 410
-            answer = await gone.post("optim_step", {"model_id": lost, "seq_id": 1})
+            assert ("remove", silent_model) in backend.calls
+            assert ("remove", alive_model) not in backend.calls
+            assert (await silent.post("session_heartbeat", {"session_id": silent.session})).status == 410
+            answer = await silent.post("optim_step", {"model_id": silent_model, "seq_id": 1})
             assert answer.status == 410
             assert "no heartbeat" in answer.json["error"]
-            assert (await alive.result(await alive.step(kept, 1)))["metrics"] == {"weight": 0.0}
-            record = json.loads((tmp_path / "sessions" / f"{gone.session}.json").read_text())
+            assert (await alive.result(await alive.step(alive_model, 1)))["metrics"] == {"weight": 0.0}
+            record = json.loads((tmp_path / "sessions" / f"{silent.session}.json").read_text())
             assert record["finished"] == "expired"
-            assert gone.session not in service.sessions
+            assert silent.session not in service.sessions
 
     asyncio.run(run())
 

@@ -96,8 +96,8 @@ def test_a_checkpoint_of_all_weights_outlives_the_server_and_fits_no_adapter(tmp
             info = (await client.post("weights_info", {"tinker_path": path})).json
             assert (info["base_model"], info["is_lora"], info.get("lora_rank")) == (BASE, False, None)
             body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
-            again = (await client.call("load_weights", body))["model_id"]
-            assert (await client.result(await client.step(again, 1)))["metrics"]["weight"] == 3.0
+            loaded = (await client.call("load_weights", body))["model_id"]
+            assert (await client.result(await client.step(loaded, 1)))["metrics"]["weight"] == 3.0
             adapter = await client.create_model(2)
             refused = await client.call("load_weights", {"model_id": adapter, "seq_id": 1, "path": path})
             assert "does not fit this model: it has rank None (model: 4)" in refused["error"]
@@ -133,8 +133,8 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
         check_memory(models.engine, free=10 << 20)
     models.create("one", SPECS["one"].lora)
     models.create("full", None)
-    asked = PassRequest(data(1), "cross_entropy", {}, forward_only=False)
-    request = read_pass(asked, vocab_size=264, max_context_length=63)
+    pass_request = PassRequest(data(1), "cross_entropy", {}, forward_only=False)
+    request = read_pass(pass_request, vocab_size=264, max_context_length=63)
     for name in ("one", "full"):
         models.run_pass(name, request)
 
@@ -176,7 +176,8 @@ def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
         together = [call.sample(name, request) for name in names]
         yield together
         results["alone"], results["together"] = (
-            [replies[one.call_id].sequences[0].tokens.tolist() for one in calls] for calls in (alone, together)
+            [replies[sample_call.call_id].sequences[0].tokens.tolist() for sample_call in calls]
+            for calls in (alone, together)
         )
         running = call.sample("step 0", request, streamed=True)
         yield [running, call("close_sampler", sampler_id="step 0"), call.sample("step 1", request)]

@@ -48,10 +48,10 @@ def test_a_retried_request_runs_once_and_gets_the_same_result(tmp_path: Path) ->
             first = await client.run_pass(model, 1, 3.0)
             assert await client.run_pass(model, 1, 3.0) == first  # while it runs
             step = await client.step(model, 2)
-            one = await client.result(step)
+            result = await client.result(step)
             assert await client.step(model, 2) == step  # after it has run
-            assert await client.result(step) == one
-            assert one["metrics"]["weight"] == 3.0
+            assert await client.result(step) == result
+            assert result["metrics"]["weight"] == 3.0
             assert [call[0] for call in backend.calls] == ["create", "pass", "step"]
             other = await client.post("optim_step", {"model_id": model, "seq_id": 1})
             assert other.status == 400
@@ -63,22 +63,22 @@ def test_a_retried_request_runs_once_and_gets_the_same_result(tmp_path: Path) ->
 def test_models_of_one_base_take_turns_and_keep_their_weights_apart(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
-            one, two = await Client(app).open(), await Client(app).open()
-            first, second = await one.create_model(), await two.create_model()
-            other = await two.create_model(1, OTHER)
+            first_client, second_client = await Client(app).open(), await Client(app).open()
+            first, second = await first_client.create_model(), await second_client.create_model()
+            other = await second_client.create_model(1, OTHER)
             backend.calls.clear()
             backend.gate.clear()
-            ids = [await one.run_pass(first, seq, 1.0) for seq in range(1, 7)]
-            ids += [await two.run_pass(second, seq, 10.0) for seq in range(1, 4)]
-            third = await two.run_pass(other, 1, 100.0)
+            ids = [await first_client.run_pass(first, seq, 1.0) for seq in range(1, 7)]
+            ids += [await second_client.run_pass(second, seq, 10.0) for seq in range(1, 4)]
+            third = await second_client.run_pass(other, 1, 100.0)
             backend.gate.set()
-            await two.result(third)
+            await second_client.result(third)
             for request_id in ids:
-                await (one if request_id.startswith(first) else two).result(request_id)
+                await (first_client if request_id.startswith(first) else second_client).result(request_id)
             turns = [call[1] for call in backend.calls if call[1] != other]
             assert turns == [first, second, first, second, first, second, first, first, first]
-            assert (await one.result(await one.step(first, 7)))["metrics"]["weight"] == 6.0
-            assert (await two.result(await two.step(second, 4)))["metrics"]["weight"] == 30.0
+            assert (await first_client.result(await first_client.step(first, 7)))["metrics"]["weight"] == 6.0
+            assert (await second_client.result(await second_client.step(second, 4)))["metrics"]["weight"] == 30.0
 
     asyncio.run(run())
 
@@ -185,24 +185,24 @@ def test_the_next_request_runs_while_the_result_of_a_pass_is_still_to_come(tmp_p
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
-            one, two = await client.create_model(0), await client.create_model(1)
+            first, second = await client.create_model(0), await client.create_model(1)
             backend.results = asyncio.Event()
-            passed = await client.run_pass(one, 1, 2.0)
-            assert (await client.result(await client.step(one, 2)))["metrics"]["weight"] == 2.0
+            passed = await client.run_pass(first, 1, 2.0)
+            assert (await client.result(await client.step(first, 2)))["metrics"]["weight"] == 2.0
             waiting = await client.post("retrieve_future", {"request_id": passed})
             assert waiting.status == 408
             backend.results.set()
             assert ForwardBackwardOutput.FromString(await client.result(passed)).metrics["loss:sum"] == 2.0
             backend.results.clear()
-            passed = await client.run_pass(one, 3, 4.0)
-            assert (await client.result(await client.step(one, 4)))["metrics"]["weight"] == 6.0
+            passed = await client.run_pass(first, 3, 4.0)
+            assert (await client.result(await client.step(first, 4)))["metrics"]["weight"] == 6.0
             backend.failure = RuntimeError("out of memory")
             backend.results.set()  # the result is lost after the step was made of it, so the model ends
             assert "out of memory" in (await client.result(passed))["error"]
-            ended = await client.post("optim_step", {"model_id": one, "seq_id": 5})
+            ended = await client.post("optim_step", {"model_id": first, "seq_id": 5})
             assert (ended.status, "the result of a forward_backward" in ended.json["error"]) == (410, True)
-            await client.run_pass(two, 1, 1.0)
-            assert (await client.result(await client.step(two, 2)))["metrics"]["weight"] == 1.0
+            await client.run_pass(second, 1, 1.0)
+            assert (await client.result(await client.step(second, 2)))["metrics"]["weight"] == 1.0
 
     asyncio.run(run())
 
@@ -224,18 +224,18 @@ def test_a_lost_model_gets_a_sentence_and_the_others_go_on(tmp_path: Path) -> No
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
-            one, two = await client.create_model(0), await client.create_model(1)
-            saved = await client.call("save_weights", {"model_id": one, "path": "good", "seq_id": 1})
+            first, second = await client.create_model(0), await client.create_model(1)
+            saved = await client.call("save_weights", {"model_id": first, "path": "good", "seq_id": 1})
             backend.failure = ModelLost("rank 1 died.")
-            lost = await client.result(await client.run_pass(one, 2, 1.0))
+            lost = await client.result(await client.run_pass(first, 2, 1.0))
             assert lost["category"] == "server"
             assert lost["error"].startswith("rank 1 died. What was saved last is " + saved["path"])
             await asyncio.sleep(0.02)
-            after = await client.post("optim_step", {"model_id": one, "seq_id": 3})
+            after = await client.post("optim_step", {"model_id": first, "seq_id": 3})
             assert after.status == 410
             assert "rank 1 died" in after.json["error"]
-            await client.run_pass(two, 1, 2.0)
-            assert (await client.result(await client.step(two, 2)))["metrics"]["weight"] == 2.0
+            await client.run_pass(second, 1, 2.0)
+            assert (await client.result(await client.step(second, 2)))["metrics"]["weight"] == 2.0
 
     asyncio.run(run())
 
@@ -337,9 +337,9 @@ def test_a_pending_request_is_held_and_reports_its_queue(tmp_path: Path) -> None
         backend = FakeBackend()
         async with running_server(tmp_path, backend, poll_seconds=0.2) as (app, _, _service):
             client = await Client(app).open()
-            one, two = await client.create_model(0), await client.create_model(1)
+            first_model, second_model = await client.create_model(0), await client.create_model(1)
             backend.gate.clear()
-            first, second = await client.run_pass(one, 1, 1.0), await client.run_pass(two, 1, 1.0)
+            first, second = await client.run_pass(first_model, 1, 1.0), await client.run_pass(second_model, 1, 1.0)
             loop = asyncio.get_running_loop()
             start = loop.time()
             running = await client.post("retrieve_future", {"request_id": first})

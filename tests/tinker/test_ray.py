@@ -35,7 +35,10 @@ async def train(backend: EngineBackend, name: str) -> list[Any]:
     await backend.snapshot_sampler(name, f"{name}-sampler")
     request = SampleRequest(np.arange(60, 72, dtype=np.int32), SampleParams(max_tokens=6, seed=3, ignore_eos=True))
     sampled = await backend.sample(f"{name}-sampler", request)
-    return [np.concatenate([one["logprobs"] for one in scored.loss_fn_outputs]), sampled.sequences[0].tokens.tolist()]
+    return [
+        np.concatenate([output["logprobs"] for output in scored.loss_fn_outputs]),
+        sampled.sequences[0].tokens.tolist(),
+    ]
 
 
 async def use_until_lost(backend: EngineBackend, name: str) -> NoReturn:
@@ -78,7 +81,7 @@ def test_ranks_on_ray_train_and_sample_as_those_without_and_are_started_again(tm
 
     logprobs, tokens = asyncio.run(run(None))
     first, sampled, second, sampled_again = asyncio.run(run("local"))
-    for one, other in ((first, sampled), (second, sampled_again)):
-        np.testing.assert_allclose(one, logprobs, rtol=1e-5)
-        assert other == tokens
+    for actual, expected in ((first, sampled), (second, sampled_again)):
+        np.testing.assert_allclose(actual, logprobs, rtol=1e-5)
+        assert expected == tokens
     assert actors() == []

@@ -213,7 +213,9 @@ def test_the_preference_recipe_learns_with_its_own_loss(recipe_server: Server, t
 
 
 def test_our_messages_are_the_clients() -> None:
-    theirs = json.loads(subprocess.check_output([PYTHON, str(SCRIPT), "messages"], text=True))
+    client_messages = json.loads(subprocess.check_output([PYTHON, str(SCRIPT), "messages"], text=True))
     for name in MESSAGES:
         fields = message_class(name).DESCRIPTOR.fields
-        assert {field.name: [field.number, field.type, field.is_repeated] for field in fields} == theirs[name], name
+        assert {field.name: [field.number, field.type, field.is_repeated] for field in fields} == client_messages[
+            name
+        ], name

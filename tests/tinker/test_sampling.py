@@ -16,15 +16,15 @@ from .asgi_client import Client, running_server
 from .fake_backend import BASE, CONTEXT, OTHER, VOCAB
 
 
-def sample(sampler: str, seq_id: int, tokens: list[int] | None = None, **more: Any) -> dict[str, Any]:
+def sample(sampler: str, seq_id: int, tokens: list[int] | None = None, **fields: Any) -> dict[str, Any]:
     chunks = [{"type": "encoded_text", "tokens": [5, 6] if tokens is None else tokens}]
     params = {"max_tokens": 3, "temperature": 1, "top_k": -1, "top_p": 1}
     body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": {"chunks": chunks}, "num_samples": 1}
-    return body | {"sampling_params": params, "type": "sample"} | more
+    return body | {"sampling_params": params, "type": "sample"} | fields
 
 
-async def open_sampler(client: Client, number: int = 0, **more: Any) -> str:
-    body = {"session_id": client.session, "sampling_session_seq_id": number} | (more or {"base_model": BASE})
+async def open_sampler(client: Client, number: int = 0, **fields: Any) -> str:
+    body = {"session_id": client.session, "sampling_session_seq_id": number} | (fields or {"base_model": BASE})
     reply = await client.post("create_sampling_session", body)
     assert reply.status == 200, reply.body
     sampler: str = reply.json["sampling_session_id"]
@@ -40,8 +40,8 @@ def test_a_sample_has_what_was_asked_for(tmp_path: Path) -> None:
             reply = await client.post("asample", body)
             assert len(reply.json["sample_sequence_ids"]) == 2
             result = SampleResponse.FromString(await client.result(reply.json["request_id"]))
-            assert [np.frombuffer(one.tokens, "<i4").tolist() for one in result.sequences] == [[7, 8, 9]] * 2
-            assert [one.stop_reason for one in result.sequences] == [1, 1]
+            assert [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in result.sequences] == [[7, 8, 9]] * 2
+            assert [sequence.stop_reason for sequence in result.sequences] == [1, 1]
             scores = np.frombuffer(result.prompt_logprobs, "<f4")
             assert np.isnan(scores[0])
             assert scores[1] == 0.0
@@ -57,8 +57,8 @@ def test_a_retried_sample_runs_once(tmp_path: Path) -> None:
             sampler = await open_sampler(client)
             assert await open_sampler(client) == sampler
             first = (await client.post("asample", sample(sampler, 0))).json
-            again = (await client.post("asample", sample(sampler, 0))).json
-            assert again == first
+            repeated = (await client.post("asample", sample(sampler, 0))).json
+            assert repeated == first
             result = await client.result(first["request_id"])
             assert await client.result(first["request_id"]) == result
             await client.call("asample", sample(sampler, 1_000_000_000))
@@ -144,11 +144,11 @@ def test_too_many_samples_of_one_key_get_429_and_another_key_goes_on(tmp_path: P
             ids = [await client.submit("asample", sample(sampler, seq)) for seq in range(3)]
             await asyncio.sleep(0.02)
             assert (await client.post("asample", sample(sampler, 3))).status == 429
-            more = await other.submit("asample", sample(second, 0))
+            submitted = await other.submit("asample", sample(second, 0))
             backend.gate.set()
             for request_id in ids:
                 assert isinstance(await client.result(request_id), bytes)
-            assert isinstance(await other.result(more), bytes)
+            assert isinstance(await other.result(submitted), bytes)
             assert isinstance(await client.call("asample", sample(sampler, 3)), bytes)
 
     asyncio.run(run())
@@ -186,9 +186,9 @@ def test_samplers_beyond_the_limit_are_closed_and_saved_ones_open_again(tmp_path
             assert len(backend.samplers) <= 2
             assert isinstance(await client.call("asample", sample(saved, 0)), bytes)
             assert len(backend.samplers) <= 2
-            gone = await client.post("asample", sample(snapshot, 0))
-            assert gone.status == 410
-            assert "newer samplers were used" in gone.json["error"]
+            closed = await client.post("asample", sample(snapshot, 0))
+            assert closed.status == 410
+            assert "newer samplers were used" in closed.json["error"]
             assert isinstance(await client.call("asample", sample(bases[1], 0)), bytes)
 
     asyncio.run(run())
@@ -201,21 +201,21 @@ def test_a_sampler_of_something_else_is_refused(tmp_path: Path) -> None:
             model = await client.create_model()
             state = (await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 1}))["path"]
             weights = await client.call("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})
-            for more, sentence in (
+            for fields, sentence in (
                 ({}, "give base_model or model_path"),
                 ({"base_model": "nobody/nothing"}, f"there are {BASE}, {OTHER}"),
                 ({"model_path": state}, "is not for sampling"),
                 ({"model_path": weights["path"], "base_model": OTHER}, f"was trained from {BASE}"),
                 ({"model_path": "tinker://a/weights"}, "is not a path"),
             ):
-                body = {"session_id": client.session, "sampling_session_seq_id": 9} | more
+                body = {"session_id": client.session, "sampling_session_seq_id": 9} | fields
                 reply = await client.post("create_sampling_session", body)
                 assert reply.status == 400
                 assert sentence in reply.json["error"]
             body = {"model_id": model, "seq_id": 3, "path": weights["path"], "optimizer": True}
             assert "has no training state" in (await client.call("load_weights", body))["error"]
-            again = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 4})
-            assert "exists already" in again["error"]
+            saved = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 4})
+            assert "exists already" in saved["error"]
             over = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 5, "overwrite": True})
             assert over["path"] == state
 

@@ -29,9 +29,9 @@ PASS = PassRequest(data(1), "cross_entropy", {}, forward_only=True)
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Connection]]:
     """The two ends of a connection."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        yield ours, theirs
+    connection, child_connection = multiprocessing.Pipe()
+    with connection, child_connection:
+        yield connection, child_connection
 
 
 def test_calls_keep_their_order_and_passes_before_them_have_been_read(ends: tuple[Connection, Connection]) -> None:

@@ -128,9 +128,9 @@ def test_results_keep_the_shapes_of_each_datum() -> None:
         assert len(offsets) == record.num_datums + 1
         for start, end in itertools.pairwise(offsets):
             decoded.append(np.frombuffer(field.data[start:end], "<f4").reshape(-1, *trailing))
-    assert [one.shape for one in decoded] == [one.shape for one in arrays]
-    for one, array in zip(decoded, arrays, strict=True):
-        np.testing.assert_array_equal(one, array)
+    assert [values.shape for values in decoded] == [values.shape for values in arrays]
+    for values, array in zip(decoded, arrays, strict=True):
+        np.testing.assert_array_equal(values, array)
 
 
 @pytest.mark.parametrize("seq_id", [1, 127, 128, 70_000, 2**31 - 1])

@@ -175,7 +175,7 @@ def test_models_that_take_turns_equal_each_alone_to_the_bit(ranks: Ranks) -> Non
 def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str = "one") -> dict[str, Any]:
     """Trains, samples, saves and loads."""
     call, prompt = Calls(), np.arange(60, 72, dtype=np.int32)
-    asked = SampleRequest(
+    sample_request = SampleRequest(
         prompt,
         SampleParams(max_tokens=6, seed=3, ignore_eos=True),
         num_samples=3,
@@ -200,7 +200,7 @@ def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str
         update = call.step(name, 2)
         yield update
         yield [call("open_sampler", sampler_id="saved", directory=directory / "sampler")]
-        requests = {sampler: call.sample(sampler, asked) for sampler in ("first", "saved", "base")}
+        requests = {sampler: call.sample(sampler, sample_request) for sampler in ("first", "saved", "base")}
         yield [*requests.values(), call.forward_backward(name, 9, forward_only=True)]  # all at once
         results["samples"] = {sampler: replies[request.call_id] for sampler, request in requests.items()}
         yield [call("create_model", model_id="loaded", spec=SPECS[name])]
@@ -209,13 +209,13 @@ def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str
         yield resumed
         pair = [call.forward_backward(model, 5, forward_only=True) for model in (name, "loaded")]
         yield pair
-        results["resumed"] = [replies[one.call_id].loss_fn_outputs[0]["logprobs"] for one in pair]
+        results["resumed"] = [replies[pass_call.call_id].loss_fn_outputs[0]["logprobs"] for pass_call in pair]
         results["losses"] = losses(replies)
         results["errors"] = [reply for reply in replies.values() if isinstance(reply, str)]
         yield [call("close_sampler", sampler_id="first"), call("remove_model", model_id="loaded")]
-        gone = [call.sample("first", asked), call.forward_backward("loaded", 5)]
-        yield gone
-        results["gone"] = [replies[one.call_id] for one in gone]
+        failing = [call.sample("first", sample_request), call.forward_backward("loaded", 5)]
+        yield failing
+        results["gone"] = [replies[pass_call.call_id] for pass_call in failing]
 
     return results if run(group, layout, script) is not None else {}
 
@@ -242,11 +242,13 @@ def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_ste
 
 def test_saved_weights_sample_as_the_snapshot(one_rank: dict[str, Any]) -> None:
     first, saved = one_rank["samples"]["first"], one_rank["samples"]["saved"]
-    for one, other in zip(first.sequences, saved.sequences, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.stop_reason == "length"
-        assert np.array_equal(one.logprobs, other.logprobs)
-    assert len({tuple(one.tokens.tolist()) for one in first.sequences}) == 3  # each sample has a seed of its own
+    for sequence, saved_sequence in zip(first.sequences, saved.sequences, strict=True):
+        assert sequence.tokens.tolist() == saved_sequence.tokens.tolist()
+        assert sequence.stop_reason == "length"
+        assert np.array_equal(sequence.logprobs, saved_sequence.logprobs)
+    assert (
+        len({tuple(sequence.tokens.tolist()) for sequence in first.sequences}) == 3
+    )  # each sample has a seed of its own
 
 
 def test_top_and_target_logprobs_agree_with_those_of_the_prompt(one_rank: dict[str, Any]) -> None:
@@ -260,10 +262,10 @@ def test_top_and_target_logprobs_agree_with_those_of_the_prompt(one_rank: dict[s
     best = sampled.topk_prompt.logprobs[1:]
     assert (best[:, 0] >= best[:, 1]).all()
     assert (best[:, 0] >= sampled.prompt_logprobs[1:] - 1e-5).all()
-    for one in sampled.sequences:
-        assert one.topk is not None
-        assert one.topk.logprobs.shape == (6, 1)
-        assert (one.topk.logprobs[:, 0] >= one.logprobs - 1e-4).all()
+    for sequence in sampled.sequences:
+        assert sequence.topk is not None
+        assert sequence.topk.logprobs.shape == (6, 1)
+        assert (sequence.topk.logprobs[:, 0] >= sequence.logprobs - 1e-4).all()
 
 
 def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str, Any]) -> None:
@@ -279,12 +281,12 @@ def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str
 def test_layouts_give_the_losses_and_samples_of_one_rank(
     ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path
 ) -> None:
-    found, _ = ranks(2, everything, layout, tmp_path, one_rank["model"])
-    np.testing.assert_allclose(found["losses"], one_rank["losses"], rtol=10 * TOLERANCE)  # after optimizer steps
-    for name, sampled in found["samples"].items():
-        for one, other in zip(sampled.sequences, one_rank["samples"][name].sequences, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist()
-            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-4)
+    results, _ = ranks(2, everything, layout, tmp_path, one_rank["model"])
+    np.testing.assert_allclose(results["losses"], one_rank["losses"], rtol=10 * TOLERANCE)  # after optimizer steps
+    for name, sampled in results["samples"].items():
+        for sequence, expected_sequence in zip(sampled.sequences, one_rank["samples"][name].sequences, strict=True):
+            assert sequence.tokens.tolist() == expected_sequence.tokens.tolist()
+            np.testing.assert_allclose(sequence.logprobs, expected_sequence.logprobs, rtol=1e-4, atol=1e-4)
 
 
 def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -330,23 +332,23 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
-    (found,) = ranks(1, sampling)
+    (replies,) = ranks(1, sampling)
 
     def tokens(name: str) -> list[int]:
-        return list(found[name].sequences[0].tokens.tolist())
+        return list(replies[name].sequences[0].tokens.tolist())
 
     plain = tokens("plain")
     assert len(plain) == 8
     assert tokens("again") == plain
     assert tokens("greedy") == tokens("one choice")
     assert tokens("stop token") == plain[: plain.index(plain[2]) + 1]
-    assert found["stop token"].sequences[0].stop_reason == "stop"
-    assert found["stop string"].sequences[0].stop_reason == "stop"
+    assert replies["stop token"].sequences[0].stop_reason == "stop"
+    assert replies["stop string"].sequences[0].stop_reason == "stop"
     assert len(tokens("stop string")) <= 5
     assert tokens("unseeded") != tokens("unseeded too")
-    assert found["cancelled"] is None
+    assert replies["cancelled"] is None
     assert len(tokens("all that fit")) == 3  # of a context of 63
-    streamed = [token for piece in found["progress"] for token in piece]
+    streamed = [token for piece in replies["progress"] for token in piece]
     assert streamed == plain[: len(streamed)]
     assert len(streamed) >= 7
     for name, sentence in (
@@ -356,7 +358,7 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
         ("no temperature", "temperature=-1.0"),
         ("top-k", "top_k is 0: give how many tokens to choose from, or -1 for all."),
     ):
-        assert sentence in found[name]
+        assert sentence in replies[name]
 
 
 class LateConnection(ScriptedConnection):

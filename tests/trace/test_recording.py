@@ -42,8 +42,8 @@ def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool
     loss, gradients = step(engine)
     recording = Recording(dist.get_rank(), engine.device)
     repeated, later_spans = step(engine, recording)
-    same = loss == repeated and gradients.keys() == later_spans.keys()
-    return same and all(torch.equal(gradients[name], later_spans[name]) for name in gradients), recording.spans()
+    is_equal = loss == repeated and gradients.keys() == later_spans.keys()
+    return is_equal and all(torch.equal(gradients[name], later_spans[name]) for name in gradients), recording.spans()
 
 
 def counted(spans: list[Span]) -> Counter[str]:
@@ -52,8 +52,8 @@ def counted(spans: list[Span]) -> Counter[str]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool) -> None:
-    for rank, (same, spans) in enumerate(ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
-        assert same
+    for rank, (is_equal, spans) in enumerate(ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
+        assert is_equal
         assert all(span.rank == rank and span.start <= span.end for span in spans)
         counts, exchanges = counted(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
         assert counts["exchange"] == counts["exchange back"] == exchanges

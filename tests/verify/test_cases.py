@@ -17,13 +17,13 @@ def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
     config.initializer_range = FRESH_RANGE
     model = load_model(config, seed=seed)
     batch = batches("grpo", model.config, seed)["many"]
-    whole = pack(batch.sequences, budget=BUDGET, columns=batch.columns)
+    microbatches = pack(batch.sequences, budget=BUDGET, columns=batch.columns)
     kinds = set()
-    for each in whole:
+    for microbatch in microbatches:
         with torch.no_grad():
-            losses = model(each, targets=True)
-        ratios = (-losses - each.column("old_logprobs")).exp()[each.targets >= 0]
-        raised = each.column("advantages")[each.targets >= 0] > 0
+            losses = model(microbatch, targets=True)
+        ratios = (-losses - microbatch.column("old_logprobs")).exp()[microbatch.targets >= 0]
+        raised = microbatch.column("advantages")[microbatch.targets >= 0] > 0
         clipped = torch.where(raised, ratios > 1.28, ratios < 0.8)
         kinds |= set(zip(raised.tolist(), clipped.tolist(), strict=True))
         assert ratios.log().abs().max() < 6

@@ -54,7 +54,7 @@ def unshared(self: LossNormalizer, microbatches: Any, counts: Any = None, *, cp_
 SUMS_REPLICAS = FSDPModule.set_requires_all_reduce
 
 
-def never(module: Any, switch: Any, wanted: bool) -> None:
+def never(module: Any, switch: Any, needed: bool) -> None:
     switch(module, False)
 
 
@@ -188,11 +188,11 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
 
 def verify_with(group: Any, case: Case, fault: str | None) -> Report | None:
     if fault is None:
-        found = run_in_layout(case, mesh(case.layout), "cpu")
+        result = run_in_layout(case, mesh(case.layout), "cpu")
     else:
         with FAULTS[fault][-1]():
-            found = run_in_layout(case, mesh(case.layout), "cpu")
-    return report(case, found, run_on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
+            result = run_in_layout(case, mesh(case.layout), "cpu")
+    return report(case, result, run_on_one_rank(case, "cpu")) if dist.get_rank() == 0 else None
 
 
 MORE_RANKS = ("tp: the gradient of what ranks hold alike is not summed before it is sharded",)

@@ -41,22 +41,22 @@ def label(value: Any) -> str:
 
 def cases() -> list[Any]:
     """Every layout with both models, the objectives in turn. Two ranks are quick; the rest takes minutes."""
-    found = []
+    parameters = []
     for place, layout in enumerate(GRID):
         for turn, model in enumerate(("tiny-moe",) if layout.ep > 1 else ("tiny-moe", "tiny-dense")):
             objective = ("grpo", "dpo", "gspo", "sft")[(place + turn) % 4]
             quick = layout.world_size == 2 and model == "tiny-moe"
-            more = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
-            more = more or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
-            more = more or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
-            more = more or layout in (Layout(pp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=2))  # as the hybrid
-            more = more or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
-            more = more or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
+            is_slow = layout.world_size > 2 and model == "tiny-dense"  # whose blocks are in the other as well
+            is_slow = is_slow or layout == Layout(tp=2, pp=2, cp=2)  # in which the hybrid below has all of its blocks
+            is_slow = is_slow or 4 in (layout.tp, layout.cp, layout.dp_shard)  # as two are
+            is_slow = is_slow or layout in (Layout(pp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=2))  # as the hybrid
+            is_slow = is_slow or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
+            is_slow = is_slow or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
             name = f"{label(layout)}-{model}-{objective}"
             case = Case(config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout, objective)
-            mark = pytest.mark.thorough if more else pytest.mark.slow
-            found.append(pytest.param(case, id=name, marks=() if quick else mark))
-    return found
+            mark = pytest.mark.thorough if is_slow else pytest.mark.slow
+            parameters.append(pytest.param(case, id=name, marks=() if quick else mark))
+    return parameters
 
 
 @pytest.mark.parametrize("case", cases())
@@ -69,14 +69,14 @@ def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
 def hybrids() -> list[Any]:
     """Every kind of block and a depth that predicts ahead in every kind of layout, the objectives in turn."""
     layouts = ("tp=2", "cp=2", "pp=2", "dp_shard=2,ep=2", "dp_shard=2", "pp=2,vpp=2", "pp=2,cp=2", "tp=2,pp=2,cp=2")
-    found = []
+    parameters = []
     for place, layout in enumerate(map(Layout.parse, layouts)):
         for turn, objective in enumerate(("grpo", "dpo", "sft")):
             others = layout in (Layout(dp_shard=2), Layout(pp=2, cp=2))  # their axes are in the other layouts
             mark = pytest.mark.slow if turn == place % 3 and not others else pytest.mark.thorough
             case = Case("tiny-hybrid", layout, objective, initializer_range=0.1)
-            found.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
-    return found
+            parameters.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
+    return parameters
 
 
 @pytest.mark.parametrize("case", hybrids())
@@ -173,12 +173,12 @@ def odd_models() -> list[Any]:
     """Every family in every layout. `make test` has the others of them with adapters, in test_lora.py."""
     quick = ("mistral", "qwen2", "olmo3", "deepseek_v3", "qwen3_next")
     layouts = (Layout(tp=2), Layout(cp=2, tp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(dp_shard=2, cp=2))
-    found = []
+    parameters = []
     for layout in (*layouts, Layout(tp=2, cp=2, ep=2)):
         for family in VARIANTS:
             mark = pytest.mark.slow if layout == Layout(pp=2, tp=2) and family in quick else pytest.mark.thorough
-            found.append(pytest.param(layout, family, id=f"{label(layout)}-{family}", marks=mark))
-    return found
+            parameters.append(pytest.param(layout, family, id=f"{label(layout)}-{family}", marks=mark))
+    return parameters
 
 
 @pytest.mark.parametrize(("layout", "family"), odd_models())

@@ -92,12 +92,14 @@ def verify_all(group: Any, cases: list[Case]) -> list[Report | None]:
 
 
 def runs() -> list[Any]:
-    found = []
+    parameters = []
     for run in RUNS:
-        rest = replace(run, families=tuple(name for name in run.fitting if name not in run.families))
-        found.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=pytest.mark.slow))
-        found.append(pytest.param(rest, id=f"{run.layout}-{'-'.join(rest.families)}", marks=pytest.mark.thorough))
-    return found
+        remaining = replace(run, families=tuple(name for name in run.fitting if name not in run.families))
+        parameters.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=pytest.mark.slow))
+        parameters.append(
+            pytest.param(remaining, id=f"{run.layout}-{'-'.join(remaining.families)}", marks=pytest.mark.thorough)
+        )
+    return parameters
 
 
 @pytest.mark.parametrize("run", runs())
