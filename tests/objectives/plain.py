@@ -277,8 +277,8 @@ def reward(
         scores.append((hidden[-1] * model.value_head.weight).sum())
     margin_values = batch.columns["margins"][::2] if margins else [0.0] * (len(scores) // 2)
     losses = [
-        -torch.sigmoid(chosen - rejected - margin - more).log() + centring * (chosen + rejected) ** 2
-        for chosen, rejected, more in zip(scores[::2], scores[1::2], margin_values, strict=True)
+        -torch.sigmoid(chosen - rejected - margin - pair_margin).log() + centring * (chosen + rejected) ** 2
+        for chosen, rejected, pair_margin in zip(scores[::2], scores[1::2], margin_values, strict=True)
     ]
     return sum(losses) / len(losses)
 

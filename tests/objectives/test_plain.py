@@ -120,10 +120,10 @@ def test_nothing_is_projected_that_nothing_is_learned_from() -> None:
                 entry.where(mask > 0, torch.nan)
                 for entry, mask in zip(batch.columns[name], batch.columns["response_mask"], strict=True)
             ]
-        same, _ = run(model, Batch(batch.sequences, spoilt), objective, budget=20)
-        assert_equal(same, loss)
+        unchanged, _ = run(model, Batch(batch.sequences, spoilt), objective, budget=20)
+        assert_equal(unchanged, loss)
         expected_gradients = gradients(model, loss)
-        for name, gradient in gradients(model, same).items():
+        for name, gradient in gradients(model, unchanged).items():
             assert_equal(gradient, expected_gradients[name], name)
 
 

@@ -132,9 +132,9 @@ def test_weights_count_what_their_name_says() -> None:
     masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0], [0, 1, 0, 0, 1]]
     tokens = weights(masks)
     assert [mask.tolist() for mask in tokens[:2]] == [[0, 1, 0, 1], [0, 1, 1, 1]]  # nothing predicts the first
-    alike = weights(masks, "sequences")
-    assert [float(weights.sum()) for weights in alike] == pytest.approx([1, 1, 0, 1])
-    assert alike[0].tolist() == [0, 0.5, 0, 0.5]
+    by_sequence = weights(masks, "sequences")
+    assert [float(weights.sum()) for weights in by_sequence] == pytest.approx([1, 1, 0, 1])
+    assert by_sequence[0].tolist() == [0, 0.5, 0, 0.5]
     by_prompt = weights(masks, "groups", groups=["a", "a", "b", "c"])
     assert [float(weights.sum()) for weights in by_prompt] == pytest.approx([0.4, 0.6, 0.0, 1.0])
 

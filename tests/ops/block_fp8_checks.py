@@ -70,17 +70,17 @@ def test_a_weight_is_within_a_sixteenth_of_itself() -> None:
     rounded = quantized.rounded(torch.float32)
     assert ((rounded - weight).abs() <= (weight.abs() / 16).maximum(weight.abs().amax() * 2**-17)).all()
     assert torch.equal(rounded.bfloat16().float(), rounded)
-    again = fp8(rounded)
-    assert torch.equal(again.values.view(torch.uint8), quantized.values.view(torch.uint8))
+    rounded_twice = fp8(rounded)
+    assert torch.equal(rounded_twice.values.view(torch.uint8), quantized.values.view(torch.uint8))
 
 
 def test_adapters_and_biases_are_added_in_their_own_dtype() -> None:
     rows, weight, bias = outlier_rows(6, 256), normal(384, 256, seed=2), normal(128, seed=3)
-    whole = fp8(weight)
-    parts = whole.split([256, 128])
+    fp8_weight = fp8(weight)
+    parts = fp8_weight.split([256, 128])
     adapter = AdapterOperand(normal(4, 256, seed=5), normal(256, 4, seed=6), 0.5)
     first, second = fp8_linears(rows, parts, [None, bias], [adapter, None])
-    product = fp8_linear(rows, whole)
+    product = fp8_linear(rows, fp8_weight)
     assert_equal(first, product[:, :256] + 0.5 * rows @ adapter.a.t() @ adapter.b.t(), "adapter")
     assert_equal(second, product[:, 256:] + bias, "bias")
 

@@ -243,8 +243,8 @@ def call_head_rows() -> None:
     linear_logprobs_rows.accumulate(slab, state, entropy=True)
     results = linear_logprobs_rows.results(state)
     upstream = Upstream(fp32(TOKENS), fp32(TOKENS), None)
-    made = linear_logprobs_rows.coefficients(rows, results.normalizer, results.entropy, upstream, None)
-    linear_logprobs_rows.differentiate(slab, made, BF16)
+    coefficients = linear_logprobs_rows.coefficients(rows, results.normalizer, results.entropy, upstream, None)
+    linear_logprobs_rows.differentiate(slab, coefficients, BF16)
     linear_logprobs_rows.scale(bf16(TOKENS, 4096), fp32())
 
 
@@ -352,7 +352,9 @@ def launches_on(gpu: capabilities.GPU, *, compiles: bool) -> Iterator[list[Launc
     run = jit.JITFunction.run
 
     def note(kernel: jit.JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        names = [name for name, each in zip(kernel.arg_names, kernel.params, strict=True) if each.is_constexpr]
+        names = [
+            name for name, parameter in zip(kernel.arg_names, kernel.params, strict=True) if parameter.is_constexpr
+        ]
         bound = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         chosen = {name: bound[name] for name in (*names, "num_warps", "num_stages") if name in bound}
         memory = (0, 0)

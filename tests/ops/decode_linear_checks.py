@@ -44,8 +44,8 @@ def made(rows: int, width: int, features: int, offset: float) -> tuple[Tensor, N
     """
     x, weight = normal(rows, width, seed=1, scale=3.0), normal(features, width, seed=2, scale=width**-0.5)
     norm = Norm(normal(width, seed=3), 1e-2, offset)
-    taken = (x.float() * (norm.weight.float() + offset)).to(HALF).double()
-    exact = taken * (x.double().square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    normed = (x.float() * (norm.weight.float() + offset)).to(HALF).double()
+    exact = normed * (x.double().square().mean(1, keepdim=True) + norm.eps).rsqrt()
     return x, norm, weight, exact
 
 

@@ -104,8 +104,8 @@ def test_weights_whose_gradients_are_added_up() -> None:
 
 def test_norm_beside_when_one_of_both_is_not_used() -> None:
     vectors, weight = drawn(5, 24, seed=0, dtype=torch.float32), drawn(24, seed=1, dtype=torch.float32)
-    same, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
-    (alone,) = torch.autograd.grad(same.square().sum(), vectors, retain_graph=True)
+    residual, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
+    (alone,) = torch.autograd.grad(residual.square().sum(), vectors, retain_graph=True)
     assert torch.equal(alone, 2 * vectors)
     gradient = torch.autograd.grad(normed.square().sum(), vectors)[0]
     expected_gradient = torch.autograd.grad(rms_norm(vectors, weight, EPS, backend="torch").square().sum(), vectors)[0]
@@ -122,18 +122,18 @@ def test_norm_beside_when_one_of_both_is_not_used() -> None:
 )
 def test_gated(shape, activation: str, dtype: torch.dtype) -> None:
     gate, up = (drawn(*shape, seed=seed, dtype=dtype, scale=2.0) for seed in (0, 1))
-    for left in (gate, None):
+    for gate_or_none in (gate, None):
         compare(
             lambda g, u: [gated_activation(g, u, activation, backend="triton")],
             lambda g, u: [gated_activation(g, u, activation, backend="torch")],
-            [left, up],
+            [gate_or_none, up],
             TOLERANCES[dtype],
         )
 
 
 @DTYPES
-@pytest.mark.parametrize("put", [False, True])
-def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_product_of_gated(deferred: bool, dtype: torch.dtype) -> None:
     """Features that are made again for the weight's gradient, now or later."""
     gate, up = (drawn(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
     weight, bias = drawn(7, 48, seed=2, dtype=dtype), drawn(7, seed=3, dtype=dtype)
@@ -148,10 +148,10 @@ def test_product_of_gated(put: bool, dtype: torch.dtype) -> None:
         return [product, *(None if tensor is None else tensor.grad for tensor in used)]
 
     # Features and their gradients are rounded on the way to and from a product of 48.
-    for left in (gate, None):
-        inputs = [left, up, weight, bias]
+    for gate_or_none in (gate, None):
+        inputs = [gate_or_none, up, weight, bias]
         exact = [None if tensor is None else tensor.double() for tensor in inputs]
-        results, expected_results = run(inputs, "triton", [] if put else None), run(exact, "torch", None)
+        results, expected_results = run(inputs, "triton", [] if deferred else None), run(exact, "torch", None)
         for index, (actual, expected) in enumerate(zip(results, expected_results, strict=True)):
             if expected is not None:
                 assert_equal(actual, expected, f"result {index}", 2 * TOLERANCES[dtype])

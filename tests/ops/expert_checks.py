@@ -32,7 +32,7 @@ def test_to_rows_and_back_equals_float64(tokens: int, copies: int, width: int, d
         merged = merge_rows(rows * scale.to(rows.dtype), weights, order, inverse, backend=backend)
         return rows, merged, *torch.autograd.grad(merged, (hidden, weights), upstream.to(merged.dtype))
 
-    exact = [each.detach().double().requires_grad_() for each in (hidden, weights)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weights)]
     names = ("rows", "merged", "for tokens", "for weights")
     for name, actual, expected in zip(names, both(hidden, weights, "triton"), both(*exact, "torch"), strict=True):
         assert actual.dtype == dtype
@@ -83,11 +83,11 @@ def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], output
     pieces = zip(gradient.double().split(counts), rows.double().split(counts), strict=True)
     expected = total.double() + torch.stack([left.T @ right for left, right in pieces])
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
-    broken = max(range(4), key=counts.__getitem__)
+    invalid_expert = max(range(4), key=counts.__getitem__)
     for value in (0.0, float("nan")):
         actual = total.clone()
-        rows[ends[broken] - 1] = rows[ends[broken] - 1] + value
+        rows[ends[invalid_expert] - 1] = rows[ends[invalid_expert] - 1] + value
         add_grouped_products(actual, gradient, rows, ends, backend="triton")
-        others = [expert for expert in range(4) if value == 0.0 or expert != broken]
+        others = [expert for expert in range(4) if value == 0.0 or expert != invalid_expert]
         assert_equal(actual[others], expected[others], tolerance=1e-6)
-    assert actual[broken].isnan().any()
+    assert actual[invalid_expert].isnan().any()

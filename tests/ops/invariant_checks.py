@@ -104,11 +104,11 @@ def test_decoding_over_pages_has_the_bits_of_whole_sequences(name: str, heads, w
 
 def pages(packing: Packing, part: Tensor, running: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """The keys before the newest in pages, in any order, with other numbers past the end; and the table."""
-    most = -(-packing.max_length // PAGE_SIZE)
-    store = new_page_store(most * (len(running) + 1), part.shape[1], part.shape[2], HALF, torch.device(DEVICE))
+    page_count = -(-packing.max_length // PAGE_SIZE)
+    store = new_page_store(page_count * (len(running) + 1), part.shape[1], part.shape[2], HALF, torch.device(DEVICE))
     store.copy_(normal(*store.shape, seed=9))
     order = torch.randperm(len(store), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
-    table = order.view(-1, most)
+    table = order.view(-1, page_count)
     for row, (start, place) in enumerate(running):
         for number, piece in enumerate(part[start:place].split(PAGE_SIZE)):
             store[int(table[row, number]), : len(piece)] = piece

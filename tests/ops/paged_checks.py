@@ -51,10 +51,10 @@ def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: bool) -> None:
     wholes = [[normal(length, heads[1], width, seed=length) for length in LENGTHS] for width in widths]
-    (keys, table), (values, same) = (
+    (keys, table), (values, value_table) = (
         paged(sequences, heads[1], width) for sequences, width in zip(wholes, widths, strict=True)
     )
-    assert torch.equal(table, same)
+    assert torch.equal(table, value_table)
     query, lengths = normal(len(LENGTHS), heads[0], widths[0], seed=1), torch.tensor(LENGTHS, device=DEVICE)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=2) if sinks else None)
     running = [row for row, length in enumerate(LENGTHS) if length]

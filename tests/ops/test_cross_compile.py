@@ -26,10 +26,10 @@ def cases() -> Iterator[Any]:
     """Each call on each GPU that it can be made on, also where a variable must allow it. The long ones are thorough."""
     for name in ARCHITECTURES:
         for call in CALLS:
-            said = f"{call.operation} {call.label}"
-            quick = name == ARCHITECTURES[0] and not any(each in said for each in LONG)
+            case_name = f"{call.operation} {call.label}"
+            quick = name == ARCHITECTURES[0] and not any(pattern in case_name for pattern in LONG)
             if KERNELS[call.operation].oldest <= GPUS[name].capability and call.fits(GPUS[name]):
-                yield pytest.param(call, name, id=f"{name}, {said}", marks=() if quick else pytest.mark.thorough)
+                yield pytest.param(call, name, id=f"{name}, {case_name}", marks=() if quick else pytest.mark.thorough)
 
 
 def test_every_kernel_of_the_project_is_among_the_calls() -> None:

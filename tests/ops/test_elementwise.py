@@ -29,8 +29,8 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
     table = rotary_table(RotaryConfig(), torch.arange(3), 8)
     expected = torch.nn.functional.rms_norm(rows, (8,), weight, 1e-6)
     assert torch.equal(rms_norm(rows, weight, 1e-6), expected)
-    same, normed = rms_norm_with_residual(rows, weight, 1e-6)
-    assert same is rows
+    residual, normed = rms_norm_with_residual(rows, weight, 1e-6)
+    assert residual is rows
     assert torch.equal(normed, expected)
     assert torch.equal(gated_activation(rows, rows, "silu"), torch.nn.functional.silu(rows) * rows)
     assert all(torch.equal(heads, rotate(rows, table)) for heads in rotate_heads(rows, rows, table))

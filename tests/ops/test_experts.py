@@ -64,11 +64,11 @@ def test_alternating_weights_are_one_product_and_equal_two(columns: bool) -> Non
         weight.copy_(values.detach())
         weight.requires_grad_()
     assert alternating_view(separate) is None
-    whole = alternating_view(joined)
-    assert whole is not None
-    assert torch.equal(whole, torch.cat(separate, 1))
-    both = torch.randn(8, 64, generator=generator).split((16, 48), 1)
-    upstream = both if columns else tuple(part.clone() for part in both)
+    joined_view = alternating_view(joined)
+    assert joined_view is not None
+    assert torch.equal(joined_view, torch.cat(separate, 1))
+    gradients = torch.randn(8, 64, generator=generator).split((16, 48), 1)
+    upstream = gradients if columns else tuple(part.clone() for part in gradients)
     results = []
     for weights, joins in ((joined, True), (separate, False)):
         products = grouped_linears(rows, weights, counts, joins=joins)

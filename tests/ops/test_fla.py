@@ -196,17 +196,17 @@ def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
     assert not fla.steps_in("one", "these were not checked", torch.zeros(1), width=8)
 
 
-@pytest.mark.parametrize(("unwise", "taken"), [("these were not checked", True), (None, False)])
+@pytest.mark.parametrize(("unwise", "uses_fla"), [("these were not checked", True), (None, False)])
 def test_auto_asks_where_its_own_kernels_were_not_checked(
-    monkeypatch: pytest.MonkeyPatch, present: None, unwise: str | None, taken: bool
+    monkeypatch: pytest.MonkeyPatch, present: None, unwise: str | None, uses_fla: bool
 ) -> None:
     widths: list[str] = []
     monkeypatch.setattr("postlude.ops.gated_delta._unwise", lambda *_: unwise)
     monkeypatch.setattr(fla, "steps_in", lambda name, own_width, *tensors, width: widths.append(own_width) is None)
     monkeypatch.setattr(fla, "gated_delta", lambda *_: ("fla", None))
     operands, packing = test_gated_delta.inputs(5, 2, 1, 4, 4, seed=0), Packing.from_lengths([5])
-    assert (gated_delta(*operands, packing)[0] == "fla") is taken
-    assert widths == [unwise] * taken
+    assert (gated_delta(*operands, packing)[0] == "fla") is uses_fla
+    assert widths == [unwise] * uses_fla
     assert isinstance(gated_delta(*operands, packing, backend="torch")[0], Tensor)
 
 

@@ -45,12 +45,12 @@ def losses_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.gpu
 def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what bf16 can hold: products that are one, or several, add up in other orders."""
-    taken = []
+    outputs = []
     for block in (Attention, MLP):
-        monkeypatch.setattr(block, "fused_forward", counted(block.fused_forward, taken))
+        monkeypatch.setattr(block, "fused_forward", counted(block.fused_forward, outputs))
     losses, gradients = losses_and_gradients()
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert len(taken) == (4 if hopper else 2)
+    assert len(outputs) == (4 if hopper else 2)
     for block in (Attention, MLP):
         monkeypatch.setattr(block, "fused_forward", lambda *_: None)
     expected, expected_gradients = losses_and_gradients()
@@ -59,13 +59,13 @@ def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -
         assert_equal(gradient, expected_gradients[name], f"gradient of {name}", 3e-2)
 
 
-def counted(fused_forward: Any, taken: list[Any]) -> Any:
+def counted(fused_forward: Any, outputs: list[Any]) -> Any:
     """The same, and each time that it does something is appended."""
 
     def call(*arguments: Any) -> Any:
         done = fused_forward(*arguments)
         if done is not None:
-            taken.append(done.shape)
+            outputs.append(done.shape)
         return done
 
     return call

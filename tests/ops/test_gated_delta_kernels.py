@@ -92,8 +92,10 @@ class TestOnTheGpu:
 
     def test_auto_takes_the_kernels_where_they_were_checked(self) -> None:
         operands = self.made([70])
-        taken = all(map(torch.equal, self.results(operands, [70], "auto"), self.results(operands, [70], "triton")))
-        assert taken == (_unwise(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
+        uses_kernels = all(
+            map(torch.equal, self.results(operands, [70], "auto"), self.results(operands, [70], "triton"))
+        )
+        assert uses_kernels == (_unwise(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
 
     def test_the_result_is_the_same_to_the_bit_and_the_host_never_waits(self) -> None:
         lengths = [2000, 1, 129, 5000]

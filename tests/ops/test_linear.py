@@ -39,10 +39,10 @@ def gradients(products, later: list | None = None) -> list[Tensor]:
     return [tensor.grad for tensor in (rows, *weights, *biases) if tensor is not None]
 
 
-@pytest.mark.parametrize("put", [False, True])
-def test_products_of_the_same_rows(put: bool) -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_products_of_the_same_rows(deferred: bool) -> None:
     """One product after the other, `linear_group`, and what that does on CUDA."""
-    later: list | None = [] if put else None
+    later: list | None = [] if deferred else None
 
     def one_by_one(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
         return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -80,34 +80,39 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
             assert_equal(actual, expected_gradient, f"gradient {index}", 1e-14)
 
 
-@pytest.mark.parametrize("put", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize(
-    ("laid", "arrives", "products"), [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)]
+    ("weight_layout", "gradient_layout", "products"),
+    [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)],
 )
-def test_what_lies_together_is_one_product(put: bool, single: bool, laid: str, arrives: str, products: int) -> None:
+def test_what_lies_together_is_one_product(
+    deferred: bool, single: bool, weight_layout: str, gradient_layout: str, products: int
+) -> None:
     """As on CUDA: weights, their sums, and gradients that are columns of one tensor; put off as it would be now."""
     rows, separate, _ = operands()
     upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected_rows = upstream @ torch.cat(separate).detach()
     expected_totals = 1 + upstream.T @ rows.detach()
     joint = torch.cat([weight.detach() for weight in separate]).split([6, 3, 2])
-    weights = [tensor.detach().clone() if laid == "apart" else tensor for tensor in joint]
+    weights = [tensor.detach().clone() if weight_layout == "apart" else tensor for tensor in joint]
     totals = torch.ones(11, 4, dtype=torch.float64).split([6, 3, 2])
     for weight, total in zip(weights, totals, strict=True):
         weight.requires_grad_().main_grad = total
     later: DeferredWgrads = []
     with Products() as forward:
-        outputs = _Linears.apply(rows, later if put else None, True, single, None, 3, *weights, *[None] * 3)
+        outputs = _Linears.apply(rows, later if deferred else None, True, single, None, 3, *weights, *[None] * 3)
     for product, weight in zip(outputs, weights, strict=True):
         assert_equal(product, rows @ weight.T, "product", 1e-14)
-    parts = torch.cat(outputs, 1) if arrives == "columns" else torch.cat([tensor * 1.0 for tensor in outputs], 1)
+    parts = (
+        torch.cat(outputs, 1) if gradient_layout == "columns" else torch.cat([tensor * 1.0 for tensor in outputs], 1)
+    )
     with Products() as backward:
         parts.backward(upstream)
         flush_wgrad(later)
     assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
     assert_equal(torch.cat(totals), expected_totals, "sums", 1e-14)
-    assert forward.count == (1 if single and laid == "weights" else 3)
+    assert forward.count == (1 if single and weight_layout == "weights" else 3)
     assert backward.count == 2 * products
 
 

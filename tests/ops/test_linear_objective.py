@@ -261,10 +261,10 @@ def test_the_weights_gradient_is_added_to_its_main_grad(one_sweep: bool, ignored
         total = before.clone()
         if has_main_grad:
             operands.weight.main_grad = total  # type: ignore[attr-defined]
-        given = operands.hidden, operands.weight, operands.targets
-        loss = fused(*given, policy_loss, columns).loss if one_sweep else two_passes(operands, columns)[0]
+        arguments = operands.hidden, operands.weight, operands.targets
+        loss = fused(*arguments, policy_loss, columns).loss if one_sweep else two_passes(operands, columns)[0]
         (0.3 * loss).backward()
         assert (operands.weight.grad is None) == has_main_grad
         gradients.append((operands.hidden.grad, total - before if has_main_grad else operands.weight.grad))
-    for what, expected, actual in zip(("hidden", "weight"), *gradients, strict=True):
-        assert_close(actual, expected, what)
+    for name, expected, actual in zip(("hidden", "weight"), *gradients, strict=True):
+        assert_close(actual, expected, name)

@@ -31,10 +31,10 @@ NO_FUSION = dict.fromkeys(
 TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: 8 * 2**-8}
 
 
-def report(framework: str, what: str, errors: dict[str, float]) -> None:
+def report(framework: str, subject: str, errors: dict[str, float]) -> None:
     """Prints the version of a framework and the error of each number that was compared with it."""
     numbers = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    print(f"\n{framework} {release_of(framework)}: {what}: {numbers}", flush=True)
+    print(f"\n{framework} {release_of(framework)}: {subject}: {numbers}", flush=True)
 
 
 def release_of(framework: str) -> str:
@@ -45,13 +45,13 @@ def release_of(framework: str) -> str:
         return release
 
 
-def errors_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+def errors_of(actual: dict[str, Tensor], reference_values: dict[str, Tensor]) -> dict[str, float]:
     """Returns the relative difference by name, one for all gradients: that of the parameter that is off most."""
-    assert ours.keys() == theirs.keys()
+    assert actual.keys() == reference_values.keys()
     errors: dict[str, float] = {}
-    for name, expected in theirs.items():
+    for name, expected in reference_values.items():
         key = "gradients" if name.startswith("gradient of") else name
-        errors[key] = max(errors.get(key, 0.0), difference(ours[name], expected))
+        errors[key] = max(errors.get(key, 0.0), difference(actual[name], expected))
     return errors
 
 
@@ -70,8 +70,8 @@ def _cpu_in_place_of_cuda() -> Iterator[None]:
         stack.enter_context(_CpuTensors())
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
         stack.enter_context(mock.patch("torch.Tensor.record_stream", _record_stream))
-        one = types.SimpleNamespace(multi_processor_count=1)
-        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=one))
+        properties = types.SimpleNamespace(multi_processor_count=1)
+        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
         for name in ("synchronize", "device", "Event", "Stream", "stream", "current_stream", "nvtx"):
             stack.enter_context(mock.patch(f"torch.cuda.{name}", mock.MagicMock()))
         from megatron.core.transformer.moe import token_dispatcher

@@ -56,7 +56,7 @@ def compare_on_one_rank(
         )
         loss = model(*inputs.model, labels=inputs.labels).detach()
         capture = model.output_layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach().float()))
-        theirs = with_gradients(model, inputs, of_logits(model(*inputs.model), inputs.labels))
+        expected = with_gradients(model, inputs, of_logits(model(*inputs.model), inputs.labels))
         capture.remove()
         weight = (model.embedding.word_embeddings if tied else model.output_layer).weight.detach().float()
         head = of_logits((hidden[0] @ weight.t()).transpose(0, 1), inputs.labels)
@@ -72,10 +72,10 @@ def compare_on_one_rank(
             scores = {"logprob": stats.logprob, "entropy": stats.entropy}
             results["output_processor"] = with_gradients(model, inputs, scores)
     return {
-        way: errors_of(ours, theirs)
-        | {"loss": difference(-ours["logprob"], loss)}
-        | {f"{name} of the head": difference(ours[name], exact) for name, exact in head.items()}
-        for way, ours in results.items()
+        way: errors_of(actual, expected)
+        | {"loss": difference(-actual["logprob"], loss)}
+        | {f"{name} of the head": difference(actual[name], exact) for name, exact in head.items()}
+        for way, actual in results.items()
     }
 
 
@@ -170,11 +170,11 @@ def compare_in_a_schedule(_: Any, device: str, layout: Layout, dtype: torch.dtyp
             return gradients_of(model) | {f"loss {index}": loss["loss"] for index, loss in enumerate(losses)}
 
         with mock.patch.object(model.config, "overlap_moe_expert_parallel_comm", new=False):
-            theirs = run("labels")
+            expected = run("labels")
         # A schedule plan runs the output layer after the forward step has returned, so no block can replace it.
         ways = ("labels", "output_processor") if layout.has_plan else ("output_processor", "output_layer")
         results = {way: run(way) for way in ways}
-    return {way: errors_of(ours, theirs) for way, ours in results.items()}
+    return {way: errors_of(actual, expected) for way, actual in results.items()}
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ def test_a_zero_bubble_forecast_is_faster_and_counts_deferred_wgrads() -> None:
     activations = [[rank_memory.activations for rank_memory in prediction.memory] for prediction in (plain, filled)]
     # The first rank runs each W right after its B, so it defers one microbatch's weight gradients at most.
     assert activations[0][0] <= activations[1][0] < activations[0][0] * (1 + 1 / plain.step.timeline.peak_in_flight[0])
-    assert all(more > less for less, more in zip(activations[0][1:], activations[1][1:], strict=True))
+    assert all(
+        filled_bytes > plain_bytes
+        for plain_bytes, filled_bytes in zip(activations[0][1:], activations[1][1:], strict=True)
+    )
     result = search(model_of("tiny-dense", budget=4096, length=4096), 4, 64 * 4096, overlap="zero_bubble")
     assert {(candidate.model.layout.pp > 1, candidate.model.layout.vpp) for candidate in result.best} == {(True, 1)}
 

@@ -76,10 +76,20 @@ def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> Non
     shared = [
         rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, overlap=True, **HOW)
     ]
-    assert all(few <= many <= more for few, many, more in zip(single, plain, shared, strict=True))
+    assert all(
+        single_bytes <= plain_bytes <= shared_bytes
+        for single_bytes, plain_bytes, shared_bytes in zip(single, plain, shared, strict=True)
+    )
     if parsed.vpp == 1:
-        assert [round(many / few) for many, few in zip(plain, single, strict=True)] == [4, 3, 2, 1]
-        assert [round(more / few) for more, few in zip(shared, single, strict=True)] == [8, 6, 4, 2]
+        assert [round(plain_bytes / single_bytes) for plain_bytes, single_bytes in zip(plain, single, strict=True)] == [
+            4,
+            3,
+            2,
+            1,
+        ]
+        assert [
+            round(shared_bytes / single_bytes) for shared_bytes, single_bytes in zip(shared, single, strict=True)
+        ] == [8, 6, 4, 2]
 
 
 def test_what_is_put_off_lasts_until_it_is_made() -> None:
@@ -87,10 +97,14 @@ def test_what_is_put_off_lasts_until_it_is_made() -> None:
     plain, filled = (estimate_memory(config, pipeline, overlap=overlap, **HOW) for overlap in (False, "zero_bubble"))
     hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]
     one_microbatch = sum(block.wgrad_activations(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
-    for rank, (less, more) in enumerate(zip(plain, filled, strict=True)):
+    for rank, (plain_bytes, filled_bytes) in enumerate(zip(plain, filled, strict=True)):
         layers = len(config.stage_layers(Stage(rank, 4)))
-        assert more.activations - less.activations == pytest.approx(rank * layers * one_microbatch)
-        assert (more.gathered, more.working, more.head) == (less.gathered, less.working, less.head)
+        assert filled_bytes.activations - plain_bytes.activations == pytest.approx(rank * layers * one_microbatch)
+        assert (filled_bytes.gathered, filled_bytes.working, filled_bytes.head) == (
+            plain_bytes.gathered,
+            plain_bytes.working,
+            plain_bytes.head,
+        )
 
 
 @pytest.mark.parametrize("repeated", [False, True])

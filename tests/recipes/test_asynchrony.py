@@ -268,11 +268,11 @@ def plainly_and_by_supply(group: Any) -> list[Any]:
     results: list[Any] = []
     with closing(Steps(0, engine=Alone(generator))) as run:
         for step in range(3):
-            taken = run.supply.take(PROMPTS, step)
+            trajectories = run.supply.take(PROMPTS, step)
             results.append(
                 [
                     (trajectory.task.name, trajectory.completions[0].tokens, trajectory.transcript.logprobs)
-                    for trajectory in taken
+                    for trajectory in trajectories
                 ]
             )
     sampler, plainly = Sampler(len(run.tasks), 5), []

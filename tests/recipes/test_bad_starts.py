@@ -95,12 +95,12 @@ class Bad:
     """The corrected command."""
 
 
-def sft(name: str, *more: str, says: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*SFT, *more), says, **options)
+def sft(name: str, *settings: str, says: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*SFT, *settings), says, **options)
 
 
-def grpo(name: str, *more: str, says: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*GRPO, *more), says, **options)
+def grpo(name: str, *settings: str, says: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*GRPO, *settings), says, **options)
 
 
 def good_rows() -> None:
@@ -484,22 +484,22 @@ def test_checkpoints_that_are_not_there_or_not_whole(
 ) -> None:
     two = (*SFT, "--steps=2", "--save_every=1", "--keep_checkpoints=2")
     assert run(two) == 0
-    more = (*two, "--steps=3")
-    refused((*more, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
-    refused((*more, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
+    three_steps = (*two, "--steps=3")
+    refused((*three_steps, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
+    refused((*three_steps, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
     checkpoint_files = tree(directory / "run" / "checkpoints" / "step-000002")
     damage(directory / "run" / "checkpoints" / "step-000002")
-    assert run(more) == 0
+    assert run(three_steps) == 0
     assert "step-000002" in caplog.text  # named, and the one before it taken
     assert any(
-        set(tree(left)) == set(checkpoint_files)
-        for left in (directory / "run" / "checkpoints").iterdir()
-        if "damaged" in left.name
+        set(tree(leftover)) == set(checkpoint_files)
+        for leftover in (directory / "run" / "checkpoints").iterdir()
+        if "damaged" in leftover.name
     )
     for checkpoint in (directory / "run" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     capsys.readouterr()
-    assert run((*more, "--steps=4")) == 2
+    assert run((*three_steps, "--steps=4")) == 2
     assert "every checkpoint of" in capsys.readouterr().err
 
 

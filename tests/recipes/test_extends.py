@@ -38,11 +38,11 @@ def test_keys_are_merged_one_by_one_and_the_nearest_file_wins(tmp_path: Path) ->
 
 def test_a_section_of_another_kind_replaces_the_base_s(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "rollout: {kind: vllm, count: 4, sync: network}\noptimizer: {lr: 1e-3, eps: 1e-6}")
-    same = write(tmp_path / "same.yaml", "extends: base.yaml\nrollout: {kind: vllm, gpus: 2}")
+    same_kind = write(tmp_path / "same.yaml", "extends: base.yaml\nrollout: {kind: vllm, gpus: 2}")
     other_file = write(
         tmp_path / "other.yaml", "extends: base.yaml\nrollout: {kind: generators, gpus: 2}\noptimizer: sgd"
     )
-    assert load(GRPOConfig, same).rollout.model_dump()["count"] == 4  # type: ignore[union-attr]
+    assert load(GRPOConfig, same_kind).rollout.model_dump()["count"] == 4  # type: ignore[union-attr]
     config = load(GRPOConfig, other_file)
     assert (type(config.rollout).__name__, type(config.optimizer).__name__) == ("LaunchedGenerators", "SGD")
     assert config.rollout.count == 1  # type: ignore[union-attr]

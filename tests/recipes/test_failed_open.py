@@ -36,8 +36,8 @@ def trainer_of(recipe: str, directory: str, budget: int = 64) -> GRPOTrainer | D
     words += [f"--{under}environment.workers=0", f"--{under}sampling.max_new_tokens=2"]
     if recipe == "grpo":
         return GRPOTrainer(load(GRPOConfig, None, [*words, "--evaluation.tasks=2"]), "cpu")
-    more = ("--data=on_policy", "--teacher=tiny-dense", "--batch_size=2", "--held_out.rows=2", "--top_k=8")
-    return DistillTrainer(load(DistillConfig, None, [*more, *words]), "cpu")
+    settings = ("--data=on_policy", "--teacher=tiny-dense", "--batch_size=2", "--held_out.rows=2", "--top_k=8")
+    return DistillTrainer(load(DistillConfig, None, [*settings, *words]), "cpu")
 
 
 def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str], int]:

@@ -545,11 +545,11 @@ def test_dynamic_sampling_compares_rewards_with_the_overlong_penalty() -> None:
         make_trajectory(1, 0.0, "length"),
         make_trajectory(1, 1.0),
     ]
-    more = [make_trajectory(2, 1.0), make_trajectory(2, 1.0)]
-    batches, metrics = rollout_of([sampled, more], dynamic_sampling=1, overlong_penalty=0.5)
+    equal_rewards = [make_trajectory(2, 1.0), make_trajectory(2, 1.0)]
+    batches, metrics = rollout_of([sampled, equal_rewards], dynamic_sampling=1, overlong_penalty=0.5)
     assert metrics["groups_trained"] == 1.0
     assert len(batches[0].sequences) == 5
-    batches, metrics = rollout_of([sampled, more], dynamic_sampling=1, overlong="mask")
+    batches, metrics = rollout_of([sampled, equal_rewards], dynamic_sampling=1, overlong="mask")
     assert metrics["groups_trained"] == 0.0, "the rewards of one group are equal, and the other has one completion left"
     assert not batches
 

@@ -51,7 +51,7 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("faults", "taken", "sentences"),
+    ("faults", "logged_steps", "sentences"),
     [
         ({"open": [1]}, [], ["Wanting failed to open: RuntimeError: nobody is there."]),
         ({"log": [2, 4]}, [1, 3, 5, 6], ["Wanting failed to log: OSError: [Errno 28] No space left"]),
@@ -69,7 +69,7 @@ def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     faults: dict[str, list[int]],
-    taken: list[int],
+    logged_steps: list[int],
     sentences: list[str],
 ) -> None:
     bad, good = Wanting(faults), Wanting({})
@@ -78,7 +78,7 @@ def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
     with caplog.at_level(logging.WARNING, "postlude"), open_run(tmp_path, CONFIG, loggers=("bad:sums", "good")) as run:
         for step in range(1, 7):
             run.log(step, {"loss": 1.0}, phase="sft")
-    assert (bad.taken, good.taken) == (taken, [1, 2, 3, 4, 5, 6])
+    assert (bad.taken, good.taken) == (logged_steps, [1, 2, 3, 4, 5, 6])
     messages = log_messages(caplog)
     assert len(messages) == len(sentences)
     assert all(sentence in line for sentence, line in zip(sentences, messages, strict=True))
@@ -216,8 +216,8 @@ def logged(file: Path) -> list[int]:
 
     data, place, message, results = file.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:  # what is left of a block has no room for a piece
-            place += left
+        if (room := 32768 - place % 32768) < 7:  # what is left of a block has no room for a piece
+            place += room
             continue
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
         message += data[place + 7 : place + 7 + length]

@@ -68,8 +68,8 @@ def test_a_mixture_without_weights_has_every_row_once_an_epoch() -> None:
     rows = mixed([None, None, None], 7, 4, 1)
     assert rows.size == 12
     for epoch in range(1, 4):
-        taken = rows.take(12)
-        assert len(set(taken)) == 12
+        taken_rows = rows.take(12)
+        assert len(set(taken_rows)) == 12
         assert rows.progress == epoch
     assert rows.metrics() == {"rows/a": 21.0, "rows/b": 12.0, "rows/c": 3.0}
     info = explain("rows/a")
@@ -79,9 +79,9 @@ def test_a_mixture_without_weights_has_every_row_once_an_epoch() -> None:
 
 def test_each_dataset_goes_through_its_own_epochs() -> None:
     rows = mixed([3, 1], 4, 10)
-    taken = rows.take(16)
-    assert [name for name, _ in taken].count("a") == 12
-    first = [row for row in taken if row[0] == "a"]
+    taken_rows = rows.take(16)
+    assert [name for name, _ in taken_rows].count("a") == 12
+    first = [row for row in taken_rows if row[0] == "a"]
     assert all(len(set(first[start : start + 4])) == 4 for start in (0, 4, 8))
     assert first[:4] != first[4:8], "shuffled again"
 

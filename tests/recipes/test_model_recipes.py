@@ -97,7 +97,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
     assert printed["memory"].strip() == memory
     assert printed["bubble"].strip() == f"{bubble} of the schedule"
-    needed, usable = (float(each.removesuffix(" GiB")) for each in memory.split(" of "))
+    needed, usable = (float(size.removesuffix(" GiB")) for size in memory.split(" of "))
     assert needed <= USABLE_MEMORY * usable, "as much stays free as a search leaves"
     config, page = recipe(name), (ROOT / "docs" / "recipes.md").read_text()
     row = f"`{degrees(config.layout)}` | {memory.partition(' of ')[0]} | {bubble} |"
@@ -160,15 +160,15 @@ def assert_equal_to_one_rank(
     alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str, steps: int = 3
 ) -> None:
     assert len([row for row in alone if row["step"]]) == steps
-    for expected, found in zip(alone, spread, strict=True):
+    for expected, actual in zip(alone, spread, strict=True):
         if not expected["step"]:
             continue
         assert math.isfinite(expected["grad_norm"])
         assert expected["grad_norm"] > 1e-2
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
         if command == "grpo":
-            assert found["rewards"] == expected["rewards"]
+            assert actual["rewards"] == expected["rewards"]
             assert len(set(expected["rewards"])) > 2, "completions differ in reward"
 
 
@@ -231,8 +231,12 @@ def test_a_policy_loss_of_zero_on_other_ranks_is_noticed(
     layout = small_layout(recipe(name).layout)
 
     def rows(layout: Layout, factor: float) -> list[dict[str, Any]]:
-        own = (f"--model={tiny('qwen3-30b-a3b')}", f"--objective={FAULTY}:scaled_on_other_ranks", "--steps=1")
-        settings = (*own, f"--objective.settings.factor={factor}", f"--layout={degrees(layout)}")
+        faulty_settings = (
+            f"--model={tiny('qwen3-30b-a3b')}",
+            f"--objective={FAULTY}:scaled_on_other_ranks",
+            "--steps=1",
+        )
+        settings = (*faulty_settings, f"--objective.settings.factor={factor}", f"--layout={degrees(layout)}")
         return ranks(layout.world_size, trained, name, str(tmp_path / f"{layout}-{factor}"), *settings)[0]
 
     alone = rows(Layout(), 0.0)

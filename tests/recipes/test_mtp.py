@@ -105,7 +105,7 @@ def test_a_processor_of_your_own_is_named_in_a_recipe(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("nil", "mine.py has no nil; did you mean nll?"),
         ("unfinished", "An MTP processor is called as processor(depth, inputs, context) and returns a loss for each"),
@@ -116,14 +116,14 @@ def test_a_processor_of_your_own_is_named_in_a_recipe(ranks: Ranks, tmp_path: Pa
     ],
 )
 def test_a_processor_that_cannot_be_called_is_a_sentence(
-    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path)
     (tmp_path / "mine.py").write_text(PROCESSORS)
     named = f"--mtp.processor={tmp_path}/mine.py:{name}"
     assert main(["sft", f"--data.path={tmp_path}/rows.jsonl", f"--run={tmp_path}/run", "--device=cpu", named]) == 2
     sentence = capsys.readouterr().err
-    assert says in sentence
+    assert message in sentence
     assert len(sentence.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
@@ -151,8 +151,14 @@ def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -
             drafted_row["draft_acceptance"] > 0.3
         )  # of 264 tokens: fresh models are unsure, and the noise is the same
         assert "draft_acceptance" not in plain_row
-    more = (*TASKS, "--sampling.draft=mtp", "--sampling.temperature=1", "--tasks=4", f"--run={tmp_path}/eval")
-    (actual,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *more)
+    drafted_settings = (
+        *TASKS,
+        "--sampling.draft=mtp",
+        "--sampling.temperature=1",
+        "--tasks=4",
+        f"--run={tmp_path}/eval",
+    )
+    (actual,) = ranks(1, metrics, "eval", f"--model={tmp_path}/drafted/model", "--budget=256", *drafted_settings)
     assert actual[-1]["draft_acceptance"] > 0.3
 
 
@@ -201,8 +207,8 @@ def test_a_run_begins_with_a_line_about_its_depths(
     write_rows(tmp_path)
     monkeypatch.setattr("postlude.world.launcher.run_on_ranks", lambda *_, **__: RunOutcome("finished", 1))
     plain = ["sft", "--data.path", f"{tmp_path}/rows.jsonl", "--run", f"{tmp_path}/run", "--held_out.rows=3"]
-    for more, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], new: the model has none\n"), ([], ""):
-        assert main([*plain, *more]) == 0
+    for settings, line in (["--mtp.depths=2"], "mtp: 2 depth(s) of [*-], new: the model has none\n"), ([], ""):
+        assert main([*plain, *settings]) == 0
         assert capsys.readouterr().out == line
 
 

@@ -424,7 +424,7 @@ SAID = {"1": 0.4, "2": 0.25, "3": 0.19, END: 0.16}
 
 def write_files(directory: Path) -> None:
     """Sums as tasks, conversations, prompts with answers, text and pairs. Each column has another beside it."""
-    sums = [(f"{one}+{other}=", str(one + other), str(one)) for one in range(8) for other in range(8)]
+    sums = [(f"{first}+{second}=", str(first + second), str(first)) for first in range(8) for second in range(8)]
 
     def said(*texts: str) -> list[dict[str, str]]:
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
@@ -505,7 +505,7 @@ def settled(*settings: str) -> list[str]:
     chosen: dict[str, str] = {}
     for key, _, value in (setting.partition("=") for setting in settings):
         if chosen.get(key, value) != value:
-            chosen = {name: kept for name, kept in chosen.items() if not name.startswith(f"{key}.")}
+            chosen = {name: chosen_value for name, chosen_value in chosen.items() if not name.startswith(f"{key}.")}
         chosen[key] = value
     return [f"{key}={value}" for key, value in chosen.items()]
 
@@ -543,13 +543,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def commands_with_options() -> list[Any]:
     """Every recipe with its options, those that others show as well apart from the rest."""
-    found = []
+    cases = []
     for command, heard in sorted(HEARD.items()):
-        same = SAME_CODE.get(command, ())
-        found.append(pytest.param(command, [path for path in heard if path not in same], id=command))
-        if same:
-            found.append(pytest.param(command, same, id=f"{command}, as others", marks=pytest.mark.thorough))
-    return found
+        skipped = SAME_CODE.get(command, ())
+        cases.append(pytest.param(command, [path for path in heard if path not in skipped], id=command))
+        if skipped:
+            cases.append(pytest.param(command, skipped, id=f"{command}, as others", marks=pytest.mark.thorough))
+    return cases
 
 
 @pytest.mark.slow
@@ -557,14 +557,16 @@ def commands_with_options() -> list[Any]:
 def test_every_option_has_an_effect(
     ranks: Ranks, tmp_path: Path, files: Path, command: str, paths: Sequence[str]
 ) -> None:
-    found: dict[tuple[str, ...], str] = {}
+    results: dict[tuple[str, ...], str] = {}
 
     def result(*changes: str) -> str:
-        if changes not in found:
-            run = f"--run={tmp_path / str(len(found))}"
+        if changes not in results:
+            run = f"--run={tmp_path / str(len(results))}"
             settings = (*PLAIN[command], "--model=FILES/model", *changes, run)
-            (found[changes],) = ranks(1, last, command, *(each.replace("FILES", str(files)) for each in settings))
-        return found[changes]
+            (results[changes],) = ranks(
+                1, last, command, *(setting.replace("FILES", str(files)) for setting in settings)
+            )
+        return results[changes]
 
     changes = {path: HEARD[command][path] for path in paths}
     ignored = [

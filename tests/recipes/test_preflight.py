@@ -107,7 +107,7 @@ def test_more_than_a_rank_can_hold_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [
         ("--head.backend=triton", "head.backend is triton, which cannot run: the tensors are on cpu, not cuda."),
         ("--head.memory_budget=0", "memory_budget is 0, but it must be a number of at least 1."),
@@ -116,11 +116,11 @@ def test_more_than_a_rank_can_hold_is_refused(
     ],
 )
 def test_a_setting_that_this_model_or_machine_cannot_have_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
 ) -> None:
     data = dataset(tmp_path)
     assert main(["sft", f"--data.path={data}", f"--run={tmp_path}/run", "--device=cpu", setting]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [data]
 
 
@@ -161,7 +161,7 @@ GRPO = (
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "sentence"),
     [
         ("mistyped", 'has no column "advantage" (it has: "response_mask", "sequence_mean"'),
         ("broken", "AttributeError: 'Tensor' object has no attribute 'no_such_thing' (mine.py, line 15)"),
@@ -170,7 +170,7 @@ GRPO = (
     ],
 )
 def test_an_objective_that_cannot_be_called_is_a_sentence(
-    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     objective_file = tmp_path / "mine.py"
     objective_file.write_text(OBJECTIVES)
@@ -178,7 +178,7 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
     assert main([*GRPO, tasks, f"--objective={objective_file}:{name}", f"--run={tmp_path}/run"]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"postlude grpo: the objective {objective_file}:{name} failed in its trial call: ")
-    assert says in message
+    assert sentence in message
     assert "old_logprobs" in message, "the columns that exist are listed"
     assert len(message.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()

@@ -262,16 +262,16 @@ def test_a_changed_config_is_written_and_the_old_one_is_kept(tmp_path: Path) -> 
     open_run(tmp_path / "run", read_config(tmp_path / "run")).close()
 
 
-@pytest.mark.parametrize("left", ["config", "start", "samples", "partial checkpoint", "broken config"])
-def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("leftover", ["config", "start", "samples", "partial checkpoint", "broken config"])
+def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, leftover: str) -> None:
     run = open_run(tmp_path / "run", CONFIG)
-    if left == "start":
+    if leftover == "start":
         run.log(0, {"eval/loss": 1.0}, phase="start")
-    elif left == "samples":
+    elif leftover == "samples":
         run.log_samples(1, [Sample("p", "c")])
-    elif left == "partial checkpoint":
+    elif leftover == "partial checkpoint":
         save(run, 1, complete=False)
-    elif left == "broken config":
+    elif leftover == "broken config":
         (tmp_path / "run" / "config.yaml").write_text("a: [")
     kill(run)
     other_config = CONFIG | {"model": "tiny-moe"}
