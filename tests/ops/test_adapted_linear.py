@@ -50,21 +50,19 @@ class Layers:
         return [tensor.grad for tensor in tensors if tensor is not None]
 
 
-@pytest.mark.parametrize("recompute", [None, (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("joins", [None, (False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_outputs_and_gradients_equal_the_formula(
-    recompute: tuple[bool, bool] | None, deferred: bool, bias: bool
-) -> None:
-    """With `how`, as on CUDA: adjacent weights are one product in the backward, and in the forward too."""
+def test_outputs_and_gradients_equal_the_formula(joins: tuple[bool, bool] | None, deferred: bool, bias: bool) -> None:
+    """With `joins`, as on CUDA: adjacent weights are one GEMM in the backward, and in the forward."""
     expected, layers = Layers(bias=bias), Layers(bias=bias)
     queue: DeferredWgrads | None = [] if deferred else None
     with defer_wgrad(queue):
-        if recompute is None:
+        if joins is None:
             outputs = layers.adapted(layers.rows)
         else:
             operands = (*layers.weights, *layers.biases, *layers.a, *layers.b)
-            outputs = _AdaptedLinears.apply(layers.rows, queue, recompute, SCALES, None, *operands)
+            outputs = _AdaptedLinears.apply(layers.rows, queue, *joins, SCALES, None, *operands)
     for actual, expected_output in zip(outputs, expected.by_formula(), strict=True):
         assert_equal(actual, expected_output, "output", 1e-14)
     pairs = zip(layers.gradients(outputs, queue), expected.gradients(expected.by_formula()), strict=True)
