@@ -12,7 +12,7 @@ from postlude.ops.linear_logprobs.plan import (
     MIB,
     Plan,
     Shape,
-    plan_coded_sweep,
+    plan_quantized_sweep,
     plan_gradients,
     plan_statistics,
     plan_sweep,
@@ -149,7 +149,7 @@ def test_one_sweep_of_codes_is_as_lean_as_the_leanest_peer(rows: int, hidden: in
     logits = 2 * columns * (1 << (-(-rows // -(-columns // hidden)) - 1).bit_length())
     gradients = 2 * hidden * (rows + columns)
     shape = Shape(rows, columns, hidden, 2 + 12 / 256)
-    plan, exact = plan_coded_sweep(shape, weight_gradient=True)
+    plan, exact = plan_quantized_sweep(shape, weight_gradient=True)
     assert not exact
     numbers_a_token = 64 * rows
     assert slab(plan, shape) + gradients + numbers_a_token <= 1.2 * (gradients + logits)
@@ -158,17 +158,17 @@ def test_one_sweep_of_codes_is_as_lean_as_the_leanest_peer(rows: int, hidden: in
 
 def test_codes_are_summed_exactly_where_there_is_room() -> None:
     small = Shape(65_536, 32_000, 1024, 2 + 12 / 256)
-    plan, exact = plan_coded_sweep(small, weight_gradient=True)
+    plan, exact = plan_quantized_sweep(small, weight_gradient=True)
     assert plan.count(small) > 1
     assert exact
     large = Shape(8192, 131_072, 4096, 2 + 12 / 256)
-    plan, exact = plan_coded_sweep(large, weight_gradient=True, memory_budget=GIB)
+    plan, exact = plan_quantized_sweep(large, weight_gradient=True, memory_budget=GIB)
     assert plan.count(large) > 1
     assert not exact
-    plan, exact = plan_coded_sweep(large, weight_gradient=True, memory_budget=4 * GIB)
+    plan, exact = plan_quantized_sweep(large, weight_gradient=True, memory_budget=4 * GIB)
     assert plan.count(large) == 1 or exact
-    assert plan_coded_sweep(large, weight_gradient=True, memory_budget=1)[0].size == 1
+    assert plan_quantized_sweep(large, weight_gradient=True, memory_budget=1)[0].size == 1
     for budget in (GIB, 4 * GIB):
-        plan, exact = plan_coded_sweep(Shape(65_536, 131_072, 2048, 2.1), weight_gradient=True, memory_budget=budget)
+        plan, exact = plan_quantized_sweep(Shape(65_536, 131_072, 2048, 2.1), weight_gradient=True, memory_budget=budget)
         summed = exact * 4 * 131_072 * 2048
         assert slab(plan, Shape(65_536, 131_072, 2048, 2.1)) + summed <= budget
