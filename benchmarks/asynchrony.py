@@ -45,10 +45,10 @@ class Waiting:
     def __init__(self, example: Mapping[str, Any], median: float, tail: float) -> None:
         self.example, self.median, self.tail = example, median, tail
 
-    async def step(self, said: AssistantTurn) -> float:
-        noise = random.Random(str((self.example["prompt"], list(said.tokens))))
+    async def step(self, turn: AssistantTurn) -> float:
+        noise = random.Random(str((self.example["prompt"], list(turn.tokens))))
         await asyncio.sleep(self.median * noise.lognormvariate(0.0, self.tail))
-        return len(set(said.tokens)) / max(1, len(said.tokens))
+        return len(set(turn.tokens)) / max(1, len(turn.tokens))
 
 
 def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict[str, Any]:
@@ -133,10 +133,16 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tail", type=float, default=0.8, help="the shape of these: 0 has none")
     parser.add_argument("--json", type=Path, help="written after each case")
     parser.add_argument("--smoke", action="store_true", help="two steps of almost nothing")
-    found = parser.parse_args(words)
-    if found.smoke:
-        found.staleness, found.steps, found.prompts, found.tokens, found.median = [0, 1], 2, 2, 2, 0.01
-    return found
+    arguments = parser.parse_args(words)
+    if arguments.smoke:
+        arguments.staleness, arguments.steps, arguments.prompts, arguments.tokens, arguments.median = (
+            [0, 1],
+            2,
+            2,
+            2,
+            0.01,
+        )
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -145,11 +151,11 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     results = Results(" ".join(sys.argv), arguments.device, arguments.json)
     with tempfile.TemporaryDirectory() as directory:
         for staleness in arguments.staleness:
-            found = case(arguments, Path(directory), staleness)
-            first = (results.cases or [found])[0]
-            found["gain"] = round(first["seconds_a_step"] / found["seconds_a_step"], 3)
-            results.add(found)
-            print(json.dumps(found), flush=True)
+            result = case(arguments, Path(directory), staleness)
+            first = (results.cases or [result])[0]
+            result["gain"] = round(first["seconds_a_step"] / result["seconds_a_step"], 3)
+            results.add(result)
+            print(json.dumps(result), flush=True)
     return results.cases
 
 

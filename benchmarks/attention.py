@@ -70,7 +70,7 @@ def milliseconds(run: Callable[[], Any], count: int) -> float:
         run()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(one.elapsed_time(other) for one, other in itertools.pairwise(events))
+    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(events))
 
 
 def read(case: Case, attention: PackedAttention, count: int) -> dict[str, float]:
@@ -83,7 +83,7 @@ def read(case: Case, attention: PackedAttention, count: int) -> dict[str, float]
             torch.randn(packing.total, heads, case.width, device="cuda", dtype=torch.bfloat16)
             for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
         )
-        inputs.append((packing, [each.requires_grad_() for each in (query, key, value)], upstream))
+        inputs.append((packing, [tensor.requires_grad_() for tensor in (query, key, value)], upstream))
 
     @torch.no_grad()
     def forward() -> None:
@@ -96,8 +96,8 @@ def read(case: Case, attention: PackedAttention, count: int) -> dict[str, float]
             torch.autograd.grad(output, (query, key, value), upstream)
 
     alone, together = milliseconds(forward, count), milliseconds(both, count)
-    found = {"forward_ms": alone, "both_ms": together}
-    return found | {
+    times = {"forward_ms": alone, "both_ms": together}
+    return times | {
         "forward_tflops": case.flops / alone / 1e9,
         "backward_tflops": 2.5 * case.flops / (together - alone) / 1e9,
         "both_tflops": 3.5 * case.flops / together / 1e9,
@@ -117,8 +117,8 @@ def main() -> None:
             tflops = " / ".join(f"{line[part + '_tflops']:.0f}" for part in ("forward", "backward", "both"))
             print(f"{case.name:40} {name:8} {line['both_ms']:8.2f} ms  {tflops} TFLOP/s", flush=True)
     if options.json:
-        found = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "results": results}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        report = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "results": results}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

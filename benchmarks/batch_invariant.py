@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from train_step import batch, update
 from transformers import PretrainedConfig
-from workloads import MIXES, PEAK_FLOPS, SHAPES, Clock, Results, Sample, forget, forward_flops, peak_gib
+from workloads import MIXES, PEAK_FLOPS, SHAPES, Clock, Results, Sample, forward_flops, free_memory, peak_gib
 
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.generate.distributed import SyncedGenerator
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for batch_invariant in (False, True):
             for width in arguments.widths:
                 measure(width, batch_invariant, arguments, results)
-                forget(arguments.device)
+                free_memory(arguments.device)
     return results.cases
 
 
@@ -71,14 +71,14 @@ def measure(width: float, batch_invariant: bool, arguments: argparse.Namespace, 
     config.initializer_range *= width
     engine = engine_of(config, device, max(arguments.budget, *MIXES[arguments.mix]()), batch_invariant)
 
-    def add(case: str, found: dict[str, Any]) -> None:
-        said = {"shape": arguments.shape, "case": case, "batch_invariant": batch_invariant, "width": width}
-        results.add(said | found)
-        print(f"{'batch-invariant' if batch_invariant else 'ordinary':<16} {width:g} {case:<24} {found}", flush=True)
+    def add(case: str, result: dict[str, Any]) -> None:
+        labels = {"shape": arguments.shape, "case": case, "batch_invariant": batch_invariant, "width": width}
+        results.add(labels | result)
+        print(f"{'batch-invariant' if batch_invariant else 'ordinary':<16} {width:g} {case:<24} {result}", flush=True)
 
-    most = max(*arguments.completions, arguments.others + 8)
-    generator = generator_of(engine, most, arguments.length)
-    prompts, samplings = requests(most, config.vocab_size, arguments.length)
+    max_completions = max(*arguments.completions, arguments.others + 8)
+    generator = generator_of(engine, max_completions, arguments.length)
+    prompts, samplings = requests(max_completions, config.vocab_size, arguments.length)
     for count in arguments.completions if timed else ():
         add(f"{count} completions", sampled(generator, config, count, arguments.length, clock))
     alone = [generator.generate([prompts[row]], [samplings[row]])[0][0] for row in range(8)]
@@ -103,19 +103,21 @@ def engine_of(config: PretrainedConfig, device: str, budget: int, batch_invarian
     )
 
 
-def generator_of(engine: Engine, most: int, length: int) -> SyncedGenerator:
+def generator_of(engine: Engine, max_completions: int, length: int) -> SyncedGenerator:
     """Returns a generator for at most so many completions of this length at once."""
-    return SyncedGenerator(engine, None, max_batch_tokens=most * (PROMPT + length + 64), max_sequences=most)
+    return SyncedGenerator(
+        engine, None, max_batch_tokens=max_completions * (PROMPT + length + 64), max_sequences=max_completions
+    )
 
 
 def sampled(
     generator: SyncedGenerator, config: PretrainedConfig, count: int, length: int, clock: Clock
 ) -> dict[str, Any]:
     """Returns the time of so many completions of this length."""
-    asked = [[token % config.vocab_size for token in range(row, row + PROMPT)] for row in range(count)]
+    prompts = [[token % config.vocab_size for token in range(row, row + PROMPT)] for row in range(count)]
     sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
-    forget(clock.device)
-    seconds = clock(partial(generator.generate, asked, sampling))
+    free_memory(clock.device)
+    seconds = clock(partial(generator.generate, prompts, sampling))
     return {"seconds": round(seconds, 4), "tokens_per_second": round(count * length / seconds)}
 
 
@@ -132,12 +134,19 @@ def requests(count: int, vocab_size: int, longest: int) -> tuple[list[list[int]]
 def divergence(actual: list[Completion], expected: list[Completion]) -> dict[str, Any]:
     """The share of tokens from the first other one on, and of other log-probs before it."""
     tokens = diverged = shared = other = completions = 0
-    for one, reference in zip(actual, expected, strict=True):
-        pairs = list(zip(one.tokens, reference.tokens, strict=True))
-        same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        tokens, diverged, shared = tokens + len(pairs), diverged + len(pairs) - same, shared + same
-        completions += same < len(pairs)
-        other += sum(a != b for a, b in zip(one.logprobs[:same], reference.logprobs[:same], strict=True))
+    for completion, reference in zip(actual, expected, strict=True):
+        pairs = list(zip(completion.tokens, reference.tokens, strict=True))
+        first_difference = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        tokens, diverged, shared = (
+            tokens + len(pairs),
+            diverged + len(pairs) - first_difference,
+            shared + first_difference,
+        )
+        completions += first_difference < len(pairs)
+        other += sum(
+            a != b
+            for a, b in zip(completion.logprobs[:first_difference], reference.logprobs[:first_difference], strict=True)
+        )
     return {
         "tokens": tokens,
         "diverged_completions": completions / len(actual),
@@ -173,7 +182,7 @@ def trained(name: str, engine: Engine, config: PretrainedConfig, sample: Sample,
         "logprobs": (1, lambda: engine.logprobs(batch(sample), entropy=True)),
         "update": (3, update(engine, batch(sample), PolicyGradient())),
     }[name]
-    forget(clock.device)
+    free_memory(clock.device)
     seconds = clock(step)
     return {
         "seconds": round(seconds, 4),

@@ -22,7 +22,7 @@ import torch
 from decode_workloads import Workload, workloads
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from workloads import SHAPES, Clock, Results, attempt, forget, peak_gib, profile
+from workloads import SHAPES, Clock, Results, free_memory, peak_gib, profile, result_or_failure
 
 import peers
 from postlude import LanguageModel, load_model
@@ -38,7 +38,7 @@ Run = Callable[[Workload], None]
 def main(arguments: argparse.Namespace) -> None:
     config, device = SHAPES[arguments.shape](), arguments.device
     cases = list(workloads(arguments.workloads, config.vocab_size, arguments.completions, arguments.length))
-    budget, most = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
+    budget, max_rows = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
     results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)
     makers = dict(MAKERS)
@@ -52,20 +52,20 @@ def main(arguments: argparse.Namespace) -> None:
     for name, make in makers.items():
         if name.partition(",")[0] not in arguments.cases:
             continue
-        run = make(config, device, budget, most)
+        run = make(config, device, budget, max_rows)
         for case in cases:
-            found = attempt(lambda case=case, run=run: timed(run, case, config, clock, device))
-            results.add({"shape": arguments.shape, "engine": name, "case": case.name, **found})
-            print(f"{name:<28} {case.name:<46} {found}", flush=True)
+            result = result_or_failure(lambda case=case, run=run: timed(run, case, config, clock, device))
+            results.add({"shape": arguments.shape, "engine": name, "case": case.name, **result})
+            print(f"{name:<28} {case.name:<46} {result}", flush=True)
         if arguments.profile and name.startswith("postlude"):
             profile_step(run, cases[0], device)
         del run
-        forget(device)
+        free_memory(device)
 
 
 def timed(run: Run, case: Workload, config: Any, clock: Clock, device: str) -> dict[str, Any]:
     """Times the workload, its first call, and its first tokens alone, which are what prompts cost."""
-    forget(device)
+    free_memory(device)
     first_call = clock.once(lambda: run(case))
     seconds = clock(lambda: run(case))
     prompts = clock(lambda: run(case.first_tokens()))
@@ -87,20 +87,20 @@ def profile_step(run: Run, case: Workload, device: str) -> None:
     profile(lambda: run(replace(case, lengths=[9] * len(case.prompts))), device)
 
 
-def postlude(config: Any, device: str, budget: int, most: int, rank: int = 0, **fp8: str) -> Run:
+def postlude(config: Any, device: str, budget: int, max_rows: int, rank: int = 0, **fp8: str) -> Run:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(config, dtype=dtype, device=device)
-    generator = Generator(model, max_batch_tokens=budget, max_sequences=most, **fp8)
+    generator = Generator(model, max_batch_tokens=budget, max_sequences=max_rows, **fp8)
     adapter = load_adapter(generator, rank) if rank else None
 
     def run(case: Workload) -> None:
-        found = generator.generate(
+        groups = generator.generate(
             case.prompts,
             [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(case.lengths)],
             n=case.group,
             adapter=adapter,
         )
-        assert [len(one.tokens) for group in found for one in group] == [
+        assert [len(completion.tokens) for group in groups for completion in group] == [
             length for length in case.lengths for _ in range(case.group)
         ]
 
@@ -132,8 +132,10 @@ class AtLengths(StoppingCriteria):
         return input_ids.shape[1] >= self.stops
 
 
-def transformers(config: Any, device: str, budget: int, most: int) -> Run:
-    model: PreTrainedModel = peers.made(config, device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+def transformers(config: Any, device: str, budget: int, max_rows: int) -> Run:
+    model: PreTrainedModel = peers.build_model(
+        config, device, torch.bfloat16 if device == "cuda" else torch.float32
+    ).eval()
     model.generation_config.eos_token_id = None
 
     @torch.no_grad()
@@ -141,12 +143,12 @@ def transformers(config: Any, device: str, budget: int, most: int) -> Run:
         width = len(case.prompts[0])
         if any(len(prompt) != width for prompt in case.prompts):
             raise ValueError(f"{case.name}: prompts of different lengths are not measured with transformers.")
-        asked = [prompt for prompt in case.prompts for _ in range(case.group)]
+        prompts = [prompt for prompt in case.prompts for _ in range(case.group)]
         lengths = [length for length in case.lengths for _ in range(case.group)]
         stops = torch.tensor(lengths, device=device) + width
         model.generate(
-            torch.tensor(asked, device=device),
-            attention_mask=torch.ones(len(asked), width, dtype=torch.int64, device=device),
+            torch.tensor(prompts, device=device),
+            attention_mask=torch.ones(len(prompts), width, dtype=torch.int64, device=device),
             do_sample=True,
             top_k=0,
             max_new_tokens=max(lengths),

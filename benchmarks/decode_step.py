@@ -99,16 +99,16 @@ def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | 
         milliseconds = min(times)
         config = SHAPES[arguments.shape]()
         floor = needed_bytes(config, rows, context, prompt, group) / BANDWIDTH * 1e3
-        found = {
+        result = {
             "rows": rows, "context": context, "prompt": prompt, "group": group, "lora": arguments.lora,
             "step_ms": round(milliseconds, 4), "tokens_per_second": round(1000 * rows / milliseconds),
             "roofline": round(floor / milliseconds, 3), "first_step_s": round(first, 2),
         }  # fmt: skip
-        print(found, flush=True)
+        print(result, flush=True)
         if arguments.profile:
             buffers.rows.numbers[LENGTH, :rows] = context
-            found["kernels"] = kernels(buffers, step)
-    return found
+            result["kernels"] = kernels(buffers, step)
+    return result
 
 
 def kernels(buffers: GraphBuffers, step: DecodeStep) -> list[tuple[str, float, int]]:
@@ -135,9 +135,9 @@ def main() -> None:
     model = load_model(SHAPES[arguments.shape](), dtype=torch.bfloat16, device="cuda")
     generator = Generator(model)
     adapter = decode.load_adapter(generator, arguments.lora) if arguments.lora else None
-    found = [measure(arguments, generator, adapter, rows) for rows in arguments.rows]
+    results = [measure(arguments, generator, adapter, rows) for rows in arguments.rows]
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ class Workload:
     def roofline_seconds(self, config: Any) -> float:
         """Returns the least time of the steps after the first, if all completions run from the beginning."""
         # A token of step t attends to its prompt and to t tokens of its completion.
-        own = sum(self.group * (length - 1) * length / 2 for length in self.lengths)
+        completion_keys = sum(self.group * (length - 1) * length / 2 for length in self.lengths)
         prompts = sum((length - 1) * len(prompt) for prompt, length in zip(self.prompts, self.lengths, strict=True))
         steps = max(self.lengths) - 1
-        return (steps * weight_bytes(config) + (own + prompts) * token_bytes(config)) / BANDWIDTH
+        return (steps * weight_bytes(config) + (completion_keys + prompts) * token_bytes(config)) / BANDWIDTH
 
 
 def weight_bytes(config: Any) -> float:
@@ -81,35 +81,43 @@ def workloads(
 ) -> Iterator[Workload]:
     """Yields the workloads of these names. `mixed` is how many requests, of how many tokens at least and at most."""
     generator = torch.Generator().manual_seed(0)
-    most = max(completions)
+    max_completions = max(completions)
 
     def prompts(count: int, tokens: int = PROMPT) -> list[list[int]]:
         drawn: list[list[int]] = torch.randint(vocab, (count, tokens), generator=generator).tolist()
         return drawn
 
-    def uniform(count: int, least: int, longest: int) -> list[int]:
-        drawn: list[int] = torch.randint(least, longest + 1, (count,), generator=generator).tolist()
+    def uniform(count: int, shortest: int, longest: int) -> list[int]:
+        drawn: list[int] = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
         return drawn
 
     if "even" in names:
         for count in completions:
             yield Workload(f"{count} completions", prompts(count), [length] * count)
     if "uneven" in names:  # half of them shorter than a quarter of the longest
-        shares = torch.rand(most, generator=generator).square()
-        yield Workload(f"{most} uneven completions", prompts(most), (4 + shares * (length - 4)).long().tolist())
+        shares = torch.rand(max_completions, generator=generator).square()
+        yield Workload(
+            f"{max_completions} uneven completions",
+            prompts(max_completions),
+            (4 + shares * (length - 4)).long().tolist(),
+        )
     if "grpo" in names:
         for count in completions:
-            asked = prompts(max(1, count // 16), 512)
-            yield Workload(f"{count} completions, 16 of each prompt of 512", asked, [length] * len(asked), 16)
+            mixed_prompts = prompts(max(1, count // 16), 512)
+            yield Workload(
+                f"{count} completions, 16 of each prompt of 512", mixed_prompts, [length] * len(mixed_prompts), 16
+            )
     if "contexts" in names:
         for context in contexts:
-            asked = prompts(context_rows, context)
-            yield Workload(f"{context_rows} completions of prompts of {context}", asked, [length] * context_rows)
+            mixed_prompts = prompts(context_rows, context)
+            yield Workload(
+                f"{context_rows} completions of prompts of {context}", mixed_prompts, [length] * context_rows
+            )
     if "mixed" in names:  # the load that Mini-SGLang publishes for this model
-        requests, least, longest = mixed
-        asked = [prompts(1, tokens)[0] for tokens in uniform(requests, least, longest)]
-        name = f"{requests} requests, {least:,} to {longest:,} tokens in and out"
-        yield Workload(name, asked, uniform(requests, least, longest))
+        requests, shortest, longest = mixed
+        mixed_prompts = [prompts(1, tokens)[0] for tokens in uniform(requests, shortest, longest)]
+        name = f"{requests} requests, {shortest:,} to {longest:,} tokens in and out"
+        yield Workload(name, mixed_prompts, uniform(requests, shortest, longest))
 
 
 NAMES = ("even", "uneven", "grpo", "contexts", "mixed")

@@ -87,20 +87,27 @@ def main() -> None:
         prompts = [text[start : start + 32].tolist() for start in range(0, 997 * completions, 997)]
         sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature)
         seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
-        found: dict[str, list[Completion]] = {}
+        completions_by_name: dict[str, list[Completion]] = {}
         for turn in range(arguments.repeat + 1):  # the first warms up
             for name, draft in (("plain", None), ("drafted", "mtp")):
                 start = time.perf_counter()
                 groups = Generator(model, draft=draft).generate(prompts, sampling)  # type: ignore[arg-type]
                 if turn:
                     seconds[name].append(time.perf_counter() - start)
-                found[name] = [completion for group in groups for completion in group]
-        plain, drafted = (completions * arguments.tokens / statistics.median(each) for each in seconds.values())
-        right = sum(each.accepted for each in found["drafted"]) / sum(each.drafted for each in found["drafted"])
-        same = sum(one.tokens == other.tokens for one, other in zip(*found.values(), strict=True))
+                completions_by_name[name] = [completion for group in groups for completion in group]
+        plain, drafted = (
+            completions * arguments.tokens / statistics.median(case_seconds) for case_seconds in seconds.values()
+        )
+        right = sum(case_seconds.accepted for case_seconds in completions_by_name["drafted"]) / sum(
+            case_seconds.drafted for case_seconds in completions_by_name["drafted"]
+        )
+        equal_count = sum(
+            plain_completion.tokens == drafted_completion.tokens
+            for plain_completion, drafted_completion in zip(*completions_by_name.values(), strict=True)
+        )
         print(
             f"{completions} at once, temperature {temperature}: {plain:.0f} tokens/s, drafted {drafted:.0f} "
-            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {same} of {completions} completions equal"
+            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {equal_count} of {completions} completions equal"
         )
 
 

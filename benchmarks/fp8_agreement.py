@@ -51,15 +51,15 @@ class ProductErrors:
         kind = KINDS.get(len(weights)) or ("o" if weights[0].shape[0] == weights[0].shape[1] else "down")
         self.errors[kind, passed].append(float((actual - exact).norm() / exact.norm()))
 
-    def products(self, rows: Tensor, weights: Sequence[Tensor], *given: Any, **options: Any) -> tuple[Tensor, ...]:
-        made = fp8.fp8_products(rows, weights, *given, **options)
-        self.add(weights, "forward", torch.cat(made, 1), rows @ torch.cat(list(weights)).T)
-        return made
+    def products(self, rows: Tensor, weights: Sequence[Tensor], *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        products = fp8.fp8_products(rows, weights, *arguments, **options)
+        self.add(weights, "forward", torch.cat(products, 1), rows @ torch.cat(list(weights)).T)
+        return products
 
-    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], *given: Any) -> Tensor:
-        made = fp8.fp8_input_gradient(gradients, weights, *given)
-        self.add(weights, "gradient", made, torch.cat(list(gradients), 1) @ torch.cat(list(weights)))
-        return made
+    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any) -> Tensor:
+        product = fp8.fp8_input_gradient(gradients, weights, *arguments)
+        self.add(weights, "gradient", product, torch.cat(list(gradients), 1) @ torch.cat(list(weights)))
+        return product
 
 
 def differentiate(model: LanguageModel, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,21 +69,28 @@ def differentiate(model: LanguageModel, microbatch: Microbatch) -> tuple[Tensor,
     with torch.no_grad():
         logprobs = model(microbatch).float().log_softmax(-1)
     return logprobs, {
-        name: each.grad.float().clone() for name, each in model.named_parameters() if each.grad is not None
+        name: parameter.grad.float().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 def compare(exact: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]], tokens: Tensor) -> str:
     """Returns a line: KL, the same likeliest token, the log-prob of the next token, the gradient."""
     kl = (exact[0].exp() * (exact[0] - other[0])).sum(-1)
-    same = (exact[0].argmax(-1) == other[0].argmax(-1)).float().mean()
+    same_argmax = (exact[0].argmax(-1) == other[0].argmax(-1)).float().mean()
     following = tokens[1:, None]
     change = (other[0][:-1].gather(-1, following) - exact[0][:-1].gather(-1, following)).abs()
-    left, right = (torch.cat([each.flatten() for each in given[1].values()]).double() for given in (exact, other))
-    cosine, off = left @ right / left.norm() / right.norm(), (right - left).norm() / left.norm()
+    exact_gradients, other_gradients = (
+        torch.cat([gradient.flatten() for gradient in result[1].values()]).double() for result in (exact, other)
+    )
+    cosine, off = (
+        exact_gradients @ other_gradients / exact_gradients.norm() / other_gradients.norm(),
+        (other_gradients - exact_gradients).norm() / exact_gradients.norm(),
+    )
     return (
         f"KL mean {kl.mean():.2e}, 99th percentile {kl.quantile(0.99):.2e}, largest {kl.max():.2e}; same token "
-        f"{same:.2%}; log-prob off by {change.mean():.2e}; gradient off by {off:.2%}, cosine {cosine:.4f}"
+        f"{same_argmax:.2%}; log-prob off by {change.mean():.2e}; gradient off by {off:.2%}, cosine {cosine:.4f}"
     )
 
 

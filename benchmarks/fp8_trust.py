@@ -82,21 +82,21 @@ def logits_of(
             cache = RowCache(torch.device("cpu"), fp8=fp8_kv)
             cache.resize(1, len(sequence))
             microbatch = MixedMicrobatches(cache, 1)(torch.empty(0, 1, dtype=torch.int64), [], [sequence], [0])
-            found: Tensor = model(microbatch, output_processor=all_logits, decode_state=cache)
-            logits.append(found[start - 1 : -1].float())
+            all_rows: Tensor = model(microbatch, output_processor=all_logits, decode_state=cache)
+            logits.append(all_rows[start - 1 : -1].float())
     return torch.cat(logits)
 
 
 def compare(logits: Tensor, exact: Tensor, chosen: Tensor) -> dict[str, Any]:
     """The difference of a variant from the model at each sampled token."""
-    ours, theirs = logits.log_softmax(-1), exact.log_softmax(-1)
-    divergence = (ours.exp() * (ours - theirs)).sum(-1)
-    gap = (theirs - ours).gather(-1, chosen[:, None])[:, 0]
+    logprobs, exact_logprobs = logits.log_softmax(-1), exact.log_softmax(-1)
+    divergence = (logprobs.exp() * (logprobs - exact_logprobs)).sum(-1)
+    gap = (exact_logprobs - logprobs).gather(-1, chosen[:, None])[:, 0]
     ratio = gap.exp()
     return {
         "kl_mean": round(divergence.mean().item(), 6),
         "kl_max": round(divergence.max().item(), 4),
-        "top1_agreement": round((ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(), 4),
+        "top1_agreement": round((logprobs.argmax(-1) == exact_logprobs.argmax(-1)).float().mean().item(), 4),
         "logprob_diff_mean": round(gap.abs().mean().item(), 4),
         "logprob_diff_max": round(gap.abs().max().item(), 3),
         "ratio_tail": round(((ratio < 0.5) | (ratio > 2.0)).float().mean().item(), 5),

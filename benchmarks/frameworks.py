@@ -67,8 +67,10 @@ def steps(device: str) -> dict[str, tuple[str, Step, Step]]:
         ways["Megatron, fused loss"] = ("megatron-core", megatron_fused_loss, megatron_postlude)
     for name, way in WAYS.items():
         if PathFinder.find_spec(way.framework.replace("-", "_")) and not (way.kernel and device == "cpu"):
-            theirs, postlude = (lambda m, i, call=call: call(m, i, CHUNK) for call in (way.theirs, way.postlude))
-            ways[name] = (way.framework, theirs, postlude)
+            framework_step, postlude = (
+                lambda m, i, call=call: call(m, i, CHUNK) for call in (way.theirs, way.postlude)
+            )
+            ways[name] = (way.framework, framework_step, postlude)
     return ways
 
 
@@ -140,13 +142,16 @@ def run_shape(shape: str, device: str, length: int) -> list[dict[str, Any]]:
     inputs = Inputs(device, batch=tokens // length, length=length, vocabulary=vocabulary)
     base = measure(trunk, model, inputs, device)
     cases = [{"shape": shape, "name": "no head", **base}]
-    for name, (framework, theirs, postlude) in steps(device).items():
+    for name, (framework, framework_step, postlude) in steps(device).items():
         case: dict[str, Any] = {"shape": shape, "name": name, "framework": framework, "release": release_of(framework)}
-        case |= {"theirs": measure(theirs, model, inputs, device), "postlude": measure(postlude, model, inputs, device)}
+        case |= {
+            "theirs": measure(framework_step, model, inputs, device),
+            "postlude": measure(postlude, model, inputs, device),
+        }
         for result in (case["theirs"], case["postlude"]):
             if "ms" in result:
                 result["head_ms"] = round(result["ms"] - base["ms"], 2)
-        case["logprob_difference"] = compare(theirs, postlude, model, inputs)
+        case["logprob_difference"] = compare(framework_step, postlude, model, inputs)
         cases.append(case)
         print(json.dumps(case), flush=True)
     return cases
@@ -170,8 +175,8 @@ def main() -> None:
     if options.json:
         machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         versions = {"torch": str(torch.__version__), "date": datetime.date.today().isoformat()}
-        found = {"command": "benchmarks/frameworks.py", "device": machine, **versions, "chunk": CHUNK, "cases": cases}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        report = {"command": "benchmarks/frameworks.py", "device": machine, **versions, "chunk": CHUNK, "cases": cases}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

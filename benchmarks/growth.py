@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
-from workloads import GIB, SHAPES, Clock, Results, Sample, attempt, changed, forget
+from workloads import GIB, SHAPES, Clock, Results, Sample, changed, free_memory, result_or_failure
 
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.objectives import PolicyGradient
@@ -51,18 +51,18 @@ class Point:
 class Axis:
     """What grows, and the points at which it is measured."""
 
-    says: str
+    description: str
     passes: tuple[Pass, ...]
     points: Callable[[Pass], Iterator[Point]]
     attention: bool = False
     """Whether attention grows by another power than the rest, so that it is measured alone."""
 
 
-def powers(least: int, most: int) -> list[int]:
-    return [2**power for power in range(int(math.log2(least)), int(math.log2(most)) + 1)]
+def powers(smallest: int, largest: int) -> list[int]:
+    return [2**power for power in range(int(math.log2(smallest)), int(math.log2(largest)) + 1)]
 
 
-def axes(smoke: bool, shape: str, least: int | None, most: int | None) -> dict[str, Axis]:
+def axes(smoke: bool, shape: str, smallest: int | None, largest: int | None) -> dict[str, Axis]:
     """Of a real shape, or of a tiny one."""
     dense, mixed = ("smoke", "smoke-moe") if smoke else (shape, "30b-a3b")
     tokens = powers(64, 128) if smoke else powers(16384, 262144)
@@ -72,7 +72,7 @@ def axes(smoke: bool, shape: str, least: int | None, most: int | None) -> dict[s
 
     def lengths(which: Pass) -> list[int]:
         longest = 64 if smoke else {"update": 131072, "logprobs": 262144}[which]
-        return powers(least or (16 if smoke else 8192), min(most or longest, longest))
+        return powers(smallest or (16 if smoke else 8192), min(largest or longest, longest))
 
     few = [budget // 16] * (fixed * 16 // budget)
     return {
@@ -113,24 +113,24 @@ def measured(point: Point, which: Pass, clock: Clock) -> dict[str, Any]:
     batch = Batch(sample.sequences, columns)
     short = Batch([sample.sequences[0][:16]], {name: values[:1] for name, values in columns.items()})
 
-    def step(given: Batch = batch) -> None:
+    def step(data: Batch = batch) -> None:
         if which == "update":
-            engine.forward_backward(given, PolicyGradient())
+            engine.forward_backward(data, PolicyGradient())
             engine.optimizer_step()
         else:
-            engine.logprobs(Batch(given.sequences), entropy=True)
+            engine.logprobs(Batch(data.sequences), entropy=True)
 
     step(short)  # the optimizer's state is there from now on
     there = torch.cuda.memory_allocated() if clock.device == "cuda" else 0
-    forget(clock.device)
+    free_memory(clock.device)
     seconds = clock.once(step)
-    found: dict[str, Any] = {"tokens": sum(point.lengths)}
+    result: dict[str, Any] = {"tokens": sum(point.lengths)}
     if clock.device == "cuda":
         peak = torch.cuda.max_memory_allocated()
-        found |= {"peak_gib": round(peak / GIB, 2), "extra_gib": round((peak - there) / GIB, 3)}
+        result |= {"peak_gib": round(peak / GIB, 2), "extra_gib": round((peak - there) / GIB, 3)}
     if seconds < LONG:  # what a first step takes besides, to get its memory, does not count
         seconds = clock(step)
-    return {"seconds": round(seconds, 4), **found}
+    return {"seconds": round(seconds, 4), **result}
 
 
 def attention_alone(point: Point, which: Pass, clock: Clock) -> float:
@@ -138,13 +138,16 @@ def attention_alone(point: Point, which: Pass, clock: Clock) -> float:
     config, dtype = point.config, torch.bfloat16 if clock.device == "cuda" else torch.float32
     packing = Packing.from_lengths(point.lengths, clock.device)
 
-    def made(heads: int) -> torch.Tensor:
+    def random_heads(heads: int) -> torch.Tensor:
         return torch.randn(packing.total, heads, config.head_dim, device=clock.device, dtype=dtype)
 
-    query, key, value = made(config.num_attention_heads), *(made(config.num_key_value_heads) for _ in range(2))
+    query, key, value = (
+        random_heads(config.num_attention_heads),
+        *(random_heads(config.num_key_value_heads) for _ in range(2)),
+    )
     learns = which == "update"
-    for each in (query, key, value):
-        each.requires_grad_(learns)
+    for tensor in (query, key, value):
+        tensor.requires_grad_(learns)
     scores = ScoreConfig(scale=config.head_dim**-0.5)
 
     def forward() -> torch.Tensor:
@@ -169,7 +172,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float]) -> float | None:
     pairs = pairs[len(pairs) // 2 if len(pairs) > 3 else 0 :]
     if len(pairs) < 2:
         return None
-    middle = [sum(each) / len(pairs) for each in zip(*pairs, strict=True)]
+    middle = [sum(coordinates) / len(pairs) for coordinates in zip(*pairs, strict=True)]
     rise = sum((x - middle[0]) * (y - middle[1]) for x, y in pairs)
     return round(rise / sum((x - middle[0]) ** 2 for x, _ in pairs), 2)
 
@@ -178,13 +181,13 @@ def fitted(axis: Axis, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Exponents of an axis, and which of them are steep."""
     ran = [point for point in points if "seconds" in point]
     sizes = [point["size"] for point in ran]
-    found = {"time": exponent(sizes, [point["seconds"] for point in ran])}
+    fit = {"time": exponent(sizes, [point["seconds"] for point in ran])}
     if axis.attention:
-        found["time without attention"] = exponent(sizes, [p["seconds"] - p["attention_s"] for p in ran])
+        fit["time without attention"] = exponent(sizes, [p["seconds"] - p["attention_s"] for p in ran])
     if ran and "extra_gib" in ran[0]:
-        found["memory"] = exponent(sizes, [point["extra_gib"] for point in ran])
-    steep = [name for name, power in found.items() if power is not None and power > STEEP]
-    return {"exponents": found, "superlinear": steep}
+        fit["memory"] = exponent(sizes, [point["extra_gib"] for point in ran])
+    steep = [name for name, power in fit.items() if power is not None and power > STEEP]
+    return {"exponents": fit, "superlinear": steep}
 
 
 # One line of a panel: a name, a colour, and (size, value) pairs.
@@ -192,7 +195,7 @@ Line = tuple[str, str, list[tuple[float, float]]]
 COLOURS = {"update": "#2f6fde", "logprobs": "#e0702d"}
 
 
-def panel(title: str, lines: Sequence[Line], left: float, top: float, width: float, height: float) -> list[str]:
+def panel(title: str, lines: Sequence[Line], x_start: float, top: float, width: float, height: float) -> list[str]:
     """A plot of logarithms in a rectangle: a straight line is a power, and a grey one of slope 1 shows linear."""
     pairs = [pair for _, _, points in lines for pair in points if pair[1] > 0]
     if not pairs:
@@ -202,11 +205,11 @@ def panel(title: str, lines: Sequence[Line], left: float, top: float, width: flo
     y0, y1 = min(y0, y1 - (x1 - x0)) - 0.2, y1 + 0.2
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + (math.log2(x) - x0) / (x1 - x0 or 1) * width, top + (y1 - math.log2(y)) / (y1 - y0) * height
+        return x_start + (math.log2(x) - x0) / (x1 - x0 or 1) * width, top + (y1 - math.log2(y)) / (y1 - y0) * height
 
     drawn = [
-        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#c8ccd2"/>',
-        f'<text x="{left}" y="{top - 6}" font-weight="bold" fill="#222222">{title}</text>',
+        f'<rect x="{x_start}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#c8ccd2"/>',
+        f'<text x="{x_start}" y="{top - 6}" font-weight="bold" fill="#222222">{title}</text>',
     ]
     for power in range(math.ceil(x0), math.floor(x1) + 1):
         x, _ = at(2**power, 2**y0)
@@ -216,8 +219,8 @@ def panel(title: str, lines: Sequence[Line], left: float, top: float, width: flo
     step = max(1, round((y1 - y0) / 5))
     for power in range(math.ceil(y0), math.floor(y1) + 1, step):
         _, y = at(2**x0, 2**power)
-        drawn.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eef0f3"/>')
-        drawn.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{2.0**power:g}</text>')
+        drawn.append(f'<line x1="{x_start}" x2="{x_start + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eef0f3"/>')
+        drawn.append(f'<text x="{x_start - 5}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{2.0**power:g}</text>')
     end = 2 ** (y1 - 0.2)
     ends = [at(2**x0, end / 2 ** (x1 - x0)), at(2**x1, end)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
@@ -226,34 +229,42 @@ def panel(title: str, lines: Sequence[Line], left: float, top: float, width: flo
         dash = ' stroke-dasharray="2 2"' if name.endswith("attention") else ""
         points = " ".join("{:.1f},{:.1f}".format(*at(*pair)) for pair in values if pair[1] > 0)
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>')
-        drawn.append(f'<text x="{left + 8}" y="{top + 14 + 13 * place}" fill="{colour}">{name}</text>')
+        drawn.append(f'<text x="{x_start + 8}" y="{top + 14 + 13 * place}" fill="{colour}">{name}</text>')
     return drawn
 
 
-def drawn(found: dict[str, Any]) -> str:
+def drawn(results: dict[str, Any]) -> str:
     """Time above, memory below, an axis a column."""
-    names = list(dict.fromkeys(case["axis"] for case in found["cases"]))
+    names = list(dict.fromkeys(case["axis"] for case in results["cases"]))
     width, height, gap = 190, 170, 60
-    whole, tall = 50 + len(names) * (width + gap), 60 + 2 * (height + gap)
+    total_width, total_height = 50 + len(names) * (width + gap), 60 + 2 * (height + gap)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{tall}" font-family="sans-serif" '
-        'font-size="10">',
-        f'<rect width="{whole}" height="{tall}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{total_height}" '
+        'font-family="sans-serif" font-size="10">',
+        f'<rect width="{total_width}" height="{total_height}" fill="#ffffff"/>',
     ]
     for column, name in enumerate(names):
-        cases = [case for case in found["cases"] if case["axis"] == name]
-        for row, (what, key) in enumerate((("seconds", "seconds"), ("GiB above the state", "extra_gib"))):
-            shown: list[Line] = []
+        cases = [case for case in results["cases"] if case["axis"] == name]
+        for row, (title, key) in enumerate((("seconds", "seconds"), ("GiB above the state", "extra_gib"))):
+            panel_lines: list[Line] = []
             for case in cases:
                 ran = [point for point in case["points"] if key in point]
                 power = case["exponents"].get("time" if key == "seconds" else "memory")
                 label = f"{case['pass']}, ∝ n^{power}"
-                shown.append((label, COLOURS[case["pass"]], [(each["size"], each[key]) for each in ran]))
+                panel_lines.append(
+                    (
+                        label,
+                        COLOURS[case["pass"]],
+                        [(measured_point["size"], measured_point[key]) for measured_point in ran],
+                    )
+                )
                 if key == "seconds" and ran and "attention_s" in ran[0]:
-                    own = [(each["size"], each["attention_s"]) for each in ran]
-                    shown.append((f"{case['pass']}: attention", COLOURS[case["pass"]], own))
-            left, top = 50 + column * (width + gap), 40 + row * (height + gap)
-            lines += panel(f"{what} by {name}", shown, left, top, width, height)
+                    attention_points = [
+                        (measured_point["size"], measured_point["attention_s"]) for measured_point in ran
+                    ]
+                    panel_lines.append((f"{case['pass']}: attention", COLOURS[case["pass"]], attention_points))
+            x_start, top = 50 + column * (width + gap), 40 + row * (height + gap)
+            lines += panel(f"{title} by {name}", panel_lines, x_start, top, width, height)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -283,19 +294,21 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     with ranks(device=arguments.device):
         for name in arguments.axes or list(every):
             axis = every[name]
-            for which in (each for each in axis.passes if each in arguments.passes):
-                print(f"{which} by {axis.says}")
+            for which in (pass_name for pass_name in axis.passes if pass_name in arguments.passes):
+                print(f"{which} by {axis.description}")
                 points = []
                 for point in axis.points(which):
-                    forget(arguments.device)
-                    found = {"size": point.size} | attempt(lambda p=point, w=which: measured(p, w, clock))
-                    print("  " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
-                    forget(arguments.device)
-                    if axis.attention and "seconds" in found:
-                        found["attention_s"] = round(attention_alone(point, which, clock), 4)
-                        print(f"    of which attention {found['attention_s']} s", flush=True)
-                    points.append(found)
-                case = {"axis": name, "pass": which, "says": axis.says, "points": points} | fitted(axis, points)
+                    free_memory(arguments.device)
+                    point_result = {"size": point.size} | result_or_failure(
+                        lambda p=point, w=which: measured(p, w, clock)
+                    )
+                    print("  " + ", ".join(f"{key} {value}" for key, value in point_result.items()), flush=True)
+                    free_memory(arguments.device)
+                    if axis.attention and "seconds" in point_result:
+                        point_result["attention_s"] = round(attention_alone(point, which, clock), 4)
+                        print(f"    of which attention {point_result['attention_s']} s", flush=True)
+                    points.append(point_result)
+                case = {"axis": name, "pass": which, "says": axis.description, "points": points} | fitted(axis, points)
                 results.add(case)
                 powers_found = ", ".join(f"{key} ∝ n^{power}" for key, power in case["exponents"].items())
                 print(f"  {powers_found}; superlinear: {', '.join(case['superlinear']) or 'nothing'}", flush=True)

@@ -38,7 +38,7 @@ SLOW = 6.0  # times its estimate after which a turn is given up
 def serve(connection: Connection, name: str, device: str) -> None:
     """Runs turns of a group until the other end is closed. Sends each case as a pair, and None after the last."""
     import headline_cases
-    from workloads import OUT_OF_MEMORY, forget, torch
+    from workloads import OUT_OF_MEMORY, free_memory, torch
 
     group = headline_cases.BY_NAME[name]
     with group.context(device):
@@ -56,7 +56,7 @@ def serve(connection: Connection, name: str, device: str) -> None:
             except Exception as error:
                 traceback.print_exc()
                 connection.send(("all", {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}))
-            forget(device)
+            free_memory(device)
             connection.send(None)
 
 
@@ -89,12 +89,12 @@ class Worker:
         for _, answer in answers_of([self], deadline):
             yield answer
 
-    def end(self, why: str = "") -> None:
+    def end(self, reason: str = "") -> None:
         if self.connection is not None:
             self.connection.close()
             self.process.kill()
             self.process.join()
-        self.connection, self.why_ended = None, why
+        self.connection, self.why_ended = None, reason
 
 
 def answers_of(workers: Sequence[Worker], deadline: float) -> Iterator[tuple[Worker, tuple[str, Found]]]:
@@ -139,8 +139,8 @@ class Run:
         began, estimate = time.monotonic(), self.seconds[worker.name]
         limit = min(self.deadline, began + SLOW * max(estimate, 20.0))
         worker.ask(scale)
-        for case, found in worker.answers(limit):
-            self.add(worker.name, case, number, found)
+        for case, result in worker.answers(limit):
+            self.add(worker.name, case, number, result)
         if worker.why_ended:
             self.add(worker.name, "all", number, {"failed": worker.why_ended})
         took = time.monotonic() - began
@@ -148,9 +148,9 @@ class Run:
         self.results.turns.append([worker.name, number, round(took, 1)])
         self.results.write()
 
-    def add(self, group: str, case: str, number: int, found: dict[str, Any]) -> None:
-        self.results.add({"group": group, "case": case, "round": number} | found)
-        print(f"{number} {group:<24} {case:<46} {headline_table.shown(found)}", flush=True)
+    def add(self, group: str, case: str, number: int, result: dict[str, Any]) -> None:
+        self.results.add({"group": group, "case": case, "round": number} | result)
+        print(f"{number} {group:<24} {case:<46} {headline_table.result_line(result)}", flush=True)
 
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             worker.end(worker.why_ended)
         results.seconds = round(time.monotonic() - began, 1)
         results.write()
-    print("\n".join(headline_table.report(headline_table.read(results.kept()))))
+    print("\n".join(headline_table.report(headline_table.read(results.to_json()))))
     return list(results.cases)
 
 
@@ -226,17 +226,17 @@ def measure(run: Run, groups: Sequence[Any], rounds: int, device: str, tiny: boo
     import headline_cases
 
     began = time.monotonic()
-    kept = [run.workers[group.name][0] for group in groups if not group.fresh]
+    lasting_workers = [run.workers[group.name][0] for group in groups if not group.fresh]
     for worker in run.processes:
         worker.start()
-        if worker in kept and not tiny:
+        if worker in lasting_workers and not tiny:
             worker.ask(headline_cases.Scale(device, layers=1))
     for _ in answers_of(run.processes, run.deadline):
         pass
     print(f"started {len(run.processes)} processes in {time.monotonic() - began:.0f} s", flush=True)
     if not tiny:
-        for worker, (case, found) in answers_of(kept, min(run.deadline, began + WARM_UP)):
-            run.add(worker.name, case, 0, found | {"warm_after": round(time.monotonic() - began, 1)})
+        for worker, (case, result) in answers_of(lasting_workers, min(run.deadline, began + WARM_UP)):
+            run.add(worker.name, case, 0, result | {"warm_after": round(time.monotonic() - began, 1)})
     for worker in run.processes:
         if worker.why_ended:
             run.add(worker.name, "all", 0, {"failed": worker.why_ended})

@@ -22,7 +22,7 @@ import linear_logprobs
 import train_step
 from decode_workloads import Workload, workloads
 from transformers import PretrainedConfig
-from workloads import MIXES, SHAPES, Clock, Sample, attempt, changed, forget
+from workloads import MIXES, SHAPES, Clock, Sample, changed, free_memory, result_or_failure
 
 from postlude import ranks
 from postlude.lora import LoRA
@@ -103,17 +103,20 @@ def generate(shape: str, *names: str, rows: Sequence[int] = ROWS, tokens: int = 
     """Returns workloads of `decode.py`. `options` are those of its generator."""
 
     def workloads_at(scale: Scale) -> list[Workload]:
-        some = {"contexts": (16,), "context_rows": 2, "mixed": (3, 2, 8)} if scale.tiny else CONTEXTS
-        asked = scale.rows if scale.tiny else rows
-        return list(workloads(names, scale.config(shape).vocab_size, asked, scale.length(tokens), **some))
+        sizes = {"contexts": (16,), "context_rows": 2, "mixed": (3, 2, 8)} if scale.tiny else CONTEXTS
+        row_counts = scale.rows if scale.tiny else rows
+        return list(workloads(names, scale.config(shape).vocab_size, row_counts, scale.length(tokens), **sizes))
 
     def run(scale: Scale) -> Iterator[Case]:
         config, cases = scale.config(shape), workloads_at(scale)
-        budget, most = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
-        sampler = decode.postlude(config, scale.device, budget, most, **options)
+        budget, max_rows = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
+        sampler = decode.postlude(config, scale.device, budget, max_rows, **options)
         clock = Clock(scale.device, repeats=1, warm_up=0)  # the first call is the warm-up
         for case in cases:
-            yield case.name, attempt(lambda case=case: decode.timed(sampler, case, config, clock, scale.device))
+            yield (
+                case.name,
+                result_or_failure(lambda case=case: decode.timed(sampler, case, config, clock, scale.device)),
+            )
 
     return Cases(run, lambda: [case.name for case in workloads_at(Scale("cpu"))])
 
@@ -123,9 +126,9 @@ def generate_each(shape: str, rows: int, tokens: int, **variants: dict[str, Any]
 
     def run(scale: Scale) -> Iterator[Case]:
         for name, options in variants.items():
-            for _, found in generate(shape, "even", rows=(rows,), tokens=tokens, **options).run(scale):
-                yield name, found
-            forget(scale.device)
+            for _, result in generate(shape, "even", rows=(rows,), tokens=tokens, **options).run(scale):
+                yield name, result
+            free_memory(scale.device)
 
     return Cases(run, lambda: list(variants))
 
@@ -136,10 +139,10 @@ def head(scale: Scale) -> Iterator[Case]:
     methods += linear_logprobs.peers("Liger")
     for shape in ("64x32x512",) if scale.tiny else HEAD_SHAPES:
         for result in linear_logprobs.compare(shape, methods, scale.device, 1 if scale.layers or scale.tiny else 3):
-            found = {key: value for key, value in asdict(result).items() if value is not None}
+            figures = {key: value for key, value in asdict(result).items() if value is not None}
             failed = {"failed": result.note} if result.total_ms is None else {}
-            yield f"{shape} {result.method}", found | failed
-        forget(scale.device)
+            yield f"{shape} {result.method}", figures | failed
+        free_memory(scale.device)
 
 
 def invariant(scale: Scale) -> Iterator[Case]:
@@ -153,13 +156,13 @@ def invariant(scale: Scale) -> Iterator[Case]:
         generator = batch_invariant.generator_of(engine, max(scale.rows), length)
         for count in scale.rows:
             sampled = partial(batch_invariant.sampled, generator, config, count, length, clock)
-            yield f"{name}, {count} completions", attempt(sampled)
+            yield f"{name}, {count} completions", result_or_failure(sampled)
             del sampled
         del generator
         trained = partial(batch_invariant.trained, "update", engine, config, sample, clock)
-        yield f"{name}, update", attempt(trained)
+        yield f"{name}, update", result_or_failure(trained)
         del engine, trained
-        forget(scale.device)
+        free_memory(scale.device)
 
 
 def first_call(*, compiled: bool) -> Cases:

@@ -32,7 +32,7 @@ class Measured:
     """What each round found, in order."""
 
     def values(self, key: Key, figure: str) -> list[float]:
-        return [found[figure] for found in self.cases.get(key, []) if found.get(figure) is not None]
+        return [result[figure] for result in self.cases.get(key, []) if result.get(figure) is not None]
 
     def median(self, key: Key, figure: str) -> float | None:
         values = self.values(key, figure)
@@ -40,16 +40,16 @@ class Measured:
 
     def why_not(self, key: Key) -> str:
         """Returns why there is no figure."""
-        failed = [found["failed"] for name in (key, (key[0], "all")) for found in self.cases.get(name, [])]
+        failed = [result["failed"] for name in (key, (key[0], "all")) for result in self.cases.get(name, [])]
         return str(failed[-1]) if failed else "not measured"
 
 
-def read(kept: dict[str, Any]) -> Measured:
+def read(results: dict[str, Any]) -> Measured:
     cases: dict[Key, list[Found]] = {}
-    for case in kept["cases"]:
+    for case in results["cases"]:
         if case["round"]:  # 0 is the warm-up, with models of one layer
             cases.setdefault((case["group"], case["case"]), []).append(case)
-    return Measured({name: value for name, value in kept.items() if name != "cases"}, cases)
+    return Measured({name: value for name, value in results.items() if name != "cases"}, cases)
 
 
 def rate(value: float) -> str:
@@ -64,10 +64,10 @@ def spread(values: Sequence[float], show: Callable[[float], str], rounds: int) -
     """Returns the least and the greatest without their unit, how far they are apart, and of how few rounds they are."""
     if len(values) < 2:
         return "one round" if values else NONE
-    least, most = min(values), max(values)
-    ends = [show(value).split(" ")[0] for value in (least, most)]
+    smallest, largest = min(values), max(values)
+    ends = [show(value).split(" ")[0] for value in (smallest, largest)]
     fewer = f", {len(values)} rounds" if len(values) < rounds else ""
-    return f"{ends[0]} to {ends[1]} ({(most - least) / statistics.median(values):.1%}){fewer}"
+    return f"{ends[0]} to {ends[1]} ({(largest - smallest) / statistics.median(values):.1%}){fewer}"
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,23 @@ class Target:
     """What is wanted at least, or with `at_most` at most: of the ratio, or of a figure of the case."""
 
     value: float
-    says: str
+    description: str
     figure: str = ""
     at_most: bool = False
 
     def verdict(self, value: float) -> str:
         met = value <= self.value if self.at_most else value >= self.value
-        return f"{self.says}: {'met' if met else 'missed'}"
+        return f"{self.description}: {'met' if met else 'missed'}"
 
 
 @dataclass(frozen=True)
 class Line:
     """A row: a case's figure, and its ratio to a peer's figure or to a floor."""
 
-    says: str
+    description: str
     key: Key
     peer: Key | None = None
-    peer_says: str = ""
+    peer_description: str = ""
     figure: str = "tokens_per_second"
     peer_figure: str = ""
     """The peer's, if it is another."""
@@ -103,9 +103,9 @@ class Line:
     def cells(self, measured: Measured) -> list[str]:
         value = measured.median(self.key, self.figure)
         if value is None:
-            return [self.says, measured.why_not(self.key), *[NONE] * 4]
+            return [self.description, measured.why_not(self.key), *[NONE] * 4]
         return [
-            self.says,
+            self.description,
             "**" + self.show(value) + "**" + self.beside(measured),
             spread(measured.values(self.key, self.figure), self.show, measured.about.get("rounds", 0)),
             *self.compared(measured, value),
@@ -115,15 +115,15 @@ class Line:
         """Returns MFU and memory where there are any."""
         mfu, gib = (measured.median(self.key, name) for name in ("mfu", "peak_gib"))
         rows = measured.cases[self.key][0].get("rows")
-        says = [f"MFU {mfu:.1%}"] if mfu is not None else []
-        says += [f"{gib:.0f} GiB"] if gib is not None and mfu is not None else []
-        says += [f"{rows} rows at a time"] if rows is not None else []
-        return "".join(f", {part}" for part in says)
+        notes = [f"MFU {mfu:.1%}"] if mfu is not None else []
+        notes += [f"{gib:.0f} GiB"] if gib is not None and mfu is not None else []
+        notes += [f"{rows} rows at a time"] if rows is not None else []
+        return "".join(f", {part}" for part in notes)
 
     def compared(self, measured: Measured, value: float) -> list[str]:
         """Returns the peer or floor, the ratio, and whether it is as wanted."""
         ratio: float | None = None
-        ratio_says, against = NONE, self.peer_says or NONE
+        ratio_says, against = NONE, self.peer_description or NONE
         if self.share:
             ratio = measured.median(self.key, self.share)
             ratio_says = NONE if ratio is None else f"{ratio:.0%}"
@@ -181,12 +181,12 @@ TRAINING = (
 
 
 def generation() -> Iterator[Line]:
-    wanted = {16: 0.40, 128: 0.60, 512: 0.75}
-    for rows, share in wanted.items():
+    target_shares = {16: 0.40, 128: 0.60, 512: 0.75}
+    for rows, share in target_shares.items():
         yield Line(
             f"0.6B, {rows} completions of 256",
             ("generate 0.6b", f"{rows} completions"),
-            peer_says="roofline of decoding",
+            peer_description="roofline of decoding",
             share="roofline_share",
             target=Target(share, f"{share:.0%}"),
         )
@@ -208,9 +208,9 @@ def generation() -> Iterator[Line]:
             "256 requests, 100 to 1,024 tokens in and out",
         ),
     }
-    for says, key in others.items():
-        yield Line(f"0.6B, {says}", key, peer_says="roofline of decoding", share="roofline_share")
-    for rows in wanted:
+    for label, key in others.items():
+        yield Line(f"0.6B, {label}", key, peer_description="roofline of decoding", share="roofline_share")
+    for rows in target_shares:
         case = f"{rows} completions"
         yield Line(
             f"0.6B, {rows} with an adapter of rank 32",
@@ -219,21 +219,21 @@ def generation() -> Iterator[Line]:
             "without",
             target=Target(0.9, "0.90×"),
         )
-    for rows in wanted:
+    for rows in target_shares:
         keys = [("batch-invariant 0.6b", f"{mode}, {rows} completions") for mode in ("batch-invariant", "ordinary")]
         yield Line(f"0.6B, {rows} of 128, batch-invariant", keys[0], keys[1], "ordinary")
-    for name, says, target in (("weights", "weights", Target(1.4, "1.40×")), ("kv", "keys and values", None)):
+    for name, label, target in (("weights", "weights", Target(1.4, "1.40×")), ("kv", "keys and values", None)):
         yield Line(
-            f"8B, 10 layers, 128 of 128, {says} in FP8",
+            f"8B, 10 layers, 128 of 128, {label} in FP8",
             ("generate 8b", name),
             ("generate 8b", "bf16"),
             "bf16",
             target=target,
         )
-    for says, group in (("kernels on disk", "compiled"), ("nothing compiled", "not compiled")):
+    for label, group in (("kernels on disk", "compiled"), ("nothing compiled", "not compiled")):
         key = (f"first call, {group}", "16 completions")
         yield Line(
-            f"0.6B, first call of a process, 16 of 256, {says}",
+            f"0.6B, first call of a process, 16 of 256, {label}",
             key,
             key,
             "second call",
@@ -278,16 +278,16 @@ def head_lines(measured: Measured) -> list[str]:
 
 
 def about(measured: Measured) -> str:
-    told, versions = measured.about, measured.about["versions"]
+    run, versions = measured.about, measured.about["versions"]
     with_ = f"torch {versions['torch']}, Triton {versions['triton']}, transformers {versions['transformers']}"
-    when = told["started"].replace("T", " ").replace("+00:00", " UTC")
-    left = len(told["left_out"])
-    turns = "1 turn of a group was" if left == 1 else f"{left} turns of groups were"
-    cut = f"; {turns} left out at the limit of time" if left else ""
+    started = run["started"].replace("T", " ").replace("+00:00", " UTC")
+    skipped = len(run["left_out"])
+    turns = "1 turn of a group was" if skipped == 1 else f"{skipped} turns of groups were"
+    cut = f"; {turns} left out at the limit of time" if skipped else ""
     return (
-        f"`{told['command']}` on one {told['machine']}, {with_}, Liger {versions['liger_kernel']}, "
-        f"driver {versions['driver']}, commit {versions['commit']}, {when}: "
-        f"{told['rounds']} {'rounds' if told['rounds'] > 1 else 'round'} in {told['seconds']:.0f} s{cut}."
+        f"`{run['command']}` on one {run['machine']}, {with_}, Liger {versions['liger_kernel']}, "
+        f"driver {versions['driver']}, commit {versions['commit']}, {started}: "
+        f"{run['rounds']} {'rounds' if run['rounds'] > 1 else 'round'} in {run['seconds']:.0f} s{cut}."
     )
 
 
@@ -315,13 +315,13 @@ def step_rows(measured: Measured) -> list[str]:
         ("Qwen3-8B, 10 of its 36 layers", UPDATE_8B, ((LIGER, LIGER_8B),)),
         ("Qwen3-30B-A3B, 6 of its 48 layers", UPDATE_MOE, ()),
     )
-    for says, ours, peers in shapes:
+    for label, case, peers in shapes:
         rates = {peer: measured.median(peer[1], "tokens_per_second") or 0.0 for peer in peers}
         best = max(rates, key=lambda peer: rates[peer], default=None)
-        speed = measured.median(ours, "tokens_per_second")
+        speed = measured.median(case, "tokens_per_second")
         beside = NONE if best is None else f"{best[0]}: {cell(best[1])}"
         ratio = f"{speed / rates[best]:.2f}×" if best and speed and rates[best] else NONE
-        lines.append(row(says, f"**{cell(ours)}**", beside, ratio))
+        lines.append(row(label, f"**{cell(case)}**", beside, ratio))
     return lines
 
 
@@ -366,13 +366,13 @@ def drawn(measured: Measured, text: str) -> str:
     return text
 
 
-def shown(found: Found) -> str:
+def result_line(result: Found) -> str:
     """Returns the figures of a case in one line of a terminal."""
-    if "failed" in found:
-        return str(found["failed"])
+    if "failed" in result:
+        return str(result["failed"])
     names = (
         "tokens_per_second", "mfu", "peak_gib", "roofline_share", "first_call_seconds", "prompts_seconds", "seconds",
         "total_ms", "total_ratio", "once_ratio", "extra_gib", "warm_after",
     )  # fmt: skip
-    values = {name: found[name] for name in names if found.get(name) is not None}
+    values = {name: result[name] for name in names if result.get(name) is not None}
     return ", ".join(f"{name} {round(v, 3) if isinstance(v, float) else v}" for name, v in values.items())

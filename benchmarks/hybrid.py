@@ -39,33 +39,33 @@ def text() -> bytes:
 
 
 def batches(steps: int, tokens: int) -> list[Batch]:
-    numbers, written, found = random.Random(0), text(), []
+    numbers, written, all_batches = random.Random(0), text(), []
     for _ in range(steps):
         sequences: list[list[int]] = []
-        left = tokens
-        while left > 1:
-            length = min(left, numbers.randrange(64, 2048))
+        tokens_left = tokens
+        while tokens_left > 1:
+            length = min(tokens_left, numbers.randrange(64, 2048))
             start = numbers.randrange(len(written) - length)
             sequences.append(list(written[start : start + length]))
-            left -= length
-        found.append(Batch([torch.tensor(each) for each in sequences]))
-    return found
+            tokens_left -= length
+        all_batches.append(Batch([torch.tensor(sequence) for sequence in sequences]))
+    return all_batches
 
 
-def learn(pattern: str, given: list[Batch], tokens: int) -> dict[str, Any]:
+def learn(pattern: str, data: list[Batch], tokens: int) -> dict[str, Any]:
     config = ModelConfig(
         pattern=Pattern.parse(pattern), hidden_size=HIDDEN, vocab_size=VOCABULARY, blocks=BLOCKS, tied_head=True
     )
-    schedule = LRSchedule(shape="cosine", warmup=20, steps=len(given), floor=0.1)
+    schedule = LRSchedule(shape="cosine", warmup=20, steps=len(data), floor=0.1)
     engine = Engine(config, optimizer=AdamW(lr=1e-3, betas=(0.9, 0.95), schedule=schedule), budget=tokens)
     losses, began = [], time.perf_counter()
-    for number, batch in enumerate(given):
-        if number == len(given) // 4:  # kernels are compiled by then
+    for number, batch in enumerate(data):
+        if number == len(data) // 4:  # kernels are compiled by then
             began = time.perf_counter()
         losses.append(engine.forward_backward(batch, SFT()).loss)
         engine.optimizer_step()
     seconds = time.perf_counter() - began
-    timed = len(given) - len(given) // 4
+    timed = len(data) - len(data) // 4
     size = sum(parameter.numel() for parameter in engine.parameters.values())
     return {
         "pattern": pattern,
@@ -75,11 +75,11 @@ def learn(pattern: str, given: list[Batch], tokens: int) -> dict[str, Any]:
     }
 
 
-def drawn(found: dict[str, Any]) -> str:
+def drawn(results: dict[str, Any]) -> str:
     """Loss by step, each the mean of ten around it, as an SVG."""
-    width, height, left, top, colours = 640, 300, 46, 16, {"transformer": "#2f6fde", "hybrid": "#e0702d"}
-    steps = max(len(found[name]["losses"]) for name in PATTERNS)
-    x, y = (width - left - 12) / steps, (height - top - 34) / 5.0
+    width, height, x_start, top, colours = 640, 300, 46, 16, {"transformer": "#2f6fde", "hybrid": "#e0702d"}
+    steps = max(len(results[name]["losses"]) for name in PATTERNS)
+    x, y = (width - x_start - 12) / steps, (height - top - 34) / 5.0
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         'font-size="11">',
@@ -87,15 +87,15 @@ def drawn(found: dict[str, Any]) -> str:
     ]
     for value in range(6):
         at = top + (5 - value) * y
-        lines.append(f'<line x1="{left}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e6ea"/>')
-        lines.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555555">{value}</text>')
+        lines.append(f'<line x1="{x_start}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e6ea"/>')
+        lines.append(f'<text x="{x_start - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555555">{value}</text>')
     for place, (name, colour) in enumerate(colours.items()):
-        losses = found[name]["losses"]
+        losses = results[name]["losses"]
         smooth = [sum(losses[max(0, i - 5) : i + 5]) / len(losses[max(0, i - 5) : i + 5]) for i in range(len(losses))]
-        points = " ".join(f"{left + i * x:.1f},{top + (5 - loss) * y:.1f}" for i, loss in enumerate(smooth))
+        points = " ".join(f"{x_start + i * x:.1f},{top + (5 - loss) * y:.1f}" for i, loss in enumerate(smooth))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        label = f"{name} {found[name]['pattern']}, {found[name]['parameters'] / 1e6:.1f} M"
-        lines.append(f'<text x="{left + 250}" y="{top + 14 + 16 * place}" fill="{colour}">{label}</text>')
+        label = f"{name} {results[name]['pattern']}, {results[name]['parameters'] / 1e6:.1f} M"
+        lines.append(f'<text x="{x_start + 250}" y="{top + 14 + 16 * place}" fill="{colour}">{label}</text>')
     lines.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle" fill="#555555">step (of {steps})</text>')
     return "\n".join([*lines, "</svg>", ""])
 
@@ -111,16 +111,20 @@ def main() -> None:
         arguments.draw[1].write_text(drawn(json.loads(arguments.draw[0].read_text())))
         return
     with ranks():
-        given = batches(arguments.steps, arguments.tokens)
-        found = {name: learn(pattern, given, arguments.tokens) for name, pattern in PATTERNS.items()}
-    for name, each in found.items():
-        last = each["losses"][-20:]
+        data = batches(arguments.steps, arguments.tokens)
+        results = {name: learn(pattern, data, arguments.tokens) for name, pattern in PATTERNS.items()}
+    for name, result in results.items():
+        last = result["losses"][-20:]
         print(
-            name, each["pattern"], f"{each['parameters']:,}", f"{sum(last) / len(last):.4f}", each["tokens_per_second"]
+            name,
+            result["pattern"],
+            f"{result['parameters']:,}",
+            f"{sum(last) / len(last):.4f}",
+            result["tokens_per_second"],
         )
     if arguments.json:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        arguments.json.write_text(json.dumps({"machine": machine, "tokens": arguments.tokens, **found}) + "\n")
+        arguments.json.write_text(json.dumps({"machine": machine, "tokens": arguments.tokens, **results}) + "\n")
 
 
 if __name__ == "__main__":

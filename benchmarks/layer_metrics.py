@@ -58,8 +58,8 @@ def measure(sizes: dict[str, int], device: str, repeats: int) -> dict[str, float
             times[kind].append(1e3 * (time.perf_counter() - start) / PASSES)
         model.zero_grad()
         assert (moe.take_metric_sums() is not None) == (kind == "with")
-    found = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
-    return found | {"share": found["with_ms"] / found["without_ms"] - 1}
+    medians = {f"{kind}_ms": statistics.median(values) for kind, values in times.items()}
+    return medians | {"share": medians["with_ms"] / medians["without_ms"] - 1}
 
 
 def _wait(device: str) -> None:

@@ -102,9 +102,9 @@ def ours(backend: str, memory_budget: int | None) -> Iterator[Method]:
 
     # The host knows how many targets there are, as in training: `Microbatch.target_count`.
     def stats(case: Case, targets: Tensor, count: int) -> Tensor:
-        found = linear_logprobs(case.hidden, case.weight, targets, entropy=True, target_count=count, **options)
-        assert found.entropy is not None
-        return (found.logprob * case.logprob_gradient).sum() + (found.entropy * case.entropy_gradient).sum()
+        token_stats = linear_logprobs(case.hidden, case.weight, targets, entropy=True, target_count=count, **options)
+        assert token_stats.entropy is not None
+        return (token_stats.logprob * case.logprob_gradient).sum() + (token_stats.entropy * case.entropy_gradient).sum()
 
     def objective(case: Case) -> Tensor:
         columns = (case.logprob_gradient, case.entropy_gradient)
@@ -276,7 +276,7 @@ def floor(case: Case, device: str, repeats: int) -> tuple[float, float, float]:
     hidden = hidden[:part]
     logits = torch.empty(part, case.vocabulary, dtype=hidden.dtype, device=hidden.device)
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
-    one = timed(lambda: torch.mm(hidden, weight.t(), out=logits), device, repeats)
+    gemm_ms = timed(lambda: torch.mm(hidden, weight.t(), out=logits), device, repeats)
     two = timed(lambda: torch.mm(logits, weight, out=d_hidden), device, repeats)
     three = timed(lambda: torch.mm(logits.t(), hidden, out=d_weight), device, repeats)
 
@@ -286,8 +286,8 @@ def floor(case: Case, device: str, repeats: int) -> tuple[float, float, float]:
         torch.mm(logits, weight, out=d_hidden)
         torch.mm(logits.t(), hidden, out=d_weight)
 
-    whole = case.tokens / part
-    return one * whole, (2 * one + two + three) * whole, once(four, device, repeats) * whole
+    scale = case.tokens / part
+    return gemm_ms * scale, (2 * gemm_ms + two + three) * scale, once(four, device, repeats) * scale
 
 
 def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -> Result:
@@ -340,16 +340,18 @@ def compare(shape: str, methods: list[Method], device: str, repeats: int) -> lis
     before = floor(case, device, repeats)
     measured = [measure(method, case, shape, device, repeats) for method in methods]
     # The clock of a GPU wanders by a tenth over minutes: a ratio is to the mean of the floor before and after.
-    one, four, alone = (statistics.mean(pair) for pair in zip(before, floor(case, device, repeats), strict=True))
+    one_gemm, four_gemms, alone = (
+        statistics.mean(pair) for pair in zip(before, floor(case, device, repeats), strict=True)
+    )
     for result in measured:
-        result.forward_ratio = result.forward_ms and result.forward_ms / one
-        result.total_ratio = result.total_ms and result.total_ms / four
+        result.forward_ratio = result.forward_ms and result.forward_ms / one_gemm
+        result.total_ratio = result.total_ms and result.total_ms / four_gemms
         result.once_ratio = result.once_ms and result.once_ms / alone
-        whole = measured[0].total_ms
-        if result.method.endswith("ignored") and result.total_ms and whole:
-            result.note = f"{result.total_ms / whole:.2f}x of none ignored"
+        total_ms = measured[0].total_ms
+        if result.method.endswith("ignored") and result.total_ms and total_ms:
+            result.note = f"{result.total_ms / total_ms:.2f}x of none ignored"
         print(f"{shape} {result.method}: {_line(result)}", flush=True)
-    return [Result(shape, FLOOR, "nothing", one, four, 1.0, 1.0, alone, 1.0), *measured]
+    return [Result(shape, FLOOR, "nothing", one_gemm, four_gemms, 1.0, 1.0, alone, 1.0), *measured]
 
 
 def grow(arguments: argparse.Namespace, device: str) -> list[Result]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from workloads import GIB, MIXES, SHAPES, Clock, Results, Sample, attempt, forget, peak_gib
+from workloads import GIB, MIXES, SHAPES, Clock, Results, Sample, free_memory, peak_gib, result_or_failure
 
 import peers
 from postlude import AdamW, Batch, Engine, ranks
@@ -59,7 +59,7 @@ class Work:
 class Case:
     """One line of the table. `make` returns the step to time, and the estimate of its memory if there is one."""
 
-    says: str
+    description: str
     make: Callable[[Work], tuple[Callable[[], Any], int | None]]
 
 
@@ -108,7 +108,7 @@ def theirs(
 
         if attention == "flash_attention_2":
             import flash_attn  # noqa: F401
-        base = peers.made(work.config, work.device, work.dtype, attention)
+        base = peers.build_model(work.config, work.device, work.dtype, attention)
         chosen = peft.LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules=MODULES, task_type="CAUSAL_LM")
         model = peft.get_peft_model(base, chosen, autocast_adapter_dtype=not bf16_adapters)
         if checkpointing:
@@ -158,14 +158,14 @@ def run(case: Case, work: Work, clock: Clock) -> dict[str, Any]:
             "tokens_per_second": round(sum(work.sample.lengths) / seconds),
             "peak_gib": peak_gib(work.device),
             "planned_gib": None if planned is None else round(planned / GIB, 2),
-            "seconds": [round(each, 4) for each in clock.seconds],
+            "seconds": [round(duration, 4) for duration in clock.seconds],
         }
     finally:
         step = None
-        forget(work.device)
+        free_memory(work.device)
 
 
-def shown(name: str, result: dict[str, Any]) -> str:
+def result_line(name: str, result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"  {name:<26} {result['failed']}"
     memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:7.1f} GiB"
@@ -205,11 +205,11 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     with ranks(device=arguments.device):
         for name in arguments.cases:
             case = CASES[name]
-            forget(arguments.device)
-            result = attempt(lambda case=case: run(case, work, clock))
-            said = {"case": name, "says": case.says, "shape": arguments.shape, "mix": arguments.mix}
-            results.add(said | {"budget": budget, "rank": arguments.rank} | result)
-            print(shown(name, result), flush=True)
+            free_memory(arguments.device)
+            result = result_or_failure(lambda case=case: run(case, work, clock))
+            labels = {"case": name, "says": case.description, "shape": arguments.shape, "mix": arguments.mix}
+            results.add(labels | {"budget": budget, "rank": arguments.rank} | result)
+            print(result_line(name, result), flush=True)
     return results.cases
 
 

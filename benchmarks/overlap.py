@@ -90,14 +90,14 @@ class SlowWay:
     def reverse(self) -> SlowWay:
         return SlowWay(self.way.reverse if self.way is not None else None, self.stream)
 
-    def __call__(self, rows: Tensor, *told: Any) -> Tensor:
+    def __call__(self, rows: Tensor, *arguments: Any) -> Tensor:
         moved: Tensor = _Slowly.apply(rows, self)
         return moved
 
-    def start(self, rows: Tensor, *told: Any) -> Callable[[], Tensor]:
+    def start(self, rows: Tensor, *arguments: Any) -> Callable[[], Tensor]:
         PAUSE.taken += 1
         if self.stream is not None:
-            kind, name = told[:2] if len(told) > 1 else ("exchange", "")
+            kind, name = arguments[:2] if len(arguments) > 1 else ("exchange", "")
             return self._on_gpu(rows, self.stream, f"{kind} {name.rpartition(' ')[2]}")
         arrive = self.way.start(rows)
         ready = time.perf_counter() + PAUSE.seconds
@@ -110,20 +110,20 @@ class SlowWay:
         return wait
 
     def _on_gpu(self, rows: Tensor, stream: torch.cuda.Stream, name: str) -> Callable[[], Tensor]:
-        seen = Watched.named(name)
+        watched = Watched.named(name)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            seen.begun.record()
+            watched.begun.record()
             if PAUSE.amount:
                 PAUSE.wait(PAUSE.amount)
-            seen.ended.record()
+            watched.ended.record()
 
         def wait() -> Tensor:
-            seen.stood.record()
-            torch.cuda.current_stream().wait_event(seen.ended)
-            seen.went_on.record()
+            watched.stood.record()
+            torch.cuda.current_stream().wait_event(watched.ended)
+            watched.went_on.record()
             if PAUSE.watched is not None:
-                PAUSE.watched.append(seen)
+                PAUSE.watched.append(watched)
             return rows * 1
 
         return wait
@@ -158,12 +158,12 @@ class SlowMoE(MoE):
         return tuple(between())
 
     def plan(self, pending_route: Any, context: ForwardContext) -> Mapping[str, Any]:
-        found = super().plan(pending_route, context)
+        values = super().plan(pending_route, context)
         stream = STREAMS[0] if STREAMS else None
         return {
-            **found,
-            "to_experts": SlowWay(found["to_experts"], stream),
-            "to_tokens": SlowWay(found["to_tokens"], stream),
+            **values,
+            "to_experts": SlowWay(values["to_experts"], stream),
+            "to_tokens": SlowWay(values["to_tokens"], stream),
         }
 
 
@@ -203,15 +203,15 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
+            allocated = torch.cuda.memory_allocated()
         began = time.perf_counter()
         engine.forward_backward(batch, SFT())
         if on_gpu:
             torch.cuda.synchronize()
-            peaks[engine.overlap] = (torch.cuda.max_memory_allocated() - held) / 2**30
-        taken = time.perf_counter() - began
+            peaks[engine.overlap] = (torch.cuda.max_memory_allocated() - allocated) / 2**30
+        seconds = time.perf_counter() - began
         engine.zero_grad()
-        return taken
+        return seconds
 
     engines = {
         overlap: Engine(
@@ -233,17 +233,17 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
         amount, pause = calibrated(pause)
     times: dict[tuple[bool, bool], list[float]] = {(o, p): [] for o in (False, True) for p in (False, True)}
     for _ in range(options.repeats):
-        for (overlap, paused), found in times.items():
+        for (overlap, paused), durations in times.items():
             PAUSE.seconds, PAUSE.amount = (pause, amount) if paused else (0.0, 0)
-            found.append(step(engines[overlap]))
-    medians = {key: statistics.median(found) for key, found in times.items()}
-    whole = exchanges * pause
-    exposed = {overlap: (medians[overlap, True] - medians[overlap, False]) / whole for overlap in (False, True)}
+            durations.append(step(engines[overlap]))
+    medians = {key: statistics.median(durations) for key, durations in times.items()}
+    total_pause = exchanges * pause
+    exposed = {overlap: (medians[overlap, True] - medians[overlap, False]) / total_pause for overlap in (False, True)}
     watched = {name: watch(lambda overlap=overlap: step(engines[overlap])) for name, overlap in KINDS} if on_gpu else {}
     return {
         "exchanges": exchanges,
         "pause_ms": 1e3 * pause,
-        "exchange_s": whole,
+        "exchange_s": total_pause,
         "step_s": {
             name: {"without": medians[overlap, False], "with": medians[overlap, True]} for name, overlap in KINDS
         },
@@ -264,14 +264,17 @@ def watch(step: Callable[[], float]) -> dict[str, Any]:
     PAUSE.watched = []
     seconds = step()
     torch.cuda.synchronize()
-    seen, PAUSE.watched = PAUSE.watched, None
-    took, stalled = sum(each.took for each in seen), sum(each.stalled for each in seen)
+    exchanges, PAUSE.watched = PAUSE.watched, None
+    took, stalled = sum(exchange.took for exchange in exchanges), sum(exchange.stalled for exchange in exchanges)
     by_name = {
-        name: [round(1e3 * sum(getattr(each, key) for each in seen if each.name == name), 2) for key in SEEN]
-        for name in dict.fromkeys(each.name for each in seen)
+        name: [
+            round(1e3 * sum(getattr(exchange, key) for exchange in exchanges if exchange.name == name), 2)
+            for key in SEEN
+        ]
+        for name in dict.fromkeys(exchange.name for exchange in exchanges)
     }
-    found = {"step_s": seconds, "exchanges": len(seen), "took_s": took, "stalled_s": stalled}
-    return {**found, "hidden": 1 - stalled / took, "ms_took_and_stalled": by_name}
+    result = {"step_s": seconds, "exchanges": len(exchanges), "took_s": took, "stalled_s": stalled}
+    return {**result, "hidden": 1 - stalled / took, "ms_took_and_stalled": by_name}
 
 
 SEEN = ("took", "stalled")
@@ -298,8 +301,8 @@ def sleeping() -> Callable[[int], None]:
 def copying() -> Callable[[int], None]:
     """Bytes that a copy engine brings to the host."""
     there = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    return lambda size: here[:size].copy_(there[:size], non_blocking=True)
+    host_buffer = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    return lambda size: host_buffer[:size].copy_(there[:size], non_blocking=True)
 
 
 WAITS: dict[str, Callable[[], Callable[[int], None]]] = {"sleep": sleeping, "copy": copying}
@@ -331,18 +334,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = []
+    results = []
     for share in options.share:
         case = argparse.Namespace(**vars(options) | {"share": share})
         size = 1 if options.device == "cuda" else 2
         result = postlude.launch(measure, options.device, case, nproc=size, device=options.device)[0]
-        found.append({"share": share, "by": options.by if options.device == "cuda" else "gloo", **result})
-        print(json.dumps(found[-1]), flush=True)
+        results.append({"share": share, "by": options.by if options.device == "cuda" else "gloo", **result})
+        print(json.dumps(results[-1]), flush=True)
         if options.json is not None:
             machine = torch.cuda.get_device_name() if options.device == "cuda" else "two ranks on a CPU"
             written = {"machine": machine, "torch": torch.__version__, "date": date.today().isoformat()}
             shape = {"microbatches": options.microbatches, "pattern": str(model(options.device).pattern)}
-            options.json.write_text(json.dumps({**written, **shape, "cases": found}, indent=1) + "\n")
+            options.json.write_text(json.dumps({**written, **shape, "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

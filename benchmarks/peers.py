@@ -24,7 +24,7 @@ Rows = dict[str, Tensor]
 ENTROPY_ROWS = 128
 
 
-def made(config: PretrainedConfig, device: str, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
+def build_model(config: PretrainedConfig, device: str, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
     """A model of random weights, made on the device."""
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -34,9 +34,9 @@ def made(config: PretrainedConfig, device: str, dtype: torch.dtype, attention: s
 def padded(sample: Sample, rows: int, device: str) -> Iterator[Rows]:
     """The sequences in their order, so many rows at a time."""
     for first in range(0, len(sample.sequences), rows):
-        some = sample.sequences[first : first + rows]
-        ids = nn.utils.rnn.pad_sequence(some, batch_first=True)
-        lengths = torch.tensor([len(each) for each in some])
+        sequences = sample.sequences[first : first + rows]
+        ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         advantages = torch.tensor(sample.advantages[first : first + rows])
         yield {"ids": ids.to(device), "mask": mask.long().to(device), "advantages": advantages.to(device)}
@@ -58,17 +58,17 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 def entropies(logits: Tensor) -> Tensor:
     """[rows, T, V] -> [rows, T], a few rows of the vocabulary at a time."""
     flat = logits.flatten(0, 1)
-    found = []
+    chunks = []
     for chunk in flat.split(ENTROPY_ROWS):
         logprobs = F.log_softmax(chunk, dim=-1)
-        found.append(-(logprobs.exp() * logprobs).sum(-1))
-    return torch.cat(found).view(logits.shape[:2])
+        chunks.append(-(logprobs.exp() * logprobs).sum(-1))
+    return torch.cat(chunks).view(logits.shape[:2])
 
 
 def clipped_loss(logprobs: Tensor, old: Tensor | float, advantages: Tensor, mask: Tensor, tokens: int) -> Tensor:
     ratio = (logprobs - old).exp()
-    given = advantages[:, None]
-    losses = -torch.minimum(ratio * given, ratio.clamp(0.8, 1.2) * given)
+    token_advantages = advantages[:, None]
+    losses = -torch.minimum(ratio * token_advantages, ratio.clamp(0.8, 1.2) * token_advantages)
     return (losses * mask).sum() / tokens
 
 
@@ -135,7 +135,7 @@ def liger_grpo(sample: Sample) -> Callable[[nn.Module, Rows], Tensor]:
         hidden = model.model(input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False).last_hidden_state
         targets, mask = rows["ids"][:, 1:], rows["mask"][:, 1:]
         old = torch.full(targets.shape, sample.old_logprob, device=targets.device)
-        found: Tensor = loss(
+        mean_loss: Tensor = loss(
             hidden[:, :-1].contiguous(),
             model.lm_head.weight,
             targets,
@@ -143,7 +143,7 @@ def liger_grpo(sample: Sample) -> Callable[[nn.Module, Rows], Tensor]:
             rows["advantages"],
             old_per_token_logps=old,
         )[0]
-        return found * len(rows["ids"]) / share
+        return mean_loss * len(rows["ids"]) / share
 
     return loss_of
 
@@ -154,32 +154,32 @@ def sft(sample: Sample) -> Callable[[nn.Module, Rows], Tensor]:
 
     def loss_of(model: nn.Module, rows: Rows) -> Tensor:
         labels = rows["ids"].masked_fill(rows["mask"] == 0, -100)
-        found: Tensor = model(
+        loss: Tensor = model(
             input_ids=rows["ids"],
             attention_mask=rows["mask"],
             labels=labels,
             use_cache=False,
             num_items_in_batch=torch.tensor(tokens, device=labels.device),
         ).loss
-        return found
+        return loss
 
     return loss_of
 
 
 def packed(sample: Sample, budget: int, device: str) -> list[Rows]:
     """The sequences end to end in rows of at most `budget` tokens; positions that begin anew tell them apart."""
-    found = []
+    batches = []
     for members in plan_bins(sample.lengths, budget):
-        some = [sample.sequences[member] for member in members]
-        positions = torch.cat([torch.arange(len(each)) for each in some])
-        labels = torch.cat([torch.cat((torch.tensor([-100]), each[1:])) for each in some])
-        left = budget - len(positions)  # one shape for all, so that a compiled attention is compiled once
-        ids, labels = F.pad(torch.cat(some), (0, left)), F.pad(labels, (0, left), value=-100)
-        positions = torch.cat((positions, torch.arange(left)))
-        found.append(
+        sequences = [sample.sequences[member] for member in members]
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        labels = torch.cat([torch.cat((torch.tensor([-100]), sequence[1:])) for sequence in sequences])
+        padding = budget - len(positions)  # one shape for all, so that a compiled attention is compiled once
+        ids, labels = F.pad(torch.cat(sequences), (0, padding)), F.pad(labels, (0, padding), value=-100)
+        positions = torch.cat((positions, torch.arange(padding)))
+        batches.append(
             {"ids": ids[None].to(device), "positions": positions[None].to(device), "labels": labels[None].to(device)}
         )
-    return found
+    return batches
 
 
 def packed_sft(sample: Sample) -> Callable[[nn.Module, Rows], Tensor]:
@@ -187,13 +187,13 @@ def packed_sft(sample: Sample) -> Callable[[nn.Module, Rows], Tensor]:
     tokens = sample.learned
 
     def loss_of(model: nn.Module, rows: Rows) -> Tensor:
-        found: Tensor = model(
+        loss: Tensor = model(
             input_ids=rows["ids"],
             position_ids=rows["positions"],
             labels=rows["labels"],
             use_cache=False,
             num_items_in_batch=torch.tensor(tokens, device=rows["ids"].device),
         ).loss
-        return found
+        return loss
 
     return loss_of

@@ -115,7 +115,7 @@ class Living(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.peak = 0
-        states = [state for each in engine.optimizer.state.values() for state in each.values()]
+        states = [state for parameter_state in engine.optimizer.state.values() for state in parameter_state.values()]
         for tensor in (*engine.parameters.values(), *states):
             self._meet(tensor)
 
@@ -128,10 +128,10 @@ class Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            self._meet(each)
+        for leaf in tree_leaves(result):
+            self._meet(leaf)
         # FSDP frees what it gathered by shrinking it, so sizes are read anew.
-        living = sum(found.nbytes() for each in list(self.storages.values()) if (found := each()) is not None)
+        living = sum(storage.nbytes() for leaf in list(self.storages.values()) if (storage := leaf()) is not None)
         self.peak = max(self.peak, living)
         return result
 
@@ -192,19 +192,19 @@ class Bench:
                 entered = None
                 if not stage.stage.first:
                     entered = torch.randn(shape, dtype=engine.compute_dtype, device=self.device, requires_grad=True)
-                how: dict[str, Any] = {}
+                options: dict[str, Any] = {}
                 if stage.stage.last:
-                    how["output_processor"] = lambda inputs, _: tally.evaluate(SFT(), inputs)
+                    options["output_processor"] = lambda inputs, _: tally.evaluate(SFT(), inputs)
                 dist.barrier()
                 with blas_fp32_matmul(engine.compute_dtype):
-                    taken, left = self.timed(lambda s=stage, m=microbatch, e=entered, h=how: s(m, e, **h))
-                    self.times["F", index, turn == 0].append(taken)
+                    seconds, output = self.timed(lambda s=stage, m=microbatch, e=entered, h=options: s(m, e, **h))
+                    self.times["F", index, turn == 0].append(seconds)
                     if last:
                         engine.local_stages.sharding[index].before_last_backward()
-                    gradient = None if left.ndim == 0 else torch.randn_like(left)
+                    gradient = None if output.ndim == 0 else torch.randn_like(output)
                     dist.barrier()
-                    taken, _ = self.timed(lambda s=stage, out=left, g=gradient: self.backward(s, out, g))
-                    self.times["B", index, last].append(taken)
+                    seconds, _ = self.timed(lambda s=stage, out=output, g=gradient: self.backward(s, out, g))
+                    self.times["B", index, last].append(seconds)
             engine.local_stages.sharding[index].finish_grads()
             engine.local_stages.sharding[index].end_pass()
         dist.barrier()
@@ -214,9 +214,9 @@ class Bench:
         if self.layout.pp > 1:
             self.rest["transfer"].append(self.transfer())
 
-    def backward(self, stage: LanguageModel, left: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, stage: LanguageModel, output: Tensor, gradient: Tensor | None) -> None:
         """With what comes after it: with overlap, gradients are summed when a layer has all of them."""
-        left.backward(gradient)
+        output.backward(gradient)
         for module in (*reversed(stage.logical_layers), stage):
             self.engine.local_stages.sharding[stage.stage.index].grads_ready(module)
 
@@ -246,13 +246,13 @@ class Bench:
                 ends[stage, span.microbatch] = [min(begin, span.start), max(end, span.end)]
         moments = sorted(
             [(begin, 1) for begin, _ in ends.values()] + [(end, -1) for _, end in ends.values()],
-            key=lambda each: each[0],
+            key=lambda event: event[0],
         )
-        held = most = 0
+        count = largest = 0
         for _, change in moments:
-            held += change
-            most = max(most, held)
-        return self.gathered(most)[:: self.layout.world_size // self.layout.pp]
+            count += change
+            largest = max(largest, count)
+        return self.gathered(largest)[:: self.layout.world_size // self.layout.pp]
 
     def peak(self) -> int:
         """Bytes of the rank that has most, in a step after the first."""
@@ -267,9 +267,9 @@ class Bench:
 
     @staticmethod
     def gathered(value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
 
 def check(case: Case, rounds: int) -> dict[str, Any]:
@@ -286,12 +286,12 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         bench.alone()
     in_flight = bench.in_flight()
     peak = bench.peak()
-    own = {key: statistics.median(times) for key, times in bench.times.items()}
+    medians = {key: statistics.median(times) for key, times in bench.times.items()}
     times: dict[tuple[str, int, bool], float] = {}
-    for each in bench.gathered(own):
-        for key, seconds in each.items():
+    for rank_medians in bench.gathered(medians):
+        for key, seconds in rank_medians.items():
             times[key] = max(seconds, times.get(key, 0.0))
-    rest = {
+    others = {
         name: max(bench.gathered(statistics.median(bench.rest[name]) if name in bench.rest else 0.0))
         for name in ("step", "optimizer", "deal", "transfer")
     }
@@ -302,26 +302,26 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
 
     foretold = simulate_step(
         layout, cost, microbatches=case.microbatches, overlap=case.overlap,
-        transfer_seconds=rest["transfer"], after=rest["optimizer"] + rest["deal"],
+        transfer_seconds=others["transfer"], after=others["optimizer"] + others["deal"],
     )  # fmt: skip
     memory = estimate_memory(
         bench.engine.config, layout, budget=case.tokens, compute_bytes=bench.engine.compute_dtype.itemsize, moments=2,
         recompute=case.recompute, device=case.device, microbatches=case.microbatches, overlap=case.overlap,
     )  # fmt: skip
-    foretold_peak = max(each.total for each in memory)
+    foretold_peak = max(rank_medians.total for rank_medians in memory)
     return {
         "case": case.name,
         "layout": case.layout,
-        "step_s": rest["step"],
+        "step_s": others["step"],
         "foretold_s": foretold.seconds,
-        "time_ratio": foretold.seconds / rest["step"],
+        "time_ratio": foretold.seconds / others["step"],
         "in_flight": in_flight,
         "foretold_in_flight": list(foretold.timeline.peak_in_flight),
         "peak_bytes": peak,
         "foretold_peak_bytes": foretold_peak,
         "memory_ratio": foretold_peak / peak,
         "bubble": foretold.bubble,
-        "parts": [asdict(each) for each in memory],
+        "parts": [asdict(rank_medians) for rank_medians in memory],
     }
 
 
@@ -336,21 +336,21 @@ def main() -> None:
     for case in H200 if options.device == "cuda" else CPU:
         if options.only not in case.name:
             continue
-        found = run_on_ranks(
+        result = run_on_ranks(
             check, case, options.rounds, nproc=Layout.parse(case.layout).world_size, device=case.device
         )
-        results.append(found)
-        exact = "exact" if found["in_flight"] == found["foretold_in_flight"] else "WRONG"
+        results.append(result)
+        exact = "exact" if result["in_flight"] == result["foretold_in_flight"] else "WRONG"
         print(
-            f"{case.name:34} step {found['step_s']:.3f} s, foretold {found['time_ratio']:.2f} of it; in flight "
-            f"{found['in_flight']} {exact}; peak {found['peak_bytes'] / MIB:,.0f} MiB, foretold "
-            f"{found['memory_ratio']:.2f} of it",
+            f"{case.name:34} step {result['step_s']:.3f} s, foretold {result['time_ratio']:.2f} of it; in flight "
+            f"{result['in_flight']} {exact}; peak {result['peak_bytes'] / MIB:,.0f} MiB, foretold "
+            f"{result['memory_ratio']:.2f} of it",
             flush=True,
         )
         if options.json:  # after every case, so that what was measured is not lost
             device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-            told = {"device": device, "torch": str(torch.__version__), "results": results}
-            options.json.write_text(json.dumps(told, indent=2) + "\n")
+            report = {"device": device, "torch": str(torch.__version__), "results": results}
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()

@@ -21,17 +21,19 @@ USUAL = {"recompute": "none", "weights": "fp32", "moments": "fp32", "offload": F
 
 def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
     """By benchmark, its cases."""
-    found: dict[str, dict[Any, Case]] = {}
+    by_command: dict[str, dict[Any, Case]] = {}
     for path in paths:
         result = json.loads(path.read_text())
         kind = Path(str(result.get("command", "")).split(" ")[0]).stem
         if kind not in TABLES:
             continue  # of another benchmark
         for case in result["cases"]:
-            told = tuple(case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", "max_staleness"))
-            key = (*told, *(case.get(name, usual) for name, usual in USUAL.items()))
-            found.setdefault(kind, {})[key] = case
-    return {kind: list(cases.values()) for kind, cases in found.items()}
+            case_key = tuple(
+                case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", "max_staleness")
+            )
+            key = (*case_key, *(case.get(name, usual) for name, usual in USUAL.items()))
+            by_command.setdefault(kind, {})[key] = case
+    return {kind: list(cases.values()) for kind, cases in by_command.items()}
 
 
 def row(*cells: object) -> str:
@@ -49,32 +51,35 @@ def heading(*cells: str) -> list[str]:
 
 def how(case: Case) -> str:
     """What a case is, with the options that are not the usual ones."""
-    says: str = case["says"]
-    if says.startswith("Postlude, packed"):
-        says += f", budget {case['budget']:,}"
-        says += "".join(f", {name}={case[name]}" for name, usual in USUAL.items() if case.get(name, usual) != usual)
+    description: str = case["says"]
+    if description.startswith("Postlude, packed"):
+        description += f", budget {case['budget']:,}"
+        description += "".join(
+            f", {name}={case[name]}" for name, usual in USUAL.items() if case.get(name, usual) != usual
+        )
     if "out_of_memory_at_rows" in case:
-        says += f"; {case['out_of_memory_at_rows']} rows at a time: out of memory, so {case['rows']}"
-    return says
+        description += f"; {case['out_of_memory_at_rows']} rows at a time: out of memory, so {case['rows']}"
+    return description
 
 
 def train_step(cases: Sequence[Case]) -> list[str]:
     lines = heading("shape, lengths", "case", "real tokens/s", "MFU", "peak GiB", "times its peer")
     shapes = list(dict.fromkeys((case["shape"], case["mix"]) for case in cases))
     for case in sorted(cases, key=lambda case: shapes.index((case["shape"], case["mix"]))):
-        where = f"{case['shape']}, {case['mix']}"
+        labels = f"{case['shape']}, {case['mix']}"
         if "failed" in case:
-            lines.append(row(where, how(case), case["failed"], "", "", ""))
+            lines.append(row(labels, how(case), case["failed"], "", "", ""))
             continue
         peer = PEERS.get(case["case"])
-        same = [
-            each["tokens_per_second"]
-            for each in cases
-            if (each["shape"], each["mix"], each["case"]) == (case["shape"], case["mix"], peer) and "failed" not in each
+        same_shape = [
+            other["tokens_per_second"]
+            for other in cases
+            if (other["shape"], other["mix"], other["case"]) == (case["shape"], case["mix"], peer)
+            and "failed" not in other
         ]
-        ratio = f"{case['tokens_per_second'] / same[0]:.2f}×" if same else ""
+        ratio = f"{case['tokens_per_second'] / same_shape[0]:.2f}×" if same_shape else ""
         figures = f"{case['tokens_per_second']:,}", f"{case['mfu']:.1%}", gib(case["peak_gib"])
-        lines.append(row(where, how(case), *figures, ratio))
+        lines.append(row(labels, how(case), *figures, ratio))
     return lines
 
 
@@ -84,8 +89,8 @@ def rl_iteration(cases: Sequence[Case]) -> list[str]:
         if "failed" in case:
             lines.append(row(case["shape"], case["says"], case["failed"], "", "", "", ""))
             continue
-        ours = next(each for each in cases if (each["shape"], each["case"]) == (case["shape"], "postlude"))
-        ratio = "" if case is ours else f"{case['in_all'] / ours['in_all']:.1f}× as fast"
+        postlude_case = next(other for other in cases if (other["shape"], other["case"]) == (case["shape"], "postlude"))
+        ratio = "" if case is postlude_case else f"{case['in_all'] / postlude_case['in_all']:.1f}× as fast"
         lines.append(
             row(case["shape"], case["says"], *(f"{s:.2f}" for s in (*case["seconds"].values(), case["in_all"])), ratio)
         )
@@ -109,13 +114,13 @@ def growth(cases: Sequence[Case]) -> list[str]:
 def weight_sync(cases: Sequence[Case]) -> list[str]:
     lines = heading("shape", "GiB", "way", "seconds", "the first time", "GiB a second", "GiB beside")
     for case in cases:
-        where = case["shape"], f"{case['gib']:.1f}", case["says"]
+        labels = case["shape"], f"{case['gib']:.1f}", case["says"]
         if "failed" in case:
-            lines.append(row(*where, case["failed"], "", "", ""))
+            lines.append(row(*labels, case["failed"], "", "", ""))
             continue
         beside = "–" if case["extra_gib"] is None else f"{round(case['extra_gib'], 1) + 0.0:.1f}"
         lines.append(
-            row(*where, f"{case['seconds']:.3f}", f"{case['first_s']:.3f}", f"{case['gib_per_second']:.1f}", beside)
+            row(*labels, f"{case['seconds']:.3f}", f"{case['first_s']:.3f}", f"{case['gib_per_second']:.1f}", beside)
         )
     return lines
 
@@ -128,8 +133,8 @@ def asynchrony(cases: Sequence[Case]) -> list[str]:
         phases = case["phases"]
         waiting = phases["rollout"] + phases["reward"]
         seconds = (case["seconds_a_step"], waiting, phases["weights"], phases["train"])
-        told = (f"{each:.2f}" for each in seconds)
-        lines.append(row(str(case["max_staleness"]), *told, f"{case['idle']:.0%}", f"{case['gain']:.2f}×"))
+        cells = (f"{value:.2f}" for value in seconds)
+        lines.append(row(str(case["max_staleness"]), *cells, f"{case['idle']:.0%}", f"{case['gain']:.2f}×"))
     return lines
 
 
@@ -147,8 +152,8 @@ def placed(page: str, kind: str, table: str) -> str:
     first, last = f"<!-- {kind} -->\n", f"<!-- /{kind} -->"
     if first not in page or last not in page:
         raise SystemExit(f"the page has no place for {kind}: it needs the lines {first.strip()} and {last}.")
-    before, rest = page.split(first, 1)
-    return f"{before}{first}{table}\n{last}{rest.split(last, 1)[1]}"
+    before, after = page.split(first, 1)
+    return f"{before}{first}{table}\n{last}{after.split(last, 1)[1]}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -156,9 +161,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", help="JSON that the benchmarks wrote")
     parser.add_argument("--page", type=Path, help="where to put the tables")
     arguments = parser.parse_args(words)
-    found = read(arguments.results)
+    results = read(arguments.results)
     page = arguments.page.read_text() if arguments.page else ""
-    for kind, cases in found.items():
+    for kind, cases in results.items():
         table = "\n".join(TABLES[kind](cases))
         if arguments.page:
             page = placed(page, kind, table)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, StoppingCriteria, StoppingCriteriaList
-from workloads import SHAPES, Clock, Results, attempt, forget, log_normal, peak_gib
+from workloads import SHAPES, Clock, Results, free_memory, log_normal, peak_gib, result_or_failure
 
 import peers
 from postlude import AdamW, Batch, Engine, ranks
@@ -47,13 +47,17 @@ class Tasks:
     def drawn(cls, config: PretrainedConfig, prompts: int, group: int, median: int, longest: int) -> Tasks:
         generator = torch.Generator().manual_seed(0)
         sizes = torch.randint(longest // 8 + 1, longest // 2 + 2, (prompts,), generator=generator).tolist()
-        own = [torch.randint(config.vocab_size, (size,), generator=generator).tolist() for size in sizes]
+        drawn_prompts = [torch.randint(config.vocab_size, (size,), generator=generator).tolist() for size in sizes]
         count = prompts * group
         advantages = torch.randn(count, generator=generator).tolist()
-        return cls([each for each in own for _ in range(group)], log_normal(count, median, 0.8, longest), advantages)
+        return cls(
+            [prompt for prompt in drawn_prompts for _ in range(group)],
+            log_normal(count, median, 0.8, longest),
+            advantages,
+        )
 
     def shortened(self, longest: int) -> Tasks:
-        return Tasks(self.prompts, [min(each, longest) for each in self.lengths], self.advantages)
+        return Tasks(self.prompts, [min(length, longest) for length in self.lengths], self.advantages)
 
 
 class Side(Protocol):
@@ -76,8 +80,8 @@ class Postlude:
             SamplingParams(max_new_tokens=length, seed=seed, ignore_eos=True)
             for seed, length in enumerate(tasks.lengths)
         ]
-        completions = [each[0].tokens for each in self.generator.generate(tasks.prompts, samplings)]
-        assert [len(each) for each in completions] == tasks.lengths
+        completions = [group[0].tokens for group in self.generator.generate(tasks.prompts, samplings)]
+        assert [len(group) for group in completions] == tasks.lengths
         self.sequences = [
             torch.tensor(prompt + completion) for prompt, completion in zip(tasks.prompts, completions, strict=True)
         ]
@@ -87,8 +91,8 @@ class Postlude:
 
     def update(self, tasks: Tasks) -> None:
         masks = [
-            (torch.arange(len(each)) >= len(prompt)).float()
-            for each, prompt in zip(self.sequences, tasks.prompts, strict=True)
+            (torch.arange(len(sequence)) >= len(prompt)).float()
+            for sequence, prompt in zip(self.sequences, tasks.prompts, strict=True)
         ]
         columns = {"response_mask": masks, "advantages": tasks.advantages, "old_logprobs": self.old}
         self.engine.forward_backward(Batch(self.sequences, columns), PolicyGradient())
@@ -110,7 +114,7 @@ class Transformers:
 
     def __init__(self, config: PretrainedConfig, device: str, budget: int, rows: int) -> None:
         self.device, self.rows = device, rows
-        self.model = peers.made(config, device, torch.float32 if device == "cpu" else torch.bfloat16)
+        self.model = peers.build_model(config, device, torch.float32 if device == "cpu" else torch.bfloat16)
         self.model.generation_config.eos_token_id = None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 
@@ -139,26 +143,26 @@ class Transformers:
 
     def batches(self, tasks: Tasks) -> list[dict[str, Tensor]]:
         """Rows that are run together, without the columns that are padding in all of them."""
-        found = []
+        batches = []
         for first in range(0, len(self.ids), self.rows):
-            some = slice(first, first + self.rows)
-            begin = self.width - max(map(len, tasks.prompts[some]))
-            end = self.width + max(tasks.lengths[some])
-            advantages = torch.tensor(tasks.advantages[some], device=self.device)
-            kept = max(tasks.lengths[some])
-            found.append(
-                {"ids": self.ids[some, begin:end], "mask": self.mask[some, begin:end], "advantages": advantages}
-                | {"kept": torch.tensor(kept)}
+            chunk = slice(first, first + self.rows)
+            begin = self.width - max(map(len, tasks.prompts[chunk]))
+            end = self.width + max(tasks.lengths[chunk])
+            advantages = torch.tensor(tasks.advantages[chunk], device=self.device)
+            longest = max(tasks.lengths[chunk])
+            batches.append(
+                {"ids": self.ids[chunk, begin:end], "mask": self.mask[chunk, begin:end], "advantages": advantages}
+                | {"kept": torch.tensor(longest)}
             )
-        return found
+        return batches
 
     def completions(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the completions' positions, the tokens there, and which of them are real."""
-        kept = int(batch["kept"])
+        longest = int(batch["kept"])
         logits = self.model(
-            input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False, logits_to_keep=kept + 1
+            input_ids=batch["ids"], attention_mask=batch["mask"], use_cache=False, logits_to_keep=longest + 1
         ).logits[:, :-1]
-        return logits / 1.0, batch["ids"][:, -kept:], batch["mask"][:, -kept:]
+        return logits / 1.0, batch["ids"][:, -longest:], batch["mask"][:, -longest:]
 
     @torch.no_grad()
     def logprobs(self, tasks: Tasks) -> None:
@@ -193,21 +197,21 @@ CASES: dict[str, tuple[type[Any], str]] = {
 }
 
 
-def measured(kind: type[Any], config: PretrainedConfig, tasks: Tasks, clock: Clock, given: Any) -> dict[str, Any]:
+def measured(kind: type[Any], config: PretrainedConfig, tasks: Tasks, clock: Clock, arguments: Any) -> dict[str, Any]:
     """Seconds of each phase, the median of `repeats` iterations after one to warm up, and their peaks of memory."""
-    side: Side = kind(config, clock.device, given.budget, given.rows)
+    side: Side = kind(config, clock.device, arguments.budget, arguments.rows)
     for phase in PHASES:  # what is compiled or allocated once is no part of an iteration
         getattr(side, phase)(tasks.shortened(4) if kind is Transformers else tasks)
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     peaks: dict[str, float] = {}
-    for _ in range(given.repeats):
+    for _ in range(arguments.repeats):
         for phase in PHASES:
-            forget(clock.device)
+            free_memory(clock.device)
             seconds[phase].append(clock.once(lambda phase=phase: getattr(side, phase)(tasks)))
             peaks[phase] = peak_gib(clock.device) or 0.0
-    medians = {phase: statistics.median(each) for phase, each in seconds.items()}
+    medians = {phase: statistics.median(durations) for phase, durations in seconds.items()}
     return {
-        "seconds": {phase: round(each, 4) for phase, each in medians.items()},
+        "seconds": {phase: round(durations, 4) for phase, durations in medians.items()},
         "in_all": round(sum(medians.values()), 4),
         "rollout_tokens_per_second": round(sum(tasks.lengths) / medians["rollout"]),
         "peak_gib": peaks,
@@ -250,13 +254,17 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     clock = Clock(arguments.device)
     with ranks(device=arguments.device):
         for name in arguments.cases:
-            kind, says = CASES[name]
-            forget(arguments.device)
-            found = attempt(lambda kind=kind: measured(kind, config, tasks, clock, arguments))
+            kind, description = CASES[name]
+            free_memory(arguments.device)
+            result = result_or_failure(lambda kind=kind: measured(kind, config, tasks, clock, arguments))
             sizes = {"completions": count, "completion_tokens": tokens, "prompt_tokens": prompts}
-            results.add({"case": name, "says": says, "shape": arguments.shape, **sizes} | found)
-            phases = "  ".join(f"{phase} {each:.3f} s" for phase, each in found.get("seconds", {}).items())
-            print(f"  {name:<14} {phases}  in all {found['in_all']:.3f} s" if phases else f"  {name} {found['failed']}")
+            results.add({"case": name, "says": description, "shape": arguments.shape, **sizes} | result)
+            phases = "  ".join(
+                f"{phase} {phase_seconds:.3f} s" for phase, phase_seconds in result.get("seconds", {}).items()
+            )
+            print(
+                f"  {name:<14} {phases}  in all {result['in_all']:.3f} s" if phases else f"  {name} {result['failed']}"
+            )
     first, *others = results.cases
     for other in others:
         if "seconds" in first and "seconds" in other:

@@ -70,15 +70,15 @@ def layer(symbol: str, hidden_size: int, block: BlockConfig) -> Callable[[Packin
         )
         with device:
             model = LanguageModel(config, dtype=torch.bfloat16)
-        found = next(iter(model.layers.values()))
+        built_layer = next(iter(model.layers.values()))
         sequences = [torch.zeros(length, dtype=torch.int64) for length in packing.lengths]
         microbatch = pack(sequences, budget=packing.total)[0].to(device)
         hidden = normal(packing, hidden_size)
 
         def forward() -> Tensor:
-            return found(hidden, ForwardContext(microbatch, scans=backend(kernels)))
+            return built_layer(hidden, ForwardContext(microbatch, scans=backend(kernels)))
 
-        return forward, [hidden, *found.parameters()]
+        return forward, [hidden, *built_layer.parameters()]
 
     return make
 
@@ -144,17 +144,17 @@ def cases(part: int) -> list[Case]:
     }
     convolved = {"convolution, silu (Nemotron-H-8B)": convolution(mamba.inner + 2 * mamba.shared, 4)}
     return [
-        Case(what, kernels, make)
-        for kernels, those in ((OWN, plain | recurrent | convolved), (TORCH, convolved | recurrent), (FLA, recurrent))
-        for what, make in those.items()
+        Case(name, kernels, make)
+        for kernels, makers in ((OWN, plain | recurrent | convolved), (TORCH, convolved | recurrent), (FLA, recurrent))
+        for name, make in makers.items()
     ]
 
 
 def lengths(tokens: int) -> list[int]:
     """As in LENGTHS, for so many tokens in all."""
-    found = [max(1, length * tokens // sum(LENGTHS)) for length in LENGTHS]
-    found[-1] += tokens - sum(found)
-    return found
+    sizes = [max(1, length * tokens // sum(LENGTHS)) for length in LENGTHS]
+    sizes[-1] += tokens - sum(sizes)
+    return sizes
 
 
 def timed(run: Callable[[], Any], device: torch.device, count: int) -> dict[str, float]:
@@ -177,7 +177,7 @@ def timed(run: Callable[[], Any], device: torch.device, count: int) -> dict[str,
         run()
         event.record()
     wait()
-    loop = [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
+    loop = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
     return {"loop_ms": statistics.median(loop), "alone_ms": statistics.median(alone)}
 
 
@@ -191,11 +191,11 @@ def read(case: Case, packing: Packing, count: int, line: dict[str, Any], written
         written()
         if case.kernels != OWN and "layer" not in case.what:
             torch.manual_seed(0)
-            own, found = case.make(packing, OWN)[0]().float(), forward().float()
-            line["off_ours"] = float((found - own).norm() / own.norm())
-            del own, found
-    if case.kernels == FLA and (why := fla.refusal(normal(packing, 1), width=1, gradient=True)):
-        line["both"] = why
+            expected, actual = case.make(packing, OWN)[0]().float(), forward().float()
+            line["off_ours"] = float((actual - expected).norm() / expected.norm())
+            del expected, actual
+    if case.kernels == FLA and (reason := fla.refusal(normal(packing, 1), width=1, gradient=True)):
+        line["both"] = reason
         return
     upstream = torch.randn_like(forward())
 
@@ -246,18 +246,18 @@ def compile_fla(arguments: argparse.Namespace, seconds: float) -> str:
     return f"{count} processes compiled fla's kernels in {time.perf_counter() - began:.0f} s, and left {codes}"
 
 
-def compile_share(index: int, count: int, packing: Packing, found: Sequence[Case]) -> None:
+def compile_share(index: int, count: int, packing: Packing, cases: Sequence[Case]) -> None:
     """What one of those processes does: run fla's scans with every `count`-th configuration alone."""
     from triton.runtime.autotuner import Autotuner
 
     every, shift = Autotuner.prune_configs, index
 
-    def some(self: Any, *given: Any) -> list[Any]:
-        configurations = every(self, *given)
+    def some(self: Any, *arguments: Any) -> list[Any]:
+        configurations = every(self, *arguments)
         return configurations[shift % count :: count] or configurations[:1]
 
     Autotuner.prune_configs = some
-    for case in found:
+    for case in cases:
         # Where all of a share need more memory than there is, another's.
         for shift in range(index, index + 3):  # noqa: B007, it is read above
             try:
@@ -270,11 +270,11 @@ def compile_share(index: int, count: int, packing: Packing, found: Sequence[Case
 class Report:
     """Lines in a file that is whole at any moment. What it had of other cases stays."""
 
-    def __init__(self, path: Path | None, machine: dict[str, Any], wanted: Sequence[Case]) -> None:
+    def __init__(self, path: Path | None, machine: dict[str, Any], cases: Sequence[Case]) -> None:
         self.path, self.machine = path, machine
-        kept = json.loads(path.read_text())["lines"] if path is not None and path.exists() else []
-        again = {(case.what, case.kernels) for case in wanted}
-        self.lines = [line for line in kept if (line["what"], line["kernels"]) not in again]
+        earlier_lines = json.loads(path.read_text())["lines"] if path is not None and path.exists() else []
+        repeated = {(case.what, case.kernels) for case in cases}
+        self.lines = [line for line in earlier_lines if (line["what"], line["kernels"]) not in repeated]
 
     def begin(self, case: Case) -> dict[str, Any]:
         self.lines.append({"what": case.what, "kernels": case.kernels})
@@ -287,13 +287,13 @@ class Report:
             aside.replace(self.path)
 
 
-def attempt(case: Case, packing: Packing, limit: float, line: dict[str, Any], written: Callable[[], None]) -> None:
+def measure(case: Case, packing: Packing, limit: float, line: dict[str, Any], written: Callable[[], None]) -> None:
     on_gpu = packing.cu_seqlens.is_cuda
     try:
         if limit < 1:
             raise TimeoutError("no time was left")
-        if case.kernels == FLA and (why := fla.refusal(normal(packing, 1), width=1, gradient=False)):
-            raise RuntimeError(why)
+        if case.kernels == FLA and (reason := fla.refusal(normal(packing, 1), width=1, gradient=False)):
+            raise RuntimeError(reason)
         with at_most(limit):
             read(case, packing, 10 if on_gpu else 1, line, written)
     except Exception as error:  # what a peer cannot do is a line in the table
@@ -316,8 +316,8 @@ def main() -> None:
     began = time.perf_counter()
     on_gpu = arguments.device == "cuda"
     packing = Packing.from_lengths(lengths(arguments.tokens), arguments.device)
-    wanted = [case for case in cases(1 if on_gpu else 16) if arguments.only in f"{case.what}, {case.kernels}"]
-    of_fla = [case for case in wanted if case.kernels == FLA]
+    selected = [case for case in cases(1 if on_gpu else 16) if arguments.only in f"{case.what}, {case.kernels}"]
+    of_fla = [case for case in selected if case.kernels == FLA]
     if arguments.compile:
         index, count = map(int, arguments.compile.split("/"))
         compile_share(index, count, packing, [case for case in of_fla if "scan" in case.what] or of_fla)
@@ -325,14 +325,14 @@ def main() -> None:
     machine = {"torch": torch.__version__, "tokens": arguments.tokens, "sequences": packing.count}
     if on_gpu:
         machine |= {"gpu": torch.cuda.get_device_name(), "triton": importlib.import_module("triton").__version__}
-    report = Report(arguments.json, machine, wanted)
-    for case in wanted:
+    report = Report(arguments.json, machine, selected)
+    for case in selected:
         if case in of_fla[:1] and not fla.refusal(normal(packing, 1), width=1, gradient=False):
             machine["fla"] = importlib.import_module("fla").__version__
             print(compile_fla(arguments, (arguments.total - (time.perf_counter() - began)) / 2), flush=True)
-        left = arguments.total - (time.perf_counter() - began)
+        seconds_left = arguments.total - (time.perf_counter() - began)
         line = report.begin(case)
-        attempt(case, packing, min(left, arguments.limit * (4 if case in of_fla else 1)), line, report.write)
+        measure(case, packing, min(seconds_left, arguments.limit * (4 if case in of_fla else 1)), line, report.write)
         report.write()
         print(f"{time.perf_counter() - began:5.0f} s  {json.dumps(line)}", flush=True)
 

@@ -41,24 +41,24 @@ def batch(generator: torch.Generator) -> Batch:
     return Batch([torch.randint(SHARED["vocab_size"], (length,), generator=generator) for length in lengths])
 
 
-def step(engine: Engine, given: Batch) -> float:
+def step(engine: Engine, data: Batch) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    engine.forward_backward(given, SFT())
+    engine.forward_backward(data, SFT())
     engine.optimizer_step()
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def waits(engine: Engine, given: Batch) -> int:
+def waits(engine: Engine, data: Batch) -> int:
     """How often CUDA says that the host waited in one step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        engine.forward_backward(given, SFT())
+        engine.forward_backward(data, SFT())
         engine.optimizer_step()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(each.message) for each in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def measure(hf: PretrainedConfig) -> dict[str, Any]:
@@ -75,10 +75,10 @@ def main() -> None:
     options = parser.parse_args()
     with ranks():
         results = {name: measure(hf) for name, hf in MODELS.items()}
-    found = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "results": results}
-    print(json.dumps(found, indent=2))
+    report = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "results": results}
+    print(json.dumps(report, indent=2))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

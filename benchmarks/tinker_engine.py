@@ -103,8 +103,8 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         models = RankModels(settings, tokenizer)
         models.create("one", LoRAConfig(RANK, seed=1))
         vocabulary = models.engine.config.vocab_size
-        asked = PassRequest(data(options), "cross_entropy", {}, forward_only=False)
-        request = read_pass(asked, vocab_size=vocabulary, max_context_length=1 << 20)
+        pass_request = PassRequest(data(options), "cross_entropy", {}, forward_only=False)
+        request = read_pass(pass_request, vocab_size=vocabulary, max_context_length=1 << 20)
         sampler = RankSampler(models.engine, tokenizer, settings)
         models.engine.copy_weights(sampler.generator.model)
 
@@ -117,8 +117,15 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         def sample() -> None:
             sampler.add(
                 [
-                    SampleCall(number, Weights(), one, to_sampling(one, vocabulary, 1 << 20), streamed=False, rank=0)
-                    for number, one in enumerate(requests(options))
+                    SampleCall(
+                        number,
+                        Weights(),
+                        sample_request,
+                        to_sampling(sample_request, vocabulary, 1 << 20),
+                        streamed=False,
+                        rank=0,
+                    )
+                    for number, sample_request in enumerate(requests(options))
                 ]
             )
             while sampler.busy:
@@ -171,15 +178,15 @@ async def measure(url: str, engine: Any, options: argparse.Namespace) -> dict[st
             {
                 "sampling_session_id": sampler,
                 "seq_id": samples + number,
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": one.prompt.tolist()}]},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": sample_request.prompt.tolist()}]},
                 "sampling_params": {"max_tokens": options.new_tokens, "seed": 1, "stop": []},
                 "num_samples": 1,
             }
-            for number, one in enumerate(requests(options))
+            for number, sample_request in enumerate(requests(options))
         ]
         samples += options.sequences
         began = time.perf_counter()
-        await asyncio.gather(*(http.call("asample", one) for one in bodies))
+        await asyncio.gather(*(http.call("asample", sample_request) for sample_request in bodies))
         return time.perf_counter() - began
 
     async def alone(steps: int) -> float:

@@ -104,7 +104,7 @@ def pass_body(model_id: str, seq_id: int, length: int = LENGTH) -> bytes:
     return raw
 
 
-async def client(url: str, base: str, number: int, until: float, found: Latencies, *, flood: bool) -> None:
+async def client(url: str, base: str, number: int, until: float, latencies: Latencies, *, flood: bool) -> None:
     http = HTTPClient(url, f"tml-load-{number}")
     session = json.loads((await http.post("create_session", {"sdk_version": "load"}))[1])["session_id"]
     body: Any = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
@@ -116,7 +116,7 @@ async def client(url: str, base: str, number: int, until: float, found: Latencie
     async def timed(kind: str, path: str, request: Any) -> None:
         start = time.perf_counter()
         await http.call(path, request)
-        found[kind].append(time.perf_counter() - start)
+        latencies[kind].append(time.perf_counter() - start)
 
     def sample() -> Any:
         nonlocal samples
@@ -187,23 +187,23 @@ def resident_mib(pid: int) -> float:
     lines = subprocess.check_output(["ps", "-e", "-o", "pid=,ppid=,rss="], text=True).splitlines()
     rows = [tuple(map(int, line.split())) for line in lines]
     tree = {pid}
-    while new := {one for one, parent, _ in rows if parent in tree} - tree:
+    while new := {child for child, parent, _ in rows if parent in tree} - tree:
         tree |= new
-    return sum(size for one, _, size in rows if one in tree) / 1024
+    return sum(size for child, _, size in rows if child in tree) / 1024
 
 
 async def run(url: str, options: argparse.Namespace, errors: list[str]) -> Latencies:
-    found: Latencies = defaultdict(list)
+    latencies: Latencies = defaultdict(list)
     until = time.perf_counter() + options.seconds
 
     async def guarded(number: int) -> None:
         try:
-            await client(url, options.base, number, until, found, flood=options.flood and number == 0)
+            await client(url, options.base, number, until, latencies, flood=options.flood and number == 0)
         except (AssertionError, OSError, EOFError) as error:
             errors.append(f"client {number}: {error!r}")
 
     await asyncio.gather(*(guarded(number) for number in range(options.clients)))
-    return found
+    return latencies
 
 
 def main() -> None:
@@ -228,7 +228,7 @@ def main() -> None:
             options.url = receiving.recv()
             memory[0] = resident_mib(process.pid or 0)
         start = time.perf_counter()
-        found = asyncio.run(run(options.url, options, errors))
+        result = asyncio.run(run(options.url, options, errors))
         elapsed = time.perf_counter() - start
         if process is not None:
             memory[1] = resident_mib(process.pid or 0)
@@ -238,7 +238,7 @@ def main() -> None:
     if process is not None:
         print(f"memory of the server: {memory[0]:.0f} MiB at the start, {memory[1]:.0f} MiB at the end")
     busy = 0.0
-    for kind, latencies in found.items():
+    for kind, latencies in result.items():
         p50, p99 = np.percentile(latencies, [50, 99])
         rate = len(latencies) / elapsed
         line = f"{kind:6} {len(latencies):7} requests {rate:7.0f}/s  p50 {1e3 * p50:6.0f} ms  p99 {1e3 * p99:6.0f} ms"

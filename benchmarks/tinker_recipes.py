@@ -125,9 +125,9 @@ def warm(model: str, steps: int, rate: float) -> None:
     created = post("retrieve_future", post("create_model", body))
     training = tinker.TrainingClient(service.holder, model_seq_id=number, model_id=created["model_id"])
     renderer = renderers.get_renderer(RENDERER, get_tokenizer(model))
-    what, batch, losses = renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE, 128, []
+    train_on, batch, losses = renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE, 128, []
     for step in range(steps):
-        data = [conversation_to_datum(addition(generator), renderer, None, what) for _ in range(batch)]
+        data = [conversation_to_datum(addition(generator), renderer, None, train_on) for _ in range(batch)]
         adam = types.AdamParams(learning_rate=rate * min(1.0, (step + 1) / 20), grad_clip_norm=batch)
         passed, stepped = training.forward_backward(data, "cross_entropy"), training.optim_step(adam)
         losses.append(passed.result().metrics["loss:sum"] / batch)

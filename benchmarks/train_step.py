@@ -31,11 +31,11 @@ from workloads import (
     Clock,
     Results,
     Sample,
-    attempt,
-    forget,
     forward_flops,
+    free_memory,
     peak_gib,
     profile,
+    result_or_failure,
 )
 
 import peers
@@ -66,7 +66,7 @@ class Work:
 class Case:
     """One line of the table. `make` returns the step to time; a `passes` of 1 is forward alone."""
 
-    says: str
+    description: str
     make: Callable[[Work], Callable[[], Any]]
     passes: int = 3
     padded: bool = False
@@ -85,23 +85,23 @@ def batch(sample: Sample) -> Batch:
     return Batch(sample.sequences, columns)
 
 
-def padded_batch(sample: Sample, rows: int, *, alike: bool = False) -> tuple[Batch, int]:
+def padded_batch(sample: Sample, rows: int, *, to_longest: bool = False) -> tuple[Batch, int]:
     """The same, each sequence padded to the longest of its rows, which stay together; and the tokens of the largest.
 
-    With `alike` to the longest of all.
+    With `to_longest`, to the longest of all.
     """
-    sequences, masks, groups, most = [], [], [], 0
+    sequences, masks, groups, max_tokens = [], [], [], 0
     for first in range(0, len(sample.sequences), rows):
-        some = sample.sequences[first : first + rows]
-        width = max(map(len, sample.sequences if alike else some))
-        most = max(most, width * len(some))
-        for each in some:
-            sequences.append(torch.cat((each, each.new_zeros(width - len(each)))))
-            masks.append((torch.arange(width) < len(each)).float())
+        chunk = sample.sequences[first : first + rows]
+        width = max(map(len, sample.sequences if to_longest else chunk))
+        max_tokens = max(max_tokens, width * len(chunk))
+        for sequence in chunk:
+            sequences.append(torch.cat((sequence, sequence.new_zeros(width - len(sequence)))))
+            masks.append((torch.arange(width) < len(sequence)).float())
             groups.append(first)
     old = [sample.old_logprob] * len(sequences)
     columns = {"response_mask": masks, "advantages": sample.advantages, "old_logprobs": old}
-    return Batch(sequences, columns, groups), most
+    return Batch(sequences, columns, groups), max_tokens
 
 
 def engine(work: Work, budget: int) -> Engine:
@@ -109,34 +109,34 @@ def engine(work: Work, budget: int) -> Engine:
     return Engine(work.config, device=work.device, budget=budget, optimizer=optimizer, **work.options)
 
 
-def update(given: Engine, rows: Batch, objective: Objective) -> Callable[[], None]:
+def update(trained: Engine, rows: Batch, objective: Objective) -> Callable[[], None]:
     def step() -> None:
-        given.forward_backward(rows, objective)
-        given.optimizer_step()
+        trained.forward_backward(rows, objective)
+        trained.optimizer_step()
 
     return step
 
 
 def postlude(objective: Objective, **options: Any) -> Callable[[Work], Callable[[], Any]]:
     def make(work: Work) -> Callable[[], Any]:
-        given = replace(work, options=work.options | options)
-        return update(engine(given, work.budget), batch(work.sample), objective)
+        changed_work = replace(work, options=work.options | options)
+        return update(engine(changed_work, work.budget), batch(work.sample), objective)
 
     return make
 
 
-def postlude_padded(*, alike: bool) -> Callable[[Work], Callable[[], Any]]:
+def postlude_padded(*, to_longest: bool) -> Callable[[Work], Callable[[], Any]]:
     def make(work: Work) -> Callable[[], Any]:
-        rows, most = padded_batch(work.sample, work.rows, alike=alike)
-        return update(engine(work, most), rows, PolicyGradient())
+        rows, max_tokens = padded_batch(work.sample, work.rows, to_longest=to_longest)
+        return update(engine(work, max_tokens), rows, PolicyGradient())
 
     return make
 
 
 def postlude_logprobs(**options: Any) -> Callable[[Work], Callable[[], Any]]:
     def make(work: Work) -> Callable[[], Any]:
-        given = engine(replace(work, options=work.options | options), work.budget)
-        return lambda: given.logprobs(batch(work.sample), entropy=True)
+        scored = engine(replace(work, options=work.options | options), work.budget)
+        return lambda: scored.logprobs(batch(work.sample), entropy=True)
 
     return make
 
@@ -146,7 +146,7 @@ def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = Fals
         if liger:
             peers.liger(work.config)
         dtype = torch.float32 if autocast or work.device == "cpu" else torch.bfloat16
-        model = peers.made(work.config, work.device, dtype)
+        model = peers.build_model(work.config, work.device, dtype)
         rows = list(peers.padded(work.sample, work.rows, work.device))
         return peers.Update(model, rows, loss(work.sample), autocast=autocast and work.device == "cuda")
 
@@ -154,7 +154,7 @@ def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = Fals
 
 
 def transformers_logprobs(work: Work) -> Callable[[], Any]:
-    model = peers.made(work.config, work.device, torch.float32 if work.device == "cpu" else torch.bfloat16)
+    model = peers.build_model(work.config, work.device, torch.float32 if work.device == "cpu" else torch.bfloat16)
     rows = list(peers.padded(work.sample, work.rows, work.device))
     return lambda: peers.logprobs_alone(model, rows)
 
@@ -164,7 +164,7 @@ def packed_flex(*, liger: bool) -> Callable[[Work], Callable[[], Any]]:
         if liger:
             peers.liger(work.config)
         dtype = torch.float32 if work.device == "cpu" else torch.bfloat16
-        model = peers.made(work.config, work.device, dtype, "flex_attention")
+        model = peers.build_model(work.config, work.device, dtype, "flex_attention")
         rows = peers.packed(work.sample, max(8192, *work.sample.lengths), work.device)
         return peers.Update(model, rows, peers.packed_sft(work.sample), autocast=False)
 
@@ -177,8 +177,10 @@ CASES = {
     "sft": Case("Postlude, packed: SFT", postlude(SFT())),
     "logprobs": Case("Postlude, packed: log-probs and entropy, no gradient", postlude_logprobs(), passes=1),
     "logprobs-fp8": Case("Postlude, packed: log-probs, FP8 products", postlude_logprobs(fp8=True), passes=1),
-    "padded": Case("Postlude, rows padded as for the own script below", postlude_padded(alike=False), padded=True),
-    "padded-all": Case("Postlude, all rows padded to the longest of all", postlude_padded(alike=True), padded=True),
+    "padded": Case("Postlude, rows padded as for the own script below", postlude_padded(to_longest=False), padded=True),
+    "padded-all": Case(
+        "Postlude, all rows padded to the longest of all", postlude_padded(to_longest=True), padded=True
+    ),
     "trl": Case(
         f"{OWN_SCRIPT}: GRPO, bf16 weights",
         transformers_update(peers.grpo),
@@ -219,16 +221,16 @@ def run(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
     try:
         step = case.make(work)
         seconds = clock(step)
-        found = {
+        result = {
             "tokens_per_second": round(sum(lengths) / seconds),
             "mfu": round(case.passes * forward_flops(work.config, lengths) / seconds / PEAK_FLOPS, 4),
             "peak_gib": peak_gib(work.device),
-            "seconds": [round(each, 4) for each in clock.seconds],
+            "seconds": [round(duration, 4) for duration in clock.seconds],
         }
-        return found | (profile(step, work.device) if profiled else {})
+        return result | (profile(step, work.device) if profiled else {})
     finally:
         step = None
-        forget(work.device)
+        free_memory(work.device)
 
 
 def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
@@ -236,21 +238,21 @@ def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dic
     rows = work.rows
     while True:
         tried = replace(work, rows=rows)
-        found = attempt(lambda tried=tried: run(case, tried, clock, profiled))
-        found["rows"] = rows
-        if found.get("failed") != OUT_OF_MEMORY or rows == 1:
-            return found if rows == work.rows else {**found, "out_of_memory_at_rows": work.rows}
-        forget(work.device)
+        result = result_or_failure(lambda tried=tried: run(case, tried, clock, profiled))
+        result["rows"] = rows
+        if result.get("failed") != OUT_OF_MEMORY or rows == 1:
+            return result if rows == work.rows else {**result, "out_of_memory_at_rows": work.rows}
+        free_memory(work.device)
         rows //= 2
 
 
 def measured(name: str, work: Work, clock: Clock, profiled: bool = False) -> dict[str, Any]:
     """Returns what a case takes in this process, or why it did not run."""
     case = CASES[name]
-    forget(work.device)
+    free_memory(work.device)
     if case.padded:
         return with_fewer_rows(case, work, clock, profiled)
-    return attempt(lambda: run(case, work, clock, profiled))
+    return result_or_failure(lambda: run(case, work, clock, profiled))
 
 
 def in_a_process(name: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -263,16 +265,16 @@ def in_a_process(name: str, shape: str, arguments: argparse.Namespace) -> dict[s
         subprocess.run([*words, *(["--profile"] if arguments.profile else [])], check=False)
         if not path.exists():
             return {"failed": "its process ended without a result"}
-        found: dict[str, Any] = json.loads(path.read_text())["cases"][0]
-        return found
+        result: dict[str, Any] = json.loads(path.read_text())["cases"][0]
+        return result
 
 
-def shown(name: str, found: dict[str, Any]) -> str:
-    if "failed" in found:
-        return f"  {name:<14} {found['failed']}"
-    rows = f"  {found['rows']} rows" if "rows" in found else ""
-    memory = "" if found["peak_gib"] is None else f"{found['peak_gib']:7.1f} GiB"
-    return f"  {name:<14} {found['tokens_per_second']:>9,} tokens/s  MFU {found['mfu']:6.1%} {memory}{rows}"
+def result_line(name: str, result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"  {name:<14} {result['failed']}"
+    rows = f"  {result['rows']} rows" if "rows" in result else ""
+    memory = "" if result["peak_gib"] is None else f"{result['peak_gib']:7.1f} GiB"
+    return f"  {name:<14} {result['tokens_per_second']:>9,} tokens/s  MFU {result['mfu']:6.1%} {memory}{rows}"
 
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -331,11 +333,11 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
     for name in arguments.cases:
         case = CASES[name]
         apart = case.alone and not arguments.inside
-        found = in_a_process(name, shape, arguments) if apart else measured(name, work, clock, arguments.profile)
-        said = {"case": name, "says": case.says, "shape": shape, "mix": arguments.mix}
-        results.add(said | {"budget": budget, "lora": arguments.lora, **chosen, **stepped} | found)
+        result = in_a_process(name, shape, arguments) if apart else measured(name, work, clock, arguments.profile)
+        labels = {"case": name, "says": case.description, "shape": shape, "mix": arguments.mix}
+        results.add(labels | {"budget": budget, "lora": arguments.lora, **chosen, **stepped} | result)
         if not apart:
-            print(shown(name, found), flush=True)
+            print(result_line(name, result), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from workloads import GIB, SHAPES, Clock, Results, attempt, forget, peak_gib
+from workloads import GIB, SHAPES, Clock, Results, free_memory, peak_gib, result_or_failure
 
 from postlude import Engine, ranks
 from postlude.generate.distributed import SyncedGenerator
@@ -67,8 +67,8 @@ def ways(engine: Engine, directory: Path, device: str, bytes_moved: int) -> Iter
 
 def measured(step: Callable[[], Any], bytes_moved: int, clock: Clock) -> dict[str, Any]:
     """Seconds after one to warm up, and the memory that it takes above what is held."""
-    forget(clock.device)
-    held = torch.cuda.memory_allocated() / GIB if clock.device == "cuda" else 0.0
+    free_memory(clock.device)
+    allocated = torch.cuda.memory_allocated() / GIB if clock.device == "cuda" else 0.0
     seconds = [clock.once(step) for _ in range(clock.repeats + 1)]
     median = statistics.median(seconds[1:])
     peak = peak_gib(clock.device)
@@ -76,7 +76,7 @@ def measured(step: Callable[[], Any], bytes_moved: int, clock: Clock) -> dict[st
         "seconds": round(median, 4),
         "first_s": round(seconds[0], 4),
         "gib_per_second": round(bytes_moved / GIB / median, 2),
-        "extra_gib": None if peak is None else round(peak - held, 2),
+        "extra_gib": None if peak is None else round(peak - allocated, 2),
     }
 
 
@@ -102,18 +102,18 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     clock = Clock(arguments.device, arguments.repeats)
     with ranks(device=arguments.device):
         for shape in arguments.shape:
-            forget(arguments.device)
+            free_memory(arguments.device)
             engine = Engine(SHAPES[shape](), device=arguments.device, weights=arguments.weights)
             moved = sum(tensor.nbytes for _, tensor in engine.stream_weights())
             print(f"{shape}: {moved / GIB:.2f} GiB")
             with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                for name, says, step in ways(engine, Path(directory), arguments.device, moved):
+                for name, description, step in ways(engine, Path(directory), arguments.device, moved):
                     if name not in arguments.ways:
                         continue
-                    found = attempt(lambda step=step, moved=moved: measured(step, moved, clock))
-                    said = {"case": name, "says": says, "shape": shape, "weights": arguments.weights}
-                    results.add({**said, "gib": round(moved / GIB, 3), **found})
-                    print(f"  {name:<12} {found}", flush=True)
+                    result = result_or_failure(lambda step=step, moved=moved: measured(step, moved, clock))
+                    labels = {"case": name, "says": description, "shape": shape, "weights": arguments.weights}
+                    results.add({**labels, "gib": round(moved / GIB, 3), **result})
+                    print(f"  {name:<12} {result}", flush=True)
             del engine, step
     return results.cases
 

@@ -89,9 +89,11 @@ def changed(shape: str, **sizes: int) -> PretrainedConfig:
     """Returns the config of a shape with other sizes."""
     config = SHAPES[shape]()
     others = {config.attribute_map.get(name, name) for name in sizes}  # by which a config may keep what it is given
-    kept = config.to_dict().items()
-    same = {name: value for name, value in kept if name not in {*others, "layer_types"}}  # those follow from the rest
-    return type(config)(**{**same, **sizes})
+    items = config.to_dict().items()
+    unchanged = {
+        name: value for name, value in items if name not in {*others, "layer_types"}
+    }  # those follow from the rest
+    return type(config)(**{**unchanged, **sizes})
 
 
 def log_normal(count: int, median: float, sigma: float, longest: int, seed: int = 0) -> list[int]:
@@ -137,7 +139,7 @@ class Sample:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(each) for each in self.sequences]
+        return [len(sequence) for sequence in self.sequences]
 
     @property
     def learned(self) -> int:
@@ -176,8 +178,8 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def forget(device: str) -> None:
-    """Give back all memory that nothing refers to any more, and start to look for the peak anew."""
+def free_memory(device: str) -> None:
+    """Frees memory that nothing refers to any more, and resets the peak."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -188,10 +190,10 @@ def peak_gib(device: str) -> float | None:
     return round(torch.cuda.max_memory_allocated() / GIB, 2) if device == "cuda" else None
 
 
-def attempt(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it found, or why it found nothing, as a result like any other."""
+def result_or_failure(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the result of `measure`, or {"failed": reason} if it raises."""
     try:
-        return what()
+        return measure()
     except torch.OutOfMemoryError:
         return {"failed": OUT_OF_MEMORY}
     except ModuleNotFoundError as error:
@@ -281,9 +283,9 @@ class Results:
         """Writes all of it, if there is a file to write to. A write that is cut off leaves the one before."""
         if self.path:
             unfinished = self.path.with_name(f"{self.path.name}.part")
-            unfinished.write_text(json.dumps(self.kept(), indent=1) + "\n")
+            unfinished.write_text(json.dumps(self.to_json(), indent=1) + "\n")
             unfinished.replace(self.path)
 
-    def kept(self) -> dict[str, Any]:
-        """Returns what is written."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `write` writes."""
         return {name: value for name, value in asdict(self).items() if name not in ("path", "commit")}

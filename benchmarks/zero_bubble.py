@@ -66,10 +66,10 @@ def steps(pp: int, microbatches: int, seconds: float, repeats: int) -> dict[str,
     Sleepy.seconds = seconds
     blocks = {"-": MLPConfig(intermediate_size=16)}
     config = ModelConfig(pattern=Pattern.parse(f"[-]{{{pp}}}"), blocks=blocks, hidden_size=16, vocab_size=32)
-    how: dict[str, Any] = {"layout": Layout(pp=pp), "budget": TOKENS, "blocks": {**BLOCKS, "-": Sleepy}}
-    engines = {name: Engine(config, overlap=overlap, device="cpu", **how) for name, overlap in WAYS.items()}
+    options: dict[str, Any] = {"layout": Layout(pp=pp), "budget": TOKENS, "blocks": {**BLOCKS, "-": Sleepy}}
+    engines = {name: Engine(config, overlap=overlap, device="cpu", **options) for name, overlap in WAYS.items()}
     batch = Batch([torch.arange(TOKENS)] * microbatches)
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in WAYS}
     for repeat in range(repeats + 1):
         for name, engine in engines.items():
             engine.zero_grad()
@@ -77,8 +77,8 @@ def steps(pp: int, microbatches: int, seconds: float, repeats: int) -> dict[str,
             begun = time.perf_counter()
             engine.forward_backward(batch, SFT())
             dist.barrier()
-            found[name] += [time.perf_counter() - begun] if repeat else []
-    return found
+            seconds_by_name[name] += [time.perf_counter() - begun] if repeat else []
+    return seconds_by_name
 
 
 def foretold(pp: int, microbatches: int, seconds: float) -> dict[str, float]:
@@ -103,13 +103,13 @@ def main() -> None:
     options = parser.parse_args()
     shape = options.pp, options.microbatches, options.seconds
     measured = launch(steps, *shape, options.repeats, nproc=options.pp, device="cpu")[0]
-    said = foretold(*shape)
+    forecast = foretold(*shape)
     result = {
         "pp": options.pp,
         "microbatches": options.microbatches,
         "seconds": options.seconds,
         "steps": {
-            name: {"measured": statistics.median(times), "foretold": said[name], "all": times}
+            name: {"measured": statistics.median(times), "foretold": forecast[name], "all": times}
             for name, times in measured.items()
         },
         "torch": torch.__version__,

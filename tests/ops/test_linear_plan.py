@@ -12,8 +12,8 @@ from postlude.ops.linear_logprobs.plan import (
     MIB,
     Plan,
     Shape,
-    plan_quantized_sweep,
     plan_gradients,
+    plan_quantized_sweep,
     plan_statistics,
     plan_sweep,
 )
@@ -169,6 +169,8 @@ def test_codes_are_summed_exactly_where_there_is_room() -> None:
     assert plan.count(large) == 1 or exact
     assert plan_quantized_sweep(large, weight_gradient=True, memory_budget=1)[0].size == 1
     for budget in (GIB, 4 * GIB):
-        plan, exact = plan_quantized_sweep(Shape(65_536, 131_072, 2048, 2.1), weight_gradient=True, memory_budget=budget)
+        plan, exact = plan_quantized_sweep(
+            Shape(65_536, 131_072, 2048, 2.1), weight_gradient=True, memory_budget=budget
+        )
         summed = exact * 4 * 131_072 * 2048
         assert slab(plan, Shape(65_536, 131_072, 2048, 2.1)) + summed <= budget
