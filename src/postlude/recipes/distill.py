@@ -40,11 +40,9 @@ from postlude.recipes.rollouts.sampler import (
     trajectory_metrics,
 )
 from postlude.recipes.row_sources import ShuffledRows
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.supervised import SupervisedTrainer
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
 
@@ -149,8 +147,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-def run(
-    config: DistillConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(DistillTrainer(config, device, runtime), start_mode)
+run = DistillTrainer.start

@@ -15,10 +15,8 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, training_c
 from postlude.recipes.config.recipe_configs import DPOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 
 
 class DPOTrainer(PairTrainer):
@@ -53,8 +51,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data), *margin_checks(inputs)]
 
 
-def run(
-    config: DPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(DPOTrainer(config, device, runtime), start_mode)
+run = DPOTrainer.start

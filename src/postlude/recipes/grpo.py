@@ -45,10 +45,8 @@ from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, sample_rows, trajectory_metrics
 from postlude.recipes.run.directory import checkpoint_step
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.trainer import StepMetrics, Trainer, run_training
+from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks
@@ -363,11 +361,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
     ]
 
 
-def run(
-    config: GRPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(GRPOTrainer(config, device, runtime), start_mode)
+run = GRPOTrainer.start
 
 
 def _check_replay(inputs: PreflightInputs) -> str:

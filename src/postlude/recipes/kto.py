@@ -19,11 +19,9 @@ from postlude.recipes.config.data import LabelledExamples, datasets_of
 from postlude.recipes.config.recipe_configs import MASK, KTOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.dataset import EncodedRows
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.supervised import SupervisedTrainer
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-def run(
-    config: KTOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(KTOTrainer(config, device, runtime), start_mode)
+run = KTOTrainer.start

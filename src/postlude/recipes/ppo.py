@@ -20,10 +20,8 @@ from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.grpo import checks as rollout_checks
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
 from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_mean, reward_penalties
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 from postlude.world.agreement import on_rank0
 
 CRITIC = "critic"  # subdirectory of the run with the checkpoints of a critic that has a model of its own
@@ -157,8 +155,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*rollout_checks(inputs, {"returns": numbers, "old_values": numbers}), *critic_checks(inputs)]
 
 
-def run(
-    config: PPOConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(PPOTrainer(config, device, runtime), start_mode)
+run = PPOTrainer.start

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, EXPORTED_MODEL, RESUME_NEWEST, STEP, StartMode
@@ -17,27 +18,30 @@ if TYPE_CHECKING:
     from postlude.recipes.checks.preflight import Check, PreflightInputs
     from postlude.recipes.run.runtime import Runtime
 
-RecipeCode: TypeAlias = "tuple[Callable[[PreflightInputs], list[Check]], Callable[..., RunOutcome]]"
-"""A recipe's `checks(inputs)` and `run(config, device, start_mode, runtime)`."""
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. Its code is imported, and torch with it, when `checks` or `run` is called."""
+    """A recipe. Its module is imported, and torch with it, when `checks` or `run` is called."""
 
     command: str
     help: str
-    code: Callable[[], RecipeCode]
+    module: str = ""
+    """The file of `recipes/` that has `checks(inputs)` and `run(config, device, start_mode, runtime)`."""
+
+    @property
+    def code(self) -> Any:
+        """The imported module."""
+        return import_module(f"postlude.recipes.{self.module}")
 
     def checks(self, inputs: PreflightInputs) -> list[Check]:
         """Returns the preflight checks, which run in the process of the command."""
-        return self.code()[0](inputs)
+        return cast("list[Check]", self.code.checks(inputs))
 
     def run(
         self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
     ) -> RunOutcome:
         """Runs the recipe. Every rank calls it."""
-        return self.code()[1](config, device, start_mode, *([] if runtime is None else [runtime]))
+        return cast(RunOutcome, self.code.run(config, device, start_mode, *([] if runtime is None else [runtime])))
 
     def read(
         self,
@@ -75,7 +79,7 @@ class UserRecipe(Recipe):
     @classmethod
     def load(cls, command: str) -> UserRecipe:
         """Runs the file and returns the recipe."""
-        recipe = cls(command, f"the recipe {command}", _user_code)
+        recipe = cls(command, f"the recipe {command}")
         recipe.trainer.checks, recipe.trainer.Config  # noqa: B018  # each must exist before a run is started
         return recipe
 
@@ -113,68 +117,16 @@ def _run_name(model: str, command: str) -> str:
     return "-".join([command.rpartition(":")[2], *model_names])
 
 
-def _sft() -> RecipeCode:
-    from postlude.recipes.sft import checks, run
-
-    return checks, run
-
-
-def _dpo() -> RecipeCode:
-    from postlude.recipes.dpo import checks, run
-
-    return checks, run
-
-
-def _kto() -> RecipeCode:
-    from postlude.recipes.kto import checks, run
-
-    return checks, run
-
-
-def _rm() -> RecipeCode:
-    from postlude.recipes.rm import checks, run
-
-    return checks, run
-
-
-def _grpo() -> RecipeCode:
-    from postlude.recipes.grpo import checks, run
-
-    return checks, run
-
-
-def _ppo() -> RecipeCode:
-    from postlude.recipes.ppo import checks, run
-
-    return checks, run
-
-
-def _distill() -> RecipeCode:
-    from postlude.recipes.distill import checks, run
-
-    return checks, run
-
-
-def _evaluation() -> RecipeCode:
-    from postlude.recipes.evaluation import checks, run
-
-    return checks, run
-
-
-def _user_code() -> RecipeCode:
-    raise AssertionError("a UserRecipe has its own checks and run")
-
-
 RECIPES = {
     recipe.command: recipe
     for recipe in (
-        Recipe("sft", "train on the completions of a dataset", _sft),
-        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", _dpo),
-        Recipe("kto", "train on single completions, each desirable or not", _kto),
-        Recipe("rm", "train a reward model on pairs of completions, one preferred", _rm),
-        Recipe("grpo", "train on rewards of sampled completions", _grpo),
-        Recipe("ppo", "train on rewards of sampled completions, with a critic", _ppo),
-        Recipe("distill", "train on a teacher's distribution", _distill),
-        Recipe("eval", "sample completions of tasks and score them", _evaluation),
+        Recipe("sft", "train on the completions of a dataset", "sft"),
+        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", "dpo"),
+        Recipe("kto", "train on single completions, each desirable or not", "kto"),
+        Recipe("rm", "train a reward model on pairs of completions, one preferred", "rm"),
+        Recipe("grpo", "train on rewards of sampled completions", "grpo"),
+        Recipe("ppo", "train on rewards of sampled completions, with a critic", "ppo"),
+        Recipe("distill", "train on a teacher's distribution", "distill"),
+        Recipe("eval", "sample completions of tasks and score them", "evaluation"),
     )
 }

@@ -15,10 +15,8 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, training_c
 from postlude.recipes.config.recipe_configs import RMConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 
 
 class RMTrainer(PairTrainer):
@@ -62,8 +60,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-def run(
-    config: RMConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(RMTrainer(config, device, runtime), start_mode)
+run = RMTrainer.start

@@ -11,11 +11,9 @@ from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.supervised import SupervisedTrainer
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
 
 
 class SFTTrainer(SupervisedTrainer[EncodedSequence]):
@@ -38,8 +36,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, sft_batch(TRIAL_SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
 
 
-def run(
-    config: SFTConfig, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
-) -> RunOutcome:
-    """Runs or resumes `config`. Every rank calls it."""
-    return run_training(SFTTrainer(config, device, runtime), start_mode)
+run = SFTTrainer.start

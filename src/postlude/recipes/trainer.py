@@ -145,6 +145,13 @@ class Trainer(ABC):
         self.health = Health(config.limits, config.max_skipped_steps, verbose=is_rank0())
         self.timer = PhaseTimer()
 
+    @classmethod
+    def start(
+        cls, config: Any, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
+    ) -> RunOutcome:
+        """Runs or resumes `config`. Every rank calls it."""
+        return run_training(cls(config, device, runtime=runtime), start_mode)
+
     @property
     def phase(self) -> str:
         """The name under which the next step is logged: "sft" in a warm start, else the recipe's `name`."""
