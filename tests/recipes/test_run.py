@@ -284,22 +284,6 @@ def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, leftover
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
-def test_a_run_of_an_earlier_version_resumes_under_the_new_names_of_keys(tmp_path: Path) -> None:
-    old = {"answers": {"top_p": 1.0}, "prompts": 4, "evaluation": {"samples": 2}, "data": {"kind": "own_answers"}}
-    new = {
-        "sampling": {"top_p": 1.0},
-        "prompts_per_step": 4,
-        "evaluation": {"samples_per_prompt": 2},
-        "data": {"kind": "on_policy"},
-    }
-    with open_run(tmp_path, old) as run:
-        train(run, 1, 2)
-    with open_run(tmp_path, new) as run:
-        assert not run.changed
-    with pytest.raises(ValueError, match="prompts_per_step is 4 there and 8 here"):
-        open_run(tmp_path, new | {"prompts_per_step": 8})
-
-
 def test_a_run_of_a_version_without_a_key_resumes_where_it_has_its_default(tmp_path: Path) -> None:
     defaults = schema.default_values(GRPOConfig)
     assert {"mtp.processor", "dynamic_sampling", "sampling.top_p"} <= defaults.keys()

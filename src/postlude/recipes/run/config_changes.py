@@ -47,7 +47,6 @@ MAY_CHANGE = (
     "evaluation.every",
     "held_out.every",
     "loggers",
-    "wandb",  # of runs that started before there were other loggers
     "export",
     # limits and reward workers
     "max_skipped_steps",
@@ -65,41 +64,6 @@ MAY_CHANGE = (
     ),
 )
 """Dotted paths that may change when a run resumes, with everything below them. "*" is any name."""
-
-
-RENAMED = {
-    "answers": "sampling",
-    "data.answers": "data.sampling",
-    "prompts": "prompts_per_step",
-    "samples": "samples_per_prompt",
-    "data.samples": "data.samples_per_prompt",
-    "evaluation.samples": "evaluation.samples_per_prompt",
-    "batch": "batch_size",
-    "warm_start.examples": "warm_start.batch_size",
-    "sinks": "loggers",
-    "keep": "keep_checkpoints",
-    "max_skipped": "max_skipped_steps",
-    "cluster.cpus": "cluster.cpus_per_rank",
-    "cluster.gpus": "cluster.gpus_per_rank",
-    "cluster.worker_cpus": "cluster.cpus_per_worker",
-    "cluster.restarts": "cluster.max_restarts",
-}
-"""Keys of configs that earlier versions wrote into run directories, and their names today."""
-
-
-def with_new_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a run directory with today's names of keys."""
-    for old, new in RENAMED.items():
-        *sections, name = old.split(".")
-        section: Any = config
-        for key in sections:
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and name in section:
-            section[new.rpartition(".")[2]] = section.pop(name)
-    data = config.get("data")
-    if isinstance(data, dict) and data.get("kind") == "own_answers":
-        data["kind"] = "on_policy"
-    return config
 
 
 def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -33,7 +33,6 @@ from postlude.recipes.run.config_changes import (
     differences,
     is_covered,
     user_code_hashes,
-    with_new_names,
 )
 from postlude.recipes.run.durable_files import JSONLinesFile, write_atomic
 from postlude.recipes.run.lock import RunLock
@@ -413,7 +412,7 @@ def _has_steps(path: Path) -> str:
 
 def _config_of(path: Path) -> dict[str, Any]:
     try:
-        return with_new_names(read_config(path))
+        return read_config(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unclear which run it is. Fix "
