@@ -19,7 +19,7 @@ Message = TypeVar("Message")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the HTTP process: a method of `Worker` and its arguments."""
+    """A call of the HTTP process: a method of `Worker`, or of `RankModels`, and its arguments."""
 
     call_id: int
     method: str

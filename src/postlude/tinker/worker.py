@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -29,13 +29,7 @@ from postlude.hf.peft import read_adapter
 from postlude.hf.read_model import read_description
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
-from postlude.tinker.backend import (
-    AdamParams,
-    BaseModelInfo,
-    ModelSpec,
-    PassRequest,
-    SampleRequest,
-)
+from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleRequest
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel
 from postlude.tinker.model_sampler import ModelSampler
@@ -55,6 +49,10 @@ BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
 
 A sample that is streamed, to somebody who watches, is not kept waiting.
 """
+RANK_METHODS = frozenset(
+    ("create", "remove", "optim_step", "discard_gradients", "save_state", "load_state", "save_for_sampler")
+)
+"""The calls that all ranks run as they are, with their `RankModels`."""
 LOG = logging.getLogger("postlude")
 
 
@@ -89,9 +87,9 @@ class RankWorker:
         """Runs a command. Only rank 0's result is used, except of `sample`."""
         return getattr(self, command.method)(*command.arguments)
 
-    def train(self, method: str, *arguments: Any) -> Any:
+    def train(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of the models."""
-        return getattr(self.models, method)(*arguments)
+        return getattr(self.models, method)(**arguments)
 
     def snapshot(self, model_id: str, adapter: str) -> None:
         """Gives the sampler a copy of a model's adapter."""
@@ -151,7 +149,7 @@ def _step(sampler: RankSampler | ModelSampler) -> SampleEvents:
 
 
 class Worker:
-    """Rank 0: the methods that the HTTP process calls, and the loop that serves them.
+    """Rank 0: the methods that the HTTP process calls besides RANK_METHODS, and the loop that serves them.
 
     Snapshots of all weights of a model are kept in `directory`.
     """
@@ -193,10 +191,6 @@ class Worker:
 
     # --- training
 
-    def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        """Makes a model."""
-        self._train("create", model_id, spec.lora)
-
     def forward_backward(self, model_id: str, request: PassRequest) -> PassRan:
         """Runs a pass."""
         return self._run_pass(model_id, self._read_pass(request))
@@ -209,32 +203,7 @@ class Worker:
         return read_pass(request, vocab_size=self.vocab_size, max_context_length=self.max_context_length)
 
     def _run_pass(self, model_id: str, request: Pass) -> PassRan:
-        return PassRan(request, self._train("run_pass", model_id, request))
-
-    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """Updates the weights."""
-        metrics: Mapping[str, float] = self._train("optim_step", model_id, adam)
-        return metrics
-
-    def discard_gradients(self, model_id: str) -> None:
-        """Frees the gradients."""
-        self._train("discard_gradients", model_id)
-
-    def save_state(self, model_id: str, directory: Path) -> None:
-        """Writes weights and optimizer state."""
-        self._train("save_state", model_id, directory)
-
-    def load_state(self, model_id: str, directory: Path, optimizer: bool) -> None:
-        """Reads weights, and the optimizer state if asked."""
-        self._train("load_state", model_id, directory, optimizer)
-
-    def save_for_sampler(self, model_id: str, directory: Path) -> None:
-        """Writes the weights for sampling."""
-        self._train("save_for_sampler", model_id, directory)
-
-    def remove_model(self, model_id: str) -> None:
-        """Frees a model."""
-        self._train("remove", model_id)
+        return PassRan(request, self._train("run_pass", model_id=model_id, request=request))
 
     # --- sampling
 
@@ -258,7 +227,7 @@ class Worker:
         directory = self._snapshot_directory(sampler_id)
         try:
             directory.mkdir(parents=True)
-            self._train("save_for_sampler", model_id, directory)
+            self._train("save_for_sampler", model_id=model_id, directory=directory)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -276,8 +245,8 @@ class Worker:
     def _snapshot_directory(self, sampler_id: str) -> Path:
         return self.directory / "snapshots" / sampler_id
 
-    def _train(self, method: str, *arguments: Any) -> Any:
-        return self._on_ranks("train", method, *arguments)
+    def _train(self, method: str, **arguments: Any) -> Any:
+        return self._on_ranks("train", method, arguments)
 
     def _on_ranks(self, method: str, *arguments: Any) -> Any:
         return self.controller.call_all(_OnRanks(method, arguments))[0]
@@ -344,9 +313,11 @@ class Worker:
                 self._sampling.add(call.call_id)
 
     def _run(self, call: Call, connection: RankConnection) -> None:
-        method: Callable[..., Any] = getattr(self, call.method)
         try:
-            result = method(**call.arguments)
+            if call.method in RANK_METHODS:
+                result = self._train(call.method, **call.arguments)
+            else:
+                result = getattr(self, call.method)(**call.arguments)
             if isinstance(result, PassRan):
                 connection.send_at_once((RAN, call.call_id, None))  # so the next call comes meanwhile
                 result = to_result(result.request, result.result)
