@@ -131,8 +131,8 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
     models = RankModels(SETTINGS, load_tokenizer("tiny-dense"))
     with pytest.raises(ValueError, match="Give a lora_config") as refused:
         check_memory(models.engine, free=10 << 20)
-    models.create("one", SPECS["one"].lora)
-    models.create("full", None)
+    models.create_model("one", SPECS["one"])
+    models.create_model("full", SPECS["full"])
     pass_request = PassRequest(data(1), "cross_entropy", {}, forward_only=False)
     request = read_pass(pass_request, vocab_size=264, max_context_length=63)
     for name in ("one", "full"):
@@ -147,7 +147,7 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
     with pytest.raises(ValueError, match="there is no model 'full'"):
         models.run_pass("full", request)
     step = models.optim_step("one", ADAM)
-    models.create("full", None)  # there is room for another
+    models.create_model("full", SPECS["full"])  # there is room for another
     return [str(refused.value), str(lost.value), models.refusal, step["step"]]
 
 

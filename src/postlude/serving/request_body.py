@@ -20,6 +20,7 @@ EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
     "model_type": "an object",
+    "dataclass_type": "an object",
 }
 SHOWN = 60  # characters of a wrong value
 

@@ -9,8 +9,9 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from inspect import isawaitable
+from typing import TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -37,8 +38,9 @@ OPEN = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
 DRAIN_SECONDS = 10.0  # to read the rest of a request that is refused
-Reply = Response | JSON | None
-Handler = Callable[[Request, str], Awaitable[Reply]]
+Reply = Response | JSON | Future | None
+Result = Reply | Awaitable[Reply]
+Handler = Callable[[Request, str], Result]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -93,48 +95,57 @@ class TinkerApp:
         return Starlette(routes=[*self._routes(), *extra_routes], lifespan=lifespan)
 
     def _routes(self) -> list[Route]:
-        run, checkpoint = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
-        table: list[tuple[str, str, Handler]] = [  # in this order they are tried: the frequent ones first
-            ("POST", "/retrieve_future", self._retrieve),
-            ("POST", "/asample", self._asample),
-            ("POST", "/forward_backward", self._forward_backward),
-            ("POST", "/optim_step", self._optim_step),
-            ("POST", "/session_heartbeat", self._heartbeat),
-            ("POST", "/client/config", self._client_config),
-            ("POST", "/client/dynamic_config", self._dynamic_config),
-            ("GET", "/get_server_capabilities", self._capabilities),
-            ("POST", "/create_session", self._create_session),
-            ("POST", "/sessions/{session}/finish", self._finish),
-            ("POST", "/telemetry", self._telemetry),
-            ("POST", "/create_model", self._create_model),
-            ("POST", "/get_info", self._get_info),
-            ("POST", "/save_weights", self._save_weights),
-            ("POST", "/save_weights_for_sampler", self._save_for_sampler),
-            ("POST", "/save_weights_external", self._save_external),
-            ("POST", "/load_weights", self._load_weights),
-            ("POST", "/weights_info", self._weights_info),
-            ("POST", "/create_sampling_session", self._create_sampling_session),
-            ("POST", "/join_sampling_session", self._join),
-            ("POST", "/cancel_future", self._cancel),
-            ("GET", "/samplers/{sampler}", self._sampler),
-            ("GET", "/training_runs", self._training_runs),
-            ("GET", run, self._training_run),
-            ("GET", f"{run}/checkpoints", self._checkpoints_of_run),
-            ("GET", "/checkpoints", self._checkpoints),
-            ("DELETE", checkpoint, self._delete),
-            ("POST", f"{checkpoint}/publish", self._publish),
-            ("DELETE", f"{checkpoint}/publish", self._unpublish),
-            ("PUT", f"{checkpoint}/ttl", self._ttl),
-            ("GET", f"{checkpoint}/external_weights_urls", self._urls),
-            ("GET", "/sessions", self._sessions),
-            ("GET", "/sessions/{session}", self._session),
+        service, models, records = self.service, self._models, self._records
+        body, training, checkpoint = self._with_body, self._training, "/training_runs/{run}/checkpoints/{kind}/{name}"
+        table: dict[str, dict[str, Handler]] = {  # in this order they are tried: the frequent ones first
+            "POST": {
+                "/retrieve_future": body(bodies.RequestBody, self._retrieve),
+                "/asample": body(bodies.SampleBody, service.sample),
+                "/forward_backward": self._forward_backward,
+                "/optim_step": training(bodies.OptimStepBody, models.optim_step),
+                "/session_heartbeat": body(bodies.SessionBody, service.heartbeat),
+                "/client/config": body(bodies.ClientConfigBody, self._client_config),
+                "/client/dynamic_config": self._fixed({"sample_cancel_enabled": True}),
+                "/create_session": body(bodies.CreateSessionBody, service.create_session),
+                "/sessions/{session}/finish": self._finish,
+                "/telemetry": self._fixed({"status": "accepted"}),
+                "/create_model": body(bodies.CreateModelBody, models.create_model),
+                "/get_info": body(bodies.ModelBody, models.get_info),
+                "/save_weights": training(bodies.SaveBody, models.save_state),
+                "/save_weights_for_sampler": training(bodies.SaveBody, models.save_for_sampler),
+                "/save_weights_external": training(bodies.SaveBody, models.save_external),
+                "/load_weights": training(bodies.LoadBody, models.load),
+                "/weights_info": body(bodies.PathBody, records.weights_info),
+                "/create_sampling_session": body(bodies.SamplingSessionBody, service.create_sampling_session),
+                "/join_sampling_session": body(bodies.JoinBody, service.join_sampling_session),
+                "/cancel_future": body(bodies.RequestBody, service.cancel),
+                f"{checkpoint}/publish": lambda request, owner: records.set_public(owner, _path(request), public=True),
+            },
+            "GET": {
+                "/get_server_capabilities": lambda _, __: records.capabilities(),
+                "/samplers/{name}": _named(records.sampler),
+                "/training_runs": _paged(records.training_runs),
+                "/training_runs/{name}": _named(records.training_run),
+                "/training_runs/{name}/checkpoints": _named(records.checkpoints_of_run),
+                "/checkpoints": _paged(records.checkpoints),
+                f"{checkpoint}/external_weights_urls": self._urls,
+                "/sessions": _paged(records.sessions),
+                "/sessions/{name}": _named(records.session),
+            },
+            "PUT": {f"{checkpoint}/ttl": self._ttl},
+            "DELETE": {
+                checkpoint: lambda request, owner: records.delete(owner, _path(request)),
+                f"{checkpoint}/publish": lambda request, owner: records.set_public(owner, _path(request), public=False),
+            },
+        }
+        routes = [
+            Route(API + path, self.endpoint(handler), methods=[method])
+            for method, handlers in table.items()
+            for path, handler in handlers.items()
         ]
-        routes = [Route(API + path, self.endpoint(handler), methods=[method]) for method, path, handler in table]
         routes.append(Route(OPEN, self._health, methods=["GET"]))
         routes.append(Route(API + "/files/{run}/{name}/{file:path}", self._file, methods=["GET"]))
-        routes.append(
-            Route(API + "/{path:path}", self.endpoint(self._unknown), methods=["GET", "POST", "PUT", "DELETE"])
-        )
+        routes.append(Route(API + "/{path:path}", self.endpoint(self._unknown), methods=list(table)))
         return routes
 
     def endpoint(
@@ -146,7 +157,9 @@ class TinkerApp:
             try:
                 owner = self._keys.owner(request.headers)
                 self._log_version(request.headers)
-                reply = await handler(request, owner)
+                reply = handler(request, owner)
+                if isawaitable(reply):
+                    reply = await reply
             except APIError as error:
                 return error_reply(error)
             except (ValueError, TypeError) as error:
@@ -158,6 +171,8 @@ class TinkerApp:
                 return error_reply(APIError(500, f"the request failed: {error!r}."))
             if reply is None:
                 return Response(status_code=204)
+            if isinstance(reply, Future):  # its result is fetched later
+                reply = {"request_id": reply.request_id} | reply.reply
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
         return endpoint
@@ -202,10 +217,41 @@ class TinkerApp:
             sentence = f"the pass has more than {self.service.limits.body_bytes} bytes, which is the server's limit."
             self.service.training.refuse(model, named[1], "forward_backward", sentence, "pass")
 
-    async def _body(self, request: Request, schema: type[Schema]) -> Schema:
-        return parse(schema, await self.read(request) or b"{}")
+    def _with_body(self, schema: type[Schema], action: Callable[[str, Schema], Result]) -> Handler:
+        """Returns a handler that reads the body of a request and calls `action(owner, body)`."""
 
-    # Configuration and sessions
+        async def handle(request: Request, owner: str) -> Reply:
+            reply = action(owner, parse(schema, await self.read(request) or b"{}"))
+            return await reply if isawaitable(reply) else reply
+
+        return handle
+
+    def _training(self, schema: type[Schema], action: Callable[[str, Schema], Awaitable[Future]]) -> Handler:
+        """Does the same for training. A request that is wrong fails in its turn too: those after it wait for it."""
+
+        async def handle(request: Request, owner: str) -> Reply:
+            raw, kind = await self.read(request), request.url.path.rpartition("/")[2]
+            try:
+                body = parse(schema, raw)
+            except ValueError as error:
+                with contextlib.suppress(ValueError, APIError):
+                    which = parse(bodies.TrainingBody, raw)
+                    model = self.service.model(owner, which.model_id)
+                    role: Role = "step" if kind == "optim_step" else "other"
+                    self.service.training.refuse(model, which.seq_id, kind, str(error), role)
+                raise
+            return await action(owner, body)
+
+        return handle
+
+    def _fixed(self, reply: JSON) -> Handler:
+        """Returns a handler that ignores the body and always gives this reply."""
+
+        async def handle(request: Request, _: str) -> Reply:
+            await self.read(request)
+            return reply
+
+        return handle
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -213,8 +259,7 @@ class TinkerApp:
     async def _unknown(self, request: Request, _: str) -> Reply:
         raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
 
-    async def _client_config(self, request: Request, _: str) -> Reply:
-        body = await self._body(request, bodies.ClientConfigBody)
+    def _client_config(self, _: str, body: bodies.ClientConfigBody) -> Reply:
         LOG.info("a client has tinker %s", body.sdk_version or "of unknown version")
         return {
             "proto_compress_fwdbwd": self._compress,
@@ -222,96 +267,20 @@ class TinkerApp:
             "create_model_via_load_weights": True,
         }
 
-    async def _dynamic_config(self, request: Request, _: str) -> Reply:
-        await self.read(request)
-        return {"sample_cancel_enabled": True}
-
-    async def _capabilities(self, _: Request, __: str) -> Reply:
-        return self._records.capabilities()
-
-    async def _create_session(self, request: Request, owner: str) -> Reply:
-        return await self.service.create_session(owner, await self._body(request, bodies.CreateSessionBody))
-
-    async def _heartbeat(self, request: Request, owner: str) -> Reply:
-        return self.service.heartbeat(owner, (await self._body(request, bodies.SessionBody)).session_id)
-
     async def _finish(self, request: Request, owner: str) -> Reply:
-        body = await self._body(request, bodies.FinishBody)
+        body = parse(bodies.FinishBody, await self.read(request) or b"{}")
         await self.service.finish_session(owner, request.path_params["session"], body.reason.type)
         return None
-
-    async def _telemetry(self, request: Request, _: str) -> Reply:
-        await self.read(request)
-        return {"status": "accepted"}
-
-    # Training
-
-    async def _create_model(self, request: Request, owner: str) -> Reply:
-        body = await self._body(request, bodies.CreateModelBody)
-        return promise(await self._models.create_model(owner, body))
-
-    async def _get_info(self, request: Request, owner: str) -> Reply:
-        return self._models.get_info(owner, (await self._body(request, bodies.ModelBody)).model_id)
 
     async def _forward_backward(self, request: Request, owner: str) -> Reply:
         body = await self.read(request)
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind != PROTOBUF:
             raise APIError(415, f"forward_backward has the Content-Type {kind[:60]!r}; send {PROTOBUF}.")
-        return promise(await self._models.forward_backward(owner, wire.parse_forward_backward(body), len(body)))
+        return await self._models.forward_backward(owner, wire.parse_forward_backward(body), len(body))
 
-    async def _training_body(self, request: Request, owner: str, schema: type[Schema], kind: str) -> Schema:
-        """Reads a training request. One that is wrong fails in its turn too: those after it would wait for it."""
-        raw = await self.read(request)
-        try:
-            return parse(schema, raw)
-        except ValueError as error:
-            with contextlib.suppress(ValueError, APIError):
-                which = parse(bodies.TrainingBody, raw)
-                model = self.service.model(owner, which.model_id)
-                role: Role = "step" if kind == "optim_step" else "other"
-                self.service.training.refuse(model, which.seq_id, kind, str(error), role)
-            raise
-
-    async def _optim_step(self, request: Request, owner: str) -> Reply:
-        body = await self._training_body(request, owner, bodies.OptimStepBody, "optim_step")
-        return promise(await self._models.optim_step(owner, body))
-
-    async def _save_weights(self, request: Request, owner: str) -> Reply:
-        body = await self._training_body(request, owner, bodies.SaveBody, "save_weights")
-        return promise(await self._models.save(owner, "weights", body))
-
-    async def _save_for_sampler(self, request: Request, owner: str) -> Reply:
-        body = await self._training_body(request, owner, bodies.SaveBody, "save_weights_for_sampler")
-        if body.path is None and body.sampling_session_seq_id is not None:
-            return promise(await self._models.snapshot(owner, body))
-        return promise(await self._models.save(owner, "sampler_weights", body))
-
-    async def _save_external(self, request: Request, owner: str) -> Reply:
-        body = await self._training_body(request, owner, bodies.SaveBody, "save_weights_external")
-        return promise(await self._models.save(owner, "external_weights", body))
-
-    async def _load_weights(self, request: Request, owner: str) -> Reply:
-        body = await self._training_body(request, owner, bodies.LoadBody, "load_weights")
-        return promise(await self._models.load(owner, body))
-
-    # Sampling
-
-    async def _create_sampling_session(self, request: Request, owner: str) -> Reply:
-        return await self.service.create_sampling_session(owner, await self._body(request, bodies.SamplingSessionBody))
-
-    async def _join(self, request: Request, owner: str) -> Reply:
-        sampler = self.service.sampler(owner, (await self._body(request, bodies.JoinBody)).sampling_session_id)
-        sampler.clients += 1
-        return {"type": "join_sampling_session", "client_counter": sampler.clients}
-
-    async def _asample(self, request: Request, owner: str) -> Reply:
-        return promise(self.service.sample(owner, await self._body(request, bodies.SampleBody)))
-
-    # Results
-
-    async def _retrieve(self, request: Request, owner: str) -> Reply:
-        request_id = (await self._body(request, bodies.RequestBody)).request_id
+    async def _retrieve(self, owner: str, body: bodies.RequestBody) -> Reply:
+        request_id = body.request_id
         try:
             future = self.service.future(owner, request_id)
         except APIError as error:
@@ -334,59 +303,15 @@ class TinkerApp:
             return Response(future.result, media_type=PROTOBUF)
         return future.result
 
-    async def _cancel(self, request: Request, owner: str) -> Reply:
-        request_id = (await self._body(request, bodies.RequestBody)).request_id
-        if self.service.future(owner, request_id).kind == "sample":
-            self.service.samplers.cancel(request_id)
-        return None
-
-    # Records
-
-    async def _weights_info(self, request: Request, owner: str) -> Reply:
-        return self._records.weights_info(owner, (await self._body(request, bodies.PathBody)).tinker_path)
-
-    async def _sampler(self, request: Request, owner: str) -> Reply:
-        return self._records.sampler(owner, request.path_params["sampler"])
-
-    async def _training_runs(self, request: Request, owner: str) -> Reply:
-        return self._records.training_runs(owner, *_page(request))
-
-    async def _training_run(self, request: Request, owner: str) -> Reply:
-        return self._records.training_run(owner, request.path_params["run"])
-
-    async def _checkpoints_of_run(self, request: Request, owner: str) -> Reply:
-        return self._records.checkpoints_of_run(owner, request.path_params["run"])
-
-    async def _checkpoints(self, request: Request, owner: str) -> Reply:
-        return self._records.checkpoints(owner, *_page(request))
-
-    async def _delete(self, request: Request, owner: str) -> Reply:
-        await self._records.delete(owner, _path(request.path_params))
-        return None
-
-    async def _publish(self, request: Request, owner: str) -> Reply:
-        await self._records.set_public(owner, _path(request.path_params), public=True)
-        return None
-
-    async def _unpublish(self, request: Request, owner: str) -> Reply:
-        await self._records.set_public(owner, _path(request.path_params), public=False)
-        return None
-
     async def _ttl(self, request: Request, owner: str) -> Reply:
-        seconds = (await self._body(request, bodies.TTLBody)).ttl_seconds
-        await self._records.set_ttl(owner, _path(request.path_params), seconds)
+        body = parse(bodies.TTLBody, await self.read(request) or b"{}")
+        await self._records.set_ttl(owner, _path(request), body.ttl_seconds)
         return None
-
-    async def _sessions(self, request: Request, owner: str) -> Reply:
-        return self._records.sessions(owner, *_page(request))
-
-    async def _session(self, request: Request, owner: str) -> Reply:
-        return self._records.session(owner, request.path_params["session"])
 
     # Files of external weights, by links that work without a key for an hour
 
     async def _urls(self, request: Request, owner: str) -> Reply:
-        path = _path(request.path_params)
+        path = _path(request)
         self.service.checkpoint(owner, path)
         if path.kind != "external_weights":
             raise APIError(400, f"{path} has no links: save it with save_weights_external.")
@@ -416,18 +341,25 @@ class TinkerApp:
         return FileResponse(file)
 
 
-def promise(future: Future) -> JSON:
-    """Returns the reply to a request whose result is fetched later."""
-    return {"request_id": future.request_id} | future.reply
+def _named(read: Callable[[str, str], JSON]) -> Handler:
+    """Returns a handler that calls `read(owner, name)` with the name in the path."""
+    return lambda request, owner: read(owner, request.path_params["name"])
 
 
-def _page(request: Request) -> tuple[int, int]:
-    query = request.query_params
-    try:
-        return int(query.get("limit", "20")), int(query.get("offset", "0"))
-    except ValueError:
-        raise APIError(400, "limit and offset are whole numbers.") from None
+def _paged(read: Callable[[str, int, int], JSON]) -> Handler:
+    """Returns a handler that calls `read(owner, limit, offset)` with those of the query."""
+
+    def handle(request: Request, owner: str) -> JSON:
+        query = request.query_params
+        try:
+            limit, offset = int(query.get("limit", "20")), int(query.get("offset", "0"))
+        except ValueError:
+            raise APIError(400, "limit and offset are whole numbers.") from None
+        return read(owner, limit, offset)
+
+    return handle
 
 
-def _path(parameters: Mapping[str, Any]) -> TinkerPath:
+def _path(request: Request) -> TinkerPath:
+    parameters = request.path_params
     return TinkerPath(parameters["run"], parameters["kind"], parameters["name"])

@@ -25,10 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -57,9 +58,9 @@ class BaseModelInfo:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """The adapters of a model, as a client asks for them."""
+    """The adapters of a model, as a client asks for them. Bounds are checked where a request is read."""
 
-    rank: int
+    rank: Annotated[int, Field(ge=1, le=4096)]
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
@@ -113,13 +114,13 @@ class ForwardBackwardResult:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """The optimizer's settings for one step; a `grad_clip_norm` of 0 does not clip."""
+    """The optimizer's settings for one step; a `grad_clip_norm` of 0 or less does not clip."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: float = 0.0
 
 

@@ -57,26 +57,6 @@ class FinishBody(Body):
     reason: FinishReason = FinishReason()
 
 
-class LoRABody(Body):
-    """The adapters of a model."""
-
-    rank: Annotated[int, Field(ge=1, le=4096)]
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-    def config(self) -> LoRAConfig:
-        """Returns the backend's form."""
-        return LoRAConfig(
-            self.rank,
-            seed=self.seed,
-            train_mlp=self.train_mlp,
-            train_attn=self.train_attn,
-            train_unembed=self.train_unembed,
-        )
-
-
 class OptimizerConfigBody(Body):
     """The optimizer of a model."""
 
@@ -95,7 +75,7 @@ class CreateModelBody(Body):
     session_id: str
     model_seq_id: Sequential
     base_model: str
-    lora_config: LoRABody | None = None
+    lora_config: LoRAConfig | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfigBody | None = None
 
@@ -113,26 +93,10 @@ class TrainingBody(Body):
     seq_id: Sequential
 
 
-class AdamBody(Body):
-    """The settings of one optimizer step."""
-
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0)] = 1e-12
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip_norm: float = 0.0
-
-    def params(self) -> AdamParams:
-        """Returns the backend's form."""
-        values = self.model_dump()
-        return AdamParams(**values | {"grad_clip_norm": max(0.0, self.grad_clip_norm)})
-
-
 class OptimStepBody(TrainingBody):
     """POST optim_step."""
 
-    adam_params: AdamBody | None = None
+    adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfigBody | None = None
 
 

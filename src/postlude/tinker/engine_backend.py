@@ -90,7 +90,7 @@ class EngineBackend:
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
         """Makes a model."""
         worker = await self._worker(spec.base_model)
-        await worker.call("create", model_id=model_id, lora=spec.lora)
+        await worker.call("create_model", model_id=model_id, spec=spec)
         self._models[model_id] = (spec.base_model, worker)
 
     def stage(self, model_id: str, request: PassRequest) -> None:
@@ -141,7 +141,7 @@ class EngineBackend:
         """Frees a model."""
         _, worker = self._models.pop(model_id, ("", None))
         if worker is not None and worker.death is None:
-            await worker.call("remove", model_id=model_id)
+            await worker.call("remove_model", model_id=model_id)
 
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Opens a sampler."""

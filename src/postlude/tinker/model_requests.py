@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from postlude.tinker import bodies
-from postlude.tinker.backend import Backend, ModelSpec, PassRequest
+from postlude.tinker.backend import AdamParams, Backend, ModelSpec, PassRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future
 from postlude.tinker.paths import Kind, TinkerPath, check_name
@@ -70,9 +70,7 @@ class ModelRequests:
     async def create_model(self, owner: str, body: bodies.CreateModelBody) -> Future:
         """Queues the creation of a model."""
         session = self._service.session(owner, body.session_id)
-        lora = body.lora_config.config() if body.lora_config is not None else None
-
-        spec = ModelSpec(body.base_model, lora)
+        spec = ModelSpec(body.base_model, body.lora_config)
         model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
 
         async def create(_: Callable[[], None]) -> JSON:
@@ -128,13 +126,13 @@ class ModelRequests:
         await self._backend.create_model(model.model_id, model.spec)
         model.created = True
 
-    def get_info(self, owner: str, model_id: str) -> JSON:
+    def get_info(self, owner: str, body: bodies.ModelBody) -> JSON:
         """Returns a description of a model."""
-        model = self._service.model(owner, model_id)
+        model = self._service.model(owner, body.model_id)
         info = self._service.bases[model.spec.base_model]
         return {
             "type": "get_info",
-            "model_id": model_id,
+            "model_id": model.model_id,
             "model_name": info.name,
             "model_data": {"model_name": info.name, "tokenizer_id": info.tokenizer},
             "is_lora": model.spec.lora is not None,
@@ -165,13 +163,26 @@ class ModelRequests:
 
         async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_params)
-            adam = (body.adam_params or bodies.AdamBody()).params()
-            return {"type": "optim_step", "metrics": dict(await self._backend.optim_step(model.model_id, adam))}
+            metrics = await self._backend.optim_step(model.model_id, body.adam_params or AdamParams())
+            return {"type": "optim_step", "metrics": dict(metrics)}
 
         return self._training.submit(model, body.seq_id, Operation("optim_step", run, "step"))
 
-    async def save(self, owner: str, kind: Kind, body: bodies.SaveBody) -> Future:
-        """Queues a save of weights and optimizer state, or of weights for sampling or for use elsewhere."""
+    async def save_state(self, owner: str, body: bodies.SaveBody) -> Future:
+        """Queues a save of weights and optimizer state."""
+        return self._save(owner, "weights", body)
+
+    async def save_for_sampler(self, owner: str, body: bodies.SaveBody) -> Future:
+        """Queues a save of weights for sampling or, without a name, a sampler in memory."""
+        if body.path is None and body.sampling_session_seq_id is not None:
+            return self._snapshot(owner, body)
+        return self._save(owner, "sampler_weights", body)
+
+    async def save_external(self, owner: str, body: bodies.SaveBody) -> Future:
+        """Queues a save of weights for use elsewhere."""
+        return self._save(owner, "external_weights", body)
+
+    def _save(self, owner: str, kind: Kind, body: bodies.SaveBody) -> Future:
         model = self._service.model(owner, body.model_id)
 
         async def run(_: Callable[[], None]) -> JSON:
@@ -198,7 +209,7 @@ class ModelRequests:
 
         return self._training.submit(model, body.seq_id, Operation(SAVE_KINDS[kind], run))
 
-    async def snapshot(self, owner: str, body: bodies.SaveBody) -> Future:
+    def _snapshot(self, owner: str, body: bodies.SaveBody) -> Future:
         """Queues a sampler of a model's weights at this point of its requests, in memory."""
         model = self._service.model(owner, body.model_id)
         sampler_id = f"{model.session_id}:sample:{body.sampling_session_seq_id}"
@@ -249,21 +260,11 @@ def _check_loadable(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     if path.kind != "weights":
         raise ValueError(f"{path} has no training state: load a path of save_state, tinker://RUN/weights/NAME.")
 
-    def adapters(spec: ModelSpec) -> dict[str, Any]:
-        if spec.lora is None:
-            return {"rank": None}
-        lora = spec.lora
-        return {
-            "rank": lora.rank,
-            "train_mlp": lora.train_mlp,
-            "train_attn": lora.train_attn,
-            "train_unembed": lora.train_unembed,
-        }
+    def described(spec: ModelSpec) -> dict[str, Any]:
+        lora = {"rank": None} if spec.lora is None else asdict(replace(spec.lora, seed=None))
+        return {"base_model": spec.base_model} | lora
 
-    expected, stored = (
-        {"base_model": spec.base_model} | adapters(spec),
-        {"base_model": saved.base_model} | adapters(saved),
-    )
+    expected, stored = described(spec), described(saved)
     wrong = [
         f"{name} {stored.get(name)} (model: {expected.get(name)})"
         for name in expected

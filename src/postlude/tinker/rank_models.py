@@ -21,7 +21,7 @@ from postlude.engine.result import Result
 from postlude.hf.linear_layers import linear_layers, shared_use
 from postlude.lora import AdapterConfig, LoRA
 from postlude.optimizer import AdamW
-from postlude.tinker.backend import AdamParams, LoRAConfig, ModelLost
+from postlude.tinker.backend import AdamParams, LoRAConfig, ModelLost, ModelSpec
 from postlude.tinker.datums import Pass
 from postlude.tinker.memory import check_memory, free_memory
 from postlude.tinker.settings import WorkerSettings
@@ -136,8 +136,9 @@ class RankModels:
         """Returns whether all weights of a model are trained."""
         return isinstance(self.models.get(model_id), FullModel)
 
-    def create(self, model_id: str, lora: LoRAConfig | None) -> None:
+    def create_model(self, model_id: str, spec: ModelSpec) -> None:
         """Makes a model with fresh adapters, or with a copy of the base's weights."""
+        lora = spec.lora
         if lora is None:
             check_memory(self.engine, free_memory(self.engine.device))
             self.models[model_id] = FullModel(self._engine(mesh=self.engine.mesh), self.tokenizer)
@@ -146,7 +147,7 @@ class RankModels:
             _log.warning("train_unembed of %s is not applied: %s", model_id, shared_use(self.engine.config))
         self.models[model_id] = AdapterModel(self.engine, model_id, to_lora(lora, self._groups), lora.seed or 0)
 
-    def remove(self, model_id: str) -> None:
+    def remove_model(self, model_id: str) -> None:
         """Frees a model, if it exists."""
         model = self.models.pop(model_id, None)
         if model is not None:
@@ -165,7 +166,7 @@ class RankModels:
             reason = model.engine.failure_state.refusal
             if reason is None or self.refusal is not None:
                 raise
-            self.remove(model_id)
+            self.remove_model(model_id)
             raise ModelLost(f"model {model_id} is lost: {reason}") from error
 
     def run_pass(self, model_id: str, request: Pass) -> Result:
@@ -236,5 +237,5 @@ def to_adamw(adam: AdamParams) -> AdamW:
         betas=(adam.beta1, adam.beta2),
         eps=adam.eps,
         weight_decay=adam.weight_decay,
-        max_grad_norm=adam.grad_clip_norm or None,
+        max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else None,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from postlude.tinker import bodies
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON
 from postlude.tinker.paths import CHECKPOINT_TYPES, TinkerPath
@@ -48,9 +49,9 @@ class Records:
         ]
         return {"supported_models": models}
 
-    def weights_info(self, owner: str, text: str) -> JSON:
+    def weights_info(self, owner: str, body: bodies.PathBody) -> JSON:
         """Returns what a model needs to load a checkpoint."""
-        spec = self._service.checkpoint(owner, TinkerPath.parse(text)).spec
+        spec = self._service.checkpoint(owner, TinkerPath.parse(body.tinker_path)).spec
         info = {"base_model": spec.base_model, "is_lora": spec.lora is not None, "optimizer_config": {"type": "adamw"}}
         if spec.lora is not None:
             info |= {

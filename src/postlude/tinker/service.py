@@ -86,9 +86,9 @@ class TinkerService:
         self.sessions[record.session_id] = ClientSession(record)
         return {"type": "create_session", "session_id": record.session_id}
 
-    def heartbeat(self, owner: str, session_id: str) -> JSON:
+    def heartbeat(self, owner: str, body: bodies.SessionBody) -> JSON:
         """Keeps a session alive."""
-        self.session(owner, session_id).heartbeat = time.monotonic()
+        self.session(owner, body.session_id).heartbeat = time.monotonic()
         return {"type": "session_heartbeat"}
 
     async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
@@ -163,6 +163,12 @@ class TinkerService:
                 self.samplers.samplers.pop(sampler_id, None)
                 raise
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def join_sampling_session(self, owner: str, body: bodies.JoinBody) -> JSON:
+        """Counts a clone of a sampler's client."""
+        sampler = self.sampler(owner, body.sampling_session_id)
+        sampler.clients += 1
+        return {"type": "join_sampling_session", "client_counter": sampler.clients}
 
     def sampler_record(
         self, owner: str, sampler_id: str, base_model: str | None, model_path: str | None
@@ -270,6 +276,11 @@ class TinkerService:
             self.sampler(owner, parent)
             raise APIError(410, f"{request_id} is not known any more; send the request again.")
         raise APIError(404, f"there is no request {request_id[:80]!r}.")
+
+    def cancel(self, owner: str, body: bodies.RequestBody) -> None:
+        """Ends a sampling request; a training request is not ended."""
+        if self.future(owner, body.request_id).kind == "sample":
+            self.samplers.cancel(body.request_id)
 
     # Housekeeping
 

@@ -50,7 +50,7 @@ BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
 A sample that is streamed, to somebody who watches, is not kept waiting.
 """
 RANK_METHODS = frozenset(
-    ("create", "remove", "optim_step", "discard_gradients", "save_state", "load_state", "save_for_sampler")
+    ("create_model", "remove_model", "optim_step", "discard_gradients", "save_state", "load_state", "save_for_sampler")
 )
 """The calls that all ranks run as they are, with their `RankModels`."""
 LOG = logging.getLogger("postlude")
