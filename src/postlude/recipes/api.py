@@ -41,85 +41,58 @@ class RunResult:
     """The exported model, or None."""
 
 
-def sft(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Trains on the completions of a dataset, as `postlude sft` does; see `start`."""
-    return start("sft", config, settings, device=device, nproc=nproc)
+@dataclass(frozen=True)
+class RecipeFunction:
+    """A recipe as a function, such as `grpo("my.yaml", steps=100)`."""
+
+    command: str
+
+    def __call__(
+        self, config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
+    ) -> RunResult:
+        """Checks a config, runs or resumes it as the command does, and returns the result.
+
+        `settings` are fields of the config, with sections as mappings: `optimizer={"lr": 1e-5}` sets only that key.
+        They override `config`. A mistake raises ValueError, TypeError or OSError before anything is touched. A run that
+        started and failed is returned, with its reason. Several ranks are new processes: as for multiprocessing, the
+        calling script then needs `if __name__ == "__main__":`.
+        """
+        chosen = RECIPES[self.command]
+        file = None if config is None or isinstance(config, Mapping) else Path(config)
+        layers = [config, settings] if isinstance(config, Mapping) else [settings]
+        run_config = chosen.read(file, settings=layers)
+
+        from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
+        from postlude.recipes.report.summary import read_summary
+        from postlude.recipes.run.directory import read_metrics
+        from postlude.world.devices import default_device
+        from postlude.world.launcher import run_on_ranks
+
+        device = device or default_device()
+        size = getattr(run_config, "layout", Layout()).world_size if nproc is None else nproc
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            inputs = PreflightInputs(run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
+            preflight(chosen.checks(inputs))
+            for write in inputs.on_success:
+                write()
+        outcome = run_on_ranks(chosen.run, run_config, device, nproc=size, device=device)
+        summary = read_summary(run_config.run)
+        return RunResult(run_config.run, outcome, summary, read_metrics(run_config.run), summary.model)
 
 
-def dpo(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Trains on pairs of completions, as `postlude dpo` does; see `start`."""
-    return start("dpo", config, settings, device=device, nproc=nproc)
-
-
-def kto(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Trains on completions with labels, as `postlude kto` does; see `start`."""
-    return start("kto", config, settings, device=device, nproc=nproc)
-
-
-def rm(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Trains a reward model on pairs of completions, as `postlude rm` does; see `start`."""
-    return start("rm", config, settings, device=device, nproc=nproc)
-
-
-def grpo(
-    config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
-) -> RunResult:
-    """Trains on rewards, as `postlude grpo` does; see `start`."""
-    return start("grpo", config, settings, device=device, nproc=nproc)
-
-
-def ppo(config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any) -> RunResult:
-    """Trains on rewards with a critic, as `postlude ppo` does; see `start`."""
-    return start("ppo", config, settings, device=device, nproc=nproc)
-
-
-def distill(
-    config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
-) -> RunResult:
-    """Trains on a teacher's distribution, as `postlude distill` does; see `start`."""
-    return start("distill", config, settings, device=device, nproc=nproc)
-
-
-def evaluate(
-    config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
-) -> RunResult:
-    """Samples completions of tasks and scores them, as `postlude eval` does; see `start`."""
-    return start("eval", config, settings, device=device, nproc=nproc)
-
-
-def start(
-    recipe: str,
-    config: Config,
-    settings: Mapping[str, Any],
-    *,
-    device: str | None = None,
-    nproc: int | None = None,
-) -> RunResult:
-    """Checks a config, runs or resumes it, and returns the result.
-
-    `settings` are fields of the config, with sections as mappings: `optimizer={"lr": 1e-5}` sets only that key. They
-    override `config`. A mistake raises ValueError, TypeError or OSError before anything is touched. A run that started
-    and failed is returned, with its reason. Several ranks are new processes: as for multiprocessing, the calling
-    script then needs `if __name__ == "__main__":`.
-    """
-    chosen = RECIPES[recipe]
-    file = None if config is None or isinstance(config, Mapping) else Path(config)
-    layers = [config, settings] if isinstance(config, Mapping) else [settings]
-    run_config = chosen.read(file, settings=layers)
-
-    from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
-    from postlude.recipes.report.summary import read_summary
-    from postlude.recipes.run.directory import read_metrics
-    from postlude.world.devices import default_device
-    from postlude.world.launcher import run_on_ranks
-
-    device = device or default_device()
-    size = getattr(run_config, "layout", Layout()).world_size if nproc is None else nproc
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        inputs = PreflightInputs(run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
-        preflight(chosen.checks(inputs))
-        for write in inputs.on_success:
-            write()
-    outcome = run_on_ranks(chosen.run, run_config, device, nproc=size, device=device)
-    summary = read_summary(run_config.run)
-    return RunResult(run_config.run, outcome, summary, read_metrics(run_config.run), summary.model)
+sft = RecipeFunction("sft")
+"""Trains on the completions of a dataset."""
+dpo = RecipeFunction("dpo")
+"""Trains on pairs of completions."""
+kto = RecipeFunction("kto")
+"""Trains on completions with labels."""
+rm = RecipeFunction("rm")
+"""Trains a reward model on pairs of completions."""
+grpo = RecipeFunction("grpo")
+"""Trains on rewards."""
+ppo = RecipeFunction("ppo")
+"""Trains on rewards with a critic."""
+distill = RecipeFunction("distill")
+"""Trains on a teacher's distribution."""
+evaluate = RecipeFunction("eval")
+"""Samples completions of tasks and scores them."""

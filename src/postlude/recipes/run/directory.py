@@ -215,23 +215,10 @@ class RunDirectory:
 class ReadOnlyRun(RunDirectory):
     """The run directory of ranks other than 0: it lists checkpoints and writes nothing."""
 
-    def log(self, step: int, metrics: Mapping[str, Any], *, phase: str) -> None:
-        """Does nothing."""
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
-        """Does nothing."""
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Does nothing."""
-
-    def resume_at(self, step: int) -> None:
-        """Does nothing."""
-
-    def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
-        """Does nothing."""
-
-    def record_start(self, **entries: Any) -> None:
-        """Does nothing."""
+    log = log_layers = log_samples = resume_at = rename_checkpoints = record_start = _do_nothing
 
     def prune(self, keep: int) -> list[Path]:
         """Does nothing."""
