@@ -13,8 +13,8 @@ from postlude.objectives import BradleyTerry, Preference
 from postlude.recipes.config.data import Pairs
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import DPOConfig, RMConfig
-from postlude.recipes.dataset import EncodedRows
-from postlude.recipes.pairs import PairRows, pair_batch, read_margins, trial_pairs, with_margins
+from postlude.recipes.dataset import EncodedRows, LabelledRows
+from postlude.recipes.pairs import PairRow, pair_batch, read_margins, trial_pairs, with_margins
 
 
 def pairs(place: Path, *margins: Any) -> Pairs:
@@ -28,7 +28,7 @@ def pairs(place: Path, *margins: Any) -> Pairs:
 
 def test_a_pair_keeps_the_margin_of_its_row_where_others_are_dropped(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5, 2, -1.5)
-    rows = PairRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data))
+    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
     assert [rows[index].margin for index in range(len(rows))] == [0.5, -1.5], "the second is too long"
     batch = pair_batch([rows[0], rows[1]])
     assert batch.columns["margins"] == [0.5, 0.5, -1.5, -1.5]
@@ -39,7 +39,7 @@ def test_a_pair_keeps_the_margin_of_its_row_where_others_are_dropped(tmp_path: P
 
 def test_without_a_column_of_margins_there_are_none(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5).model_copy(update={"margin": None})
-    rows = PairRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data))
+    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
     assert "margins" not in pair_batch([rows[0]]).columns
     assert with_margins(Preference(), data) == Preference()
 

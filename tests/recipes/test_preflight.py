@@ -20,7 +20,8 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model.parallel import local_shard
 from postlude.plan.memory import estimate_memory
-from postlude.recipes.checks.preflight import Check, PreflightError, check_teacher_tokens, preflight
+from postlude.recipes.checks.preflight import Check, PreflightError, preflight
+from postlude.recipes.checks.second_model import check_teacher_tokens
 from tests.conftest import Ranks
 
 ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}", "answer": f"{number + 1}"} for number in range(6)]

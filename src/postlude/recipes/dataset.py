@@ -21,7 +21,7 @@ from postlude.data.datasets import Rows, stream_files
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
 from postlude.data.row_stream import RowStream
-from postlude.recipes.config.data import Examples, Mixture, Pairs
+from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
 
 LOG = logging.getLogger(__name__)
 
@@ -80,6 +80,30 @@ class EncodedRows(Generic[Row]):
         sequences = self.rows.row(index)
         row: Any = sequences[0] if self.rows.sequences_per_row == 1 else tuple(sequences)
         return row  # type: ignore[no-any-return]
+
+
+class LabelledRows(Generic[Row]):
+    """Encoded rows, each with the value that its source row has in another column: `make(row, value)`."""
+
+    def __init__(self, rows: EncodedRows[Any], values: Sequence[Any] | None, make: Callable[[Any, Any], Row]) -> None:
+        self.rows, self.values, self.make = rows, values, make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        source = int(self.rows.rows.sources[index * self.rows.rows.sequences_per_row])
+        return self.make(self.rows[index], None if self.values is None else self.values[source])
+
+    def content(self, index: int) -> bytes:
+        """Returns the content that identifies a row as held out or trained."""
+        return self.rows.content(index)
+
+
+def read_column(data: DatasetPath, column: str, read: Callable[[Mapping[str, Any], str, str], Row]) -> list[Row]:
+    """Returns what `read(row, location, column)` returns for each row of a dataset."""
+    rows = data.read().require(column)
+    return [read(row, rows.location(index), column) for index, row in enumerate(rows)]
 
 
 def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:

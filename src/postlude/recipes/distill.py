@@ -17,14 +17,8 @@ from postlude.engine.reference import Reference
 from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.environment import environment_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
-from postlude.recipes.checks.preflight import (
-    Check,
-    PreflightInputs,
-    check_teacher,
-    check_teacher_tokens,
-    teacher_checks,
-    training_checks,
-)
+from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
+from postlude.recipes.checks.second_model import check_teacher, check_teacher_tokens, teacher_checks
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective

@@ -20,10 +20,10 @@ from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective, PolicyGradient
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
 from postlude.objectives.mismatch import mismatch_of_ratio
-from postlude.recipes.checks.critic import second_model_check
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
+from postlude.recipes.checks.second_model import second_model_check
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective

@@ -18,7 +18,7 @@ from postlude.recipes.checks.preflight import Check, PreflightInputs, training_c
 from postlude.recipes.config.data import LabelledExamples, datasets_of
 from postlude.recipes.config.recipe_configs import MASK, KTOConfig
 from postlude.recipes.config.settings import build_objective
-from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.dataset import LabelledRows, read_column
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
@@ -32,23 +32,6 @@ class LabelledRow:
     desirable: bool
 
 
-class LabelledRows:
-    """Encoded rows with the labels of their source rows."""
-
-    def __init__(self, rows: EncodedRows[EncodedSequence], labels: Sequence[bool]) -> None:
-        self.rows, self.labels = rows, labels
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> LabelledRow:
-        return LabelledRow(self.rows[index], self.labels[int(self.rows.rows.sources[index])])
-
-    def content(self, index: int) -> bytes:
-        """Returns the content that identifies a row as held out or trained."""
-        return self.rows.content(index)
-
-
 class KTOTrainer(SupervisedTrainer[LabelledRow]):
     """A KTO run. The reference is the model that the run started from."""
 
@@ -59,13 +42,13 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         super().__init__(config, device, build_objective(config.objective), runtime)
         self.reference = self.engine.reference()
 
-    def read_rows(self, data: LabelledExamples) -> LabelledRows:
+    def read_rows(self, data: LabelledExamples) -> LabelledRows[LabelledRow]:
         """Returns the rows as tokens with their labels."""
-        return LabelledRows(self.encode_rows(data), read_labels(data))
+        return LabelledRows(self.encode_rows(data), read_column(data, data.label, read_label), LabelledRow)
 
     def make_row(self, encoded: EncodedSequence, row: Mapping[str, Any], location: str, data: Any) -> LabelledRow:
         """Returns the tokens of a row of a stream with its label."""
-        return LabelledRow(encoded, read_label(row, location, data))
+        return LabelledRow(encoded, read_label(row, location, data.label))
 
     def sequences_of(self, row: LabelledRow) -> Sequence[EncodedSequence]:
         """Returns the sequence of a row."""
@@ -102,17 +85,11 @@ def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[E
     return pairs
 
 
-def read_labels(data: LabelledExamples) -> list[bool]:
-    """Returns the label of each row of a dataset. Raises ValueError if one is no label."""
-    rows = data.read().require(data.label)
-    return [read_label(row, rows.location(index), data) for index, row in enumerate(rows)]
-
-
-def read_label(row: Mapping[str, Any], location: str, data: LabelledExamples) -> bool:
+def read_label(row: Mapping[str, Any], location: str, column: str) -> bool:
     """Returns the label of a row. Raises ValueError if it has none."""
-    label: Any = row.get(data.label)
+    label: Any = row.get(column)
     if not (isinstance(label, bool | int) and label in (0, 1)):
-        raise ValueError(f"{location} has {label!r} as its {data.label}, but a label is true or false, or 1 or 0.")
+        raise ValueError(f"{location} has {label!r} as its {column}, but a label is true or false, or 1 or 0.")
     return bool(label)
 
 
@@ -120,7 +97,7 @@ def check_labels(datasets: Sequence[LabelledExamples]) -> str:
     """Returns a line about the labels of all datasets. Raises ValueError if all are equal, unless one is a stream."""
     if any(data.streaming for data in datasets):
         return "read with the rows of the stream"
-    labels = [label for data in datasets for label in read_labels(data)]
+    labels = [label for data in datasets for label in read_column(data, data.label, read_label)]
     if len(set(labels)) < 2:
         kind = "desirable" if labels and labels[0] else "undesirable"
         name = " and ".join(data.path.name for data in datasets)

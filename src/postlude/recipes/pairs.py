@@ -15,7 +15,7 @@ from postlude.objectives.reward_model import BradleyTerry
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.config.data import PairMixture, Pairs, datasets_of
-from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.dataset import LabelledRows, read_column
 from postlude.recipes.supervised import SupervisedTrainer
 
 Pair: TypeAlias = tuple[EncodedSequence, EncodedSequence]
@@ -30,30 +30,12 @@ class PairRow:
     margin: float | None = None
 
 
-class PairRows:
-    """Encoded pairs with the margins of their source rows, if there are any."""
-
-    def __init__(self, rows: EncodedRows[Pair], margins: Sequence[float] | None) -> None:
-        self.rows, self.margins = rows, margins
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> PairRow:
-        source = int(self.rows.rows.sources[index * self.rows.rows.sequences_per_row])
-        return PairRow(self.rows[index], None if self.margins is None else self.margins[source])
-
-    def content(self, index: int) -> bytes:
-        """Returns the content that identifies a row: rows with the content of a held-out row are not trained on."""
-        return self.rows.content(index)
-
-
 class PairTrainer(SupervisedTrainer[PairRow]):
     """A run over pairs, each with a margin if the data has margins."""
 
-    def read_rows(self, data: Pairs) -> PairRows:
+    def read_rows(self, data: Pairs) -> LabelledRows[PairRow]:
         """Returns the pairs as tokens."""
-        return PairRows(self.encode_rows(data), read_margins(data))
+        return LabelledRows(self.encode_rows(data), read_margins(data), PairRow)
 
     def make_row(self, encoded: Pair, row: Mapping[str, Any], location: str, data: Pairs) -> PairRow:
         """Returns a pair of a stream with its margin."""
@@ -66,10 +48,7 @@ class PairTrainer(SupervisedTrainer[PairRow]):
 
 def read_margins(data: Pairs) -> list[float] | None:
     """Returns the margin of each row of a dataset, or None if no column is named. Raises ValueError if one is none."""
-    if data.margin is None:
-        return None
-    rows = data.read().require(data.margin)
-    return [read_margin(row, rows.location(index), data.margin) for index, row in enumerate(rows)]
+    return None if data.margin is None else read_column(data, data.margin, read_margin)
 
 
 def read_margin(row: Mapping[str, Any], location: str, column: str) -> float:

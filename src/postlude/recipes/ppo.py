@@ -12,9 +12,9 @@ from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.objectives import ActorCritic, ValueLoss
 from postlude.objectives.advantages import gae, whiten
-from postlude.recipes.checks.critic import critic_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs
+from postlude.recipes.checks.second_model import second_model_check
 from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.grpo import checks as rollout_checks
@@ -152,7 +152,10 @@ def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[
 def checks(inputs: PreflightInputs) -> list[Check]:
     """Returns the preflight checks."""
     numbers = [torch.zeros(len(sequence)) for sequence in TRIAL_SEQUENCES]
-    return [*rollout_checks(inputs, {"returns": numbers, "old_values": numbers}), *critic_checks(inputs)]
+    return [
+        *rollout_checks(inputs, {"returns": numbers, "old_values": numbers}),
+        *second_model_check(inputs, "critic.model", inputs.config.critic.model),
+    ]
 
 
 run = PPOTrainer.start

@@ -24,7 +24,6 @@ from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
-from postlude.hf.tokenizer import first_difference
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
@@ -179,7 +178,7 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
     yield Check("run", lambda: _run(inputs))
     yield Check("loggers", lambda: check_loggers(inputs.config.loggers))
     yield Check("model", lambda: _model(inputs))
-    yield Check("weights", lambda: _weights(inputs.source, _cold_start(inputs)), after=("model",))
+    yield Check("weights", lambda: describe_weights(inputs.source, _cold_start(inputs)), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(inputs), after=("model",))
     if inputs.config.batch_invariant:
         yield Check("batch_invariant", lambda: _batch_invariant(inputs), after=("device", "model"))
@@ -205,58 +204,6 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
     yield Check("memory", lambda: _memory(inputs), after=("device", "layout"))
     yield Check("disk", lambda: _disk(inputs), after=("model", "run"))
     yield Check("objective", lambda: _objective(inputs, trial), after=("model",))
-
-
-def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterator[Check]:
-    """Checks of a teacher: it can be read and has the student's tokens."""
-
-    def check_model_and_tokens() -> str:
-        _, teacher_config = read_model(teacher)
-        check_teacher(inputs.config.model, inputs.model[1], teacher, teacher_config, top_k)
-        teacher_config.check_layout(inputs.config.layout)
-        tokenizer_note = check_teacher_tokens(inputs.config.model, inputs.tokenizer, teacher)
-        return f"{teacher}, {total_parameters(teacher_config):,} parameters, {tokenizer_note}"
-
-    yield Check("teacher", check_model_and_tokens, after=("model", "layout", "tokenizer"))
-    yield Check("teacher's weights", lambda: _weights(teacher), after=("teacher",))
-
-
-def check_teacher(
-    model: str, student_config: ModelConfig, teacher: str, teacher_config: ModelConfig, top_k: int
-) -> None:
-    """Refuses a teacher with another vocabulary size, or with fewer tokens than top_k."""
-    if student_config.vocab_size != teacher_config.vocab_size:
-        raise ValueError(
-            f"the student {model} has {student_config.vocab_size} tokens and the teacher {teacher} "
-            f"{teacher_config.vocab_size}. Distil between models of one tokenizer."
-        )
-    if top_k > teacher_config.vocab_size:
-        raise ValueError(
-            f"top_k is {top_k}, but the teacher {teacher} has {teacher_config.vocab_size} tokens. Lower top_k."
-        )
-
-
-def check_teacher_tokens(model: str, student_tokenizer: PreTrainedTokenizerBase, teacher: str) -> str:
-    """Refuses a teacher with another tokenizer. Returns a clause about its tokenizer.
-
-    BOS and EOS may differ, as they do between a base model and its chat model.
-    """
-    try:
-        teacher_tokenizer = load_tokenizer(teacher)
-    except FileNotFoundError:
-        return "without a tokenizer to compare"
-    difference = first_difference(student_tokenizer, teacher_tokenizer)
-    if difference is not None:
-        number, student_token, teacher_token = difference
-        raise ValueError(
-            f"token {number} is {student_token} to the student {model} and {teacher_token} to the teacher {teacher}. "
-            "Distil between models of one tokenizer."
-        )
-    for name in ("bos_token", "eos_token"):
-        student_token, teacher_token = getattr(student_tokenizer, name), getattr(teacher_tokenizer, name)
-        if student_token != teacher_token:
-            return f"the student's tokens, with {name} {teacher_token} where it has {student_token}"
-    return "the student's tokens"
 
 
 def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
@@ -309,7 +256,8 @@ def _model(inputs: PreflightInputs) -> str:
     return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters"
 
 
-def _weights(source: Source, if_random: str = "") -> str:
+def describe_weights(source: Source, if_random: str = "") -> str:
+    """Checks the weights of a model. Returns a line about them."""
     count = check_weights(source)
     return f"random{if_random}" if count is None else f"{count} tensors"
 
