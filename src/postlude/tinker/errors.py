@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Literal
 
 
 class APIError(Exception):
@@ -13,6 +14,15 @@ class APIError(Exception):
         super().__init__(sentence)
         self.status = status
         self.retry_after = retry_after
+
+
+def describe_failure(error: Exception) -> tuple[str, Literal["user", "server"]] | None:
+    """Returns a sentence about an error that was foreseen, and whose fault it is; None for any other."""
+    if isinstance(error, (ValueError, TypeError)):
+        return str(error), "user"
+    if isinstance(error, APIError):
+        return str(error), "user" if error.status < 500 else "server"
+    return None
 
 
 def storage_sentence(error: OSError, directory: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -13,7 +13,7 @@ from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON
 from postlude.tinker.paths import CHECKPOINT_TYPES, TinkerPath
 from postlude.tinker.service import TinkerService
-from postlude.tinker.state import Checkpoint, Run, SessionRecord
+from postlude.tinker.state import Checkpoint, Run
 
 MAX_PAGE = 1000
 Item = TypeVar("Item")
@@ -54,12 +54,8 @@ class Records:
         spec = self._service.checkpoint(owner, TinkerPath.parse(body.tinker_path)).spec
         info = {"base_model": spec.base_model, "is_lora": spec.lora is not None, "optimizer_config": {"type": "adamw"}}
         if spec.lora is not None:
-            info |= {
-                "lora_rank": spec.lora.rank,
-                "train_unembed": spec.lora.train_unembed,
-                "train_mlp": spec.lora.train_mlp,
-                "train_attn": spec.lora.train_attn,
-            }
+            parts = ("train_unembed", "train_mlp", "train_attn")
+            info |= {"lora_rank": spec.lora.rank} | {name: getattr(spec.lora, name) for name in parts}
         return info
 
     def training_runs(self, owner: str, limit: int, offset: int) -> JSON:
@@ -95,12 +91,12 @@ class Records:
         }
 
     def _of_run(self, run_id: str) -> list[Checkpoint]:
-        checkpoints = [
-            checkpoint
-            for checkpoint in self._state.checkpoints.values()
-            if checkpoint.path.run_id == run_id and not checkpoint.is_expired()
-        ]
-        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created)
+        return self._saved(lambda checkpoint: checkpoint.path.run_id == run_id)
+
+    def _saved(self, wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
+        """Returns the checkpoints that are wanted and have not expired, oldest first."""
+        checkpoints = [checkpoint for checkpoint in self._state.checkpoints.values() if wanted(checkpoint)]
+        return sorted((c for c in checkpoints if not c.is_expired()), key=lambda checkpoint: checkpoint.created)
 
     def _checkpoint(self, checkpoint: Checkpoint) -> JSON:
         return {
@@ -121,12 +117,8 @@ class Records:
 
     def checkpoints(self, owner: str, limit: int, offset: int) -> JSON:
         """Returns a page of a key's checkpoints, newest first."""
-        owned = [
-            checkpoint
-            for checkpoint in self._state.checkpoints.values()
-            if checkpoint.owner == owner and not checkpoint.is_expired()
-        ]
-        listed, cursor = page(sorted(owned, key=lambda checkpoint: checkpoint.created, reverse=True), limit, offset)
+        owned = self._saved(lambda checkpoint: checkpoint.owner == owner)
+        listed, cursor = page(owned[::-1], limit, offset)
         return {"checkpoints": [self._checkpoint(checkpoint) for checkpoint in listed], "cursor": cursor}
 
     def own_checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
@@ -157,17 +149,13 @@ class Records:
 
     def sessions(self, owner: str, limit: int, offset: int) -> JSON:
         """Returns a page of the ids of a key's sessions, newest first."""
-        return {"sessions": [session.session_id for session in page(self._own_sessions(owner), limit, offset)[0]]}
-
-    def _own_sessions(self, owner: str) -> list[SessionRecord]:
         sessions = [session for session in self._state.sessions.values() if session.owner == owner]
-        return sorted(sessions, key=lambda session: session.created, reverse=True)
+        sessions.sort(key=lambda session: session.created, reverse=True)
+        return {"sessions": [session.session_id for session in page(sessions, limit, offset)[0]]}
 
     def session(self, owner: str, session_id: str) -> JSON:
         """Returns one session."""
-        record = self._state.sessions.get(session_id)
-        if record is None or record.owner != owner:
-            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        record = self._service.session_record(owner, session_id)
         return {
             "training_run_ids": [run.run_id for run in self._state.runs.values() if run.session_id == session_id],
             "sampler_ids": [sampler.sampler_id for sampler in record.samplers],

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from postlude.tinker.backend import Backend, ModelLost, SampleProgress, SampleRequest, SampleResult
-from postlude.tinker.errors import APIError
+from postlude.tinker.errors import APIError, describe_failure
 from postlude.tinker.futures import Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
@@ -132,18 +132,16 @@ class Samplers:
             future.succeed(encode_sample(result))
         except asyncio.CancelledError:
             future.fail("the client cancelled this request.", "user")
-        except (ValueError, TypeError) as error:
-            future.fail(str(error), "user")
-        except APIError as error:
-            future.fail(str(error), "user" if error.status < 500 else "server")
         except ModelLost as error:
             sampler.is_open = False  # one of a saved path is opened again
             if sampler.record.snapshot:
                 sampler.closed_reason = str(error)
             future.fail(str(error), "server")
         except Exception as error:
-            LOG.exception("sampling failed")
-            future.fail(f"the server failed in this request: {error!r}. Its log has more.", "server")
+            described = describe_failure(error)
+            if described is None:
+                LOG.exception("sampling failed")
+            future.fail(*described or (f"the server failed in this request: {error!r}. Its log has more.", "server"))
         finally:
             self._tasks.pop(future.request_id, None)
 

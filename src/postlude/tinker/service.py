@@ -93,22 +93,28 @@ class TinkerService:
 
     async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
         """Ends a session at its client's wish. Its models are freed; its samplers stay until heartbeats stop."""
-        record = self.state.sessions.get(session_id)
-        if record is None or record.owner != owner:
-            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        record = self.session_record(owner, session_id)
         self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
         if record.finished is None:
             await self.save_session(session_id, lambda session: replace(session, finished=reason[:40]))
 
     def session(self, owner: str, session_id: str) -> ClientSession:
         """Returns a session that is alive."""
-        session = self.sessions.get(session_id)
-        record = self.state.sessions.get(session_id)
-        if record is None or record.owner != owner:
-            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        record, session = self.session_record(owner, session_id), self.sessions.get(session_id)
         if session is None or record.finished is not None:
             raise APIError(410, f"the session {session_id} has ended ({record.finished}). Make a new ServiceClient.")
         return session
+
+    def session_record(self, owner: str, session_id: str) -> SessionRecord:
+        """Returns what is saved of a session of a key."""
+        record = self.state.sessions.get(session_id)
+        if record is None or record.owner != owner:
+            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+        return record
+
+    def _keep_alive(self, session_id: str) -> None:
+        if session_id in self.sessions:
+            self.sessions[session_id].heartbeat = time.monotonic()
 
     # Models
 
@@ -122,9 +128,7 @@ class TinkerService:
         """Returns a model of a key that takes requests."""
         model = self.training.models.get(model_id)
         if model is not None and model.owner == owner:
-            session = self.sessions.get(model.session_id)
-            if session is not None:
-                session.heartbeat = time.monotonic()
+            self._keep_alive(model.session_id)
             return model
         run = self.state.runs.get(model_id)
         if run is None or run.owner != owner:
@@ -206,18 +210,13 @@ class TinkerService:
         """Returns a sampler of a key; one of an earlier start of the server is opened again."""
         sampler = self.samplers.samplers.get(sampler_id)
         if sampler is not None and sampler.owner == owner:
-            session = self.sessions.get(sampler.session_id)
-            if session is not None:
-                session.heartbeat = time.monotonic()
+            self._keep_alive(sampler.session_id)
             return sampler
         session_id = sampler_id.partition(":")[0]
         record = self.state.sessions.get(session_id)
-        matching = (
-            [candidate for candidate in record.samplers if candidate.sampler_id == sampler_id]
-            if record is not None
-            else []
-        )
-        if record is None or record.owner != owner or not matching:
+        known = record.samplers if record is not None and record.owner == owner else ()
+        matching = [candidate for candidate in known if candidate.sampler_id == sampler_id]
+        if not matching:
             raise APIError(404, f"there is no sampling session {sampler_id[:80]!r}.")
         if sampler_id in self.samplers.closed_reason:
             raise APIError(410, self.samplers.closed_reason[sampler_id])

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from postlude.recipes.run.durable_files import write_atomic
+from postlude.recipes.run.durable_files import sync, write_atomic
 from postlude.tinker.backend import LoRAConfig, ModelSpec
 from postlude.tinker.paths import Kind, TinkerPath, check_name
 
@@ -193,18 +193,18 @@ class StateDirectory:
         (aside / CHECKPOINT).write_text(json.dumps(_plain_checkpoint(checkpoint)))
         _sync_tree(aside)
         final.parent.mkdir(exist_ok=True)
-        _sync(final.parent.parent)
+        sync(final.parent.parent)
         if final.exists():
             replacement, old = _beside(final, "new"), _beside(final, "old")
             shutil.rmtree(old, ignore_errors=True)
             aside.rename(replacement)
             final.rename(old)
             replacement.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
             shutil.rmtree(old, ignore_errors=True)
         else:
             aside.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
         return checkpoint
 
     def delete_files(self, path: TinkerPath) -> None:
@@ -274,15 +274,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(file for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_tree(directory: Path) -> None:
     for path in (*directory.rglob("*"), directory):
         if not path.is_symlink():
-            _sync(path)
+            sync(path)

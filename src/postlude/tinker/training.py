@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.tinker.backend import Backend, ModelLost, ModelSpec
-from postlude.tinker.errors import APIError, storage_sentence
+from postlude.tinker.errors import APIError, describe_failure, storage_sentence
 from postlude.tinker.futures import JSON, Category, Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.state import StateDirectory
@@ -305,10 +305,8 @@ class TrainingQueues:
     def _sentence(self, kind: str, error: Exception) -> tuple[str, Category]:
         if isinstance(error, OSError) and error.errno is not None:
             return storage_sentence(error, self._state.directory), "server"
-        if isinstance(error, (ValueError, TypeError)):
-            return str(error), "user"
-        if isinstance(error, APIError):
-            return str(error), "user" if error.status < 500 else "server"
+        if (described := describe_failure(error)) is not None:
+            return described
         LOG.exception("%s failed", kind, exc_info=error)
         return f"the server failed in this {kind}: {error!r}. Its log has more.", "server"
 
