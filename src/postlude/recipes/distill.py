@@ -52,17 +52,14 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         self.temperature = 1.0 if isinstance(objective, ObjectiveFile) else objective.temperature
         self.rollout_sampler: RolloutSampler | None = None
         super().__init__(config, device, build_objective(objective), runtime)
+        self.teacher: Reference | Engine
         with self.close_on_error():
-            self.teacher = self._open_teacher()
-
-    def _open_teacher(self) -> Reference | Engine:
-        config = self.config
-        if config.teacher_is_base:
-            return self.engine.reference()
-        teacher = open_frozen_model(config.teacher, self.engine, config)
-        check_teacher(config.model, self.engine.config, config.teacher, teacher.config, config.top_k)
-        check_teacher_tokens(config.model, self.tokenizer, config.teacher)
-        return teacher
+            if config.teacher_is_base:
+                self.teacher = self.engine.reference()
+            else:
+                self.teacher = open_frozen_model(config.teacher, self.engine, config)
+                check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
+                check_teacher_tokens(config.model, self.tokenizer, config.teacher)
 
     def open_dataset(self, data: Any, seed: int) -> RowSource[EncodedSequence | Task]:
         """Returns the dataset as tokens or, for on-policy distillation, the environment's tasks."""

@@ -75,7 +75,10 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
         return None
     if sections := schema.sections(node):
         of_lists = [kind for kind in sections if LIST in sections[kind]] if raw.items is not None else []
-        return _section_of_list(sections, of_lists[0], raw) if of_lists else _section(node, raw, default)
+        if not of_lists:
+            return _section(node, raw, default)
+        kind, field = of_lists[0], sections[of_lists[0]][LIST]  # the list stands for this key of the section
+        return {KIND: kind, field: _value(sections[kind]["properties"][field], raw, None)}
     shape = next(iter(schema.alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
     if shape.get("type") == "object" or (anything and (raw.entries or raw.full_mapping)):
@@ -129,12 +132,6 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
         if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
             data[name] = _value(known[name], RawValue(join(raw.path, name), raw.location), None)
     return data
-
-
-def _section_of_list(kinds: Mapping[str, Node], kind: str, raw: RawValue) -> Any:
-    """Returns the section for one of whose keys a list stands."""
-    field = kinds[kind][LIST]
-    return {KIND: kind, field: _value(kinds[kind]["properties"][field], raw, None)}
 
 
 def _mapping(value_node: Node, raw: RawValue, default: Any) -> Any:
@@ -208,7 +205,8 @@ def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
         node = _inside(node, key)
         raw = raw.inside(key) or RawValue(join(raw.path, str(key)), raw.location)
     if first["type"] == "value_error":
-        return _invalid(raw, first["ctx"]["error"])
+        name = f'config key "{raw.path}"' if raw.path else "config"
+        return ConfigError(f"{' '.join(filter(None, (name, raw.places)))}: {first['ctx']['error']}")
     return _wrong(raw, node)
 
 
@@ -233,11 +231,6 @@ def _missing(section: RawValue, name: str, node: Node) -> ConfigError:
     ways = [*(["there"] if section.location else []), *([] if listed else [f"as --{path}"])]
     takes = f"{words(node)} {' or '.join(ways)}".rstrip()
     return ConfigError(f'config key "{path}" is missing{location}; give {takes}.')
-
-
-def _invalid(raw: RawValue, error: object) -> ConfigError:
-    key = f'config key "{raw.path}"' if raw.path else "config"
-    return ConfigError(f"{' '.join(filter(None, (key, raw.places)))}: {error}")
 
 
 def _unknown(section: Node, kind: str, above: str, name: str, raw: RawValue) -> ConfigError:

@@ -165,16 +165,12 @@ class _JsonSchemaWithHelp(_JsonSchema):
 
 def _with_help(section: JsonSchemaValue, cls: type) -> JsonSchemaValue:
     """Adds the strings under the fields of a class to its schema."""
-    helps = {name: text for base in reversed(cls.__mro__) for name, text in _helps(base).items()}
+    bases = [base for base in reversed(cls.__mro__) if base.__module__ != "builtins"]
+    helps = {name: text for base in bases for name, text in _read(base.__module__).get(base.__qualname__, {}).items()}
     for name, field in section.get("properties", {}).items():
         if name in helps:
             field.setdefault("description", helps[name])
     return section
-
-
-def _helps(cls: type) -> dict[str, str]:
-    """Returns the strings under the fields that a class itself declares."""
-    return _read(cls.__module__).get(cls.__qualname__, {}) if cls.__module__ != "builtins" else {}
 
 
 @functools.cache
@@ -203,15 +199,10 @@ def _strings(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield ast.unparse(line.target), inspect.cleandoc(text.value)
 
 
-def is_section(value: Any) -> bool:
-    """Returns whether a value has keys of its own."""
-    return isinstance(value, BaseModel) or is_dataclass(value)
-
-
 def plain(value: Any) -> Any:
     """Returns a config, or a value in one, as mappings, lists and scalars."""
-    if is_section(value):
-        return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(value))
+    if isinstance(value, BaseModel) or is_dataclass(value):
+        return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(cast(Any, value)))
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -49,15 +49,9 @@ def build_objective(objective: Objective | ObjectiveFile) -> Objective:
     return objective
 
 
-def _temperature(value: float) -> float:
-    return SamplingParams(temperature=value).temperature
-
-
-def _top_p(value: float) -> float:
-    return SamplingParams(top_p=value).top_p
-
-
-Temperature: TypeAlias = Annotated[NonNegative, AfterValidator(_temperature)]
+Temperature: TypeAlias = Annotated[
+    NonNegative, AfterValidator(lambda value: SamplingParams(temperature=value).temperature)
+]
 
 
 class SamplingSettings(Settings):
@@ -69,7 +63,7 @@ class SamplingSettings(Settings):
     """Sampling temperature."""
     top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens; 0 samples from all."""
-    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(_top_p)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(lambda value: SamplingParams(top_p=value).top_p)] = 1.0
     """Sample from the smallest set of tokens with this total probability."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from tokens with at least this fraction of the highest probability."""
