@@ -113,15 +113,7 @@ class RunDirectory:
     def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
         """Writes lists of a step that belong to one layer each, such as the load of its experts, for the report."""
         if vectors:
-            self._layers.append(
-                [
-                    {"step": step}
-                    | {
-                        name: [int(number) if float(number).is_integer() else number for number in row]
-                        for name, row in vectors.items()
-                    }
-                ]
-            )
+            self._layers.append([{"step": step} | {name: list(map(_shortest, row)) for name, row in vectors.items()}])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes samples of a step, for the report."""
@@ -432,6 +424,11 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
         raise TypeError(
             f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."
         ) from error
+
+
+def _shortest(number: float) -> float:
+    """Returns a whole number as an int, which JSON writes without ".0"."""
+    return int(number) if float(number).is_integer() else number
 
 
 def _plain(value: Any) -> Any:

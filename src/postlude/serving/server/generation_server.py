@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -327,22 +327,7 @@ class GenerationServer:
         self._session = Session(self.generator, self.weights.version)
 
     def _reload(self, directory: str, version: str, future: Future[None]) -> None:
-        checksums = []
-        try:
-            self._session.update_weights(
-                lambda: checksums.append(reload_weights(self.generator.model, directory)), version
-            )
-        except PartialReloadError as error:
-            self.weights = _WeightsInfo()
-            self._restart_session(f"there are no weights any more: {error}")
-            _resolve(future, error=HTTPError(500, f"there are no weights until others are read: {error}"))
-            return
-        except Exception as error:  # before the first weight was changed
-            reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
-            _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {reason}"))
-            return
-        self.weights = _WeightsInfo(version, checksums[0])
-        _resolve(future, None)
+        self._change_weights(lambda: reload_weights(self.generator.model, directory), version, future)
 
     def _load_adapter(self, body: AdapterBody, future: Future[None]) -> None:
         model = self.generator.model
@@ -352,14 +337,23 @@ class GenerationServer:
             files = read_adapter(body.directory)
             self.generator.load_adapter(body.name, *from_peft(*files, model.config, family, model.block_types))
 
+        self._change_weights(load, body.version, future)
+
+    def _change_weights(self, load: Callable[[], str | None], version: str, future: Future[None]) -> None:
+        """Changes weights by `load`, which returns their checksum if it read all of them."""
+        checksums: list[str | None] = []
         try:
-            self._session.update_weights(load, body.version)
-        except Exception as error:  # before the adapter was changed
+            self._session.update_weights(lambda: checksums.append(load()), version)
+        except PartialReloadError as error:
+            self.weights = _WeightsInfo()
+            self._restart_session(f"there are no weights any more: {error}")
+            _resolve(future, error=HTTPError(500, f"there are no weights until others are read: {error}"))
+        except Exception as error:  # before the first weight was changed
             reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
             _resolve(future, error=HTTPError(400, f"the weights stay {self.weights.version!r}, as they were: {reason}"))
-            return
-        self.weights = replace(self.weights, version=body.version)
-        _resolve(future, None)
+        else:
+            self.weights = _WeightsInfo(version, checksums[0] or self.weights.checksum)
+            _resolve(future, None)
 
 
 def _resolve(future: Future[Any], value: Any = None, *, error: Exception | None = None) -> None:
