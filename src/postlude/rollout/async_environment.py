@@ -42,12 +42,13 @@ class AsyncEnvironment(Environment):
         name: str,
         max_turns: int,
         unfinished_reward: float = 0.0,
+        keep_reasoning: bool = False,
         timeout: float = 30.0,
         failed_reward: float | None = None,
     ) -> None:
         check_max_turns(max_turns)
         self.tasks, self.make, self.name = tasks, make, name
-        self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
+        self.max_turns, self.unfinished_reward, self.keep_reasoning = max_turns, unfinished_reward, keep_reasoning
         self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
         self._coroutines = CoroutinePool(name, timeout)
         self._call_ids = itertools.count()

@@ -170,13 +170,14 @@ class MultiTurn(Environment):
         *,
         max_turns: int,
         unfinished_reward: float = 0.0,
+        keep_reasoning: bool = False,
         workers: int = 4,
         timeout: float = 30.0,
         failed_reward: float | None = None,
         pool_factory: PoolFactory | None = None,
     ) -> None:
         check_max_turns(max_turns)
-        self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
+        self.max_turns, self.unfinished_reward, self.keep_reasoning = max_turns, unfinished_reward, keep_reasoning
         self.tasks, self.failed_reward = tasks, failed_reward
         self.pool = RewardPool(
             reply, workers=workers, timeout=timeout, failed_reward=failed_reward, pool_factory=pool_factory

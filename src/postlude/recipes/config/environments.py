@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -104,6 +103,12 @@ class TurnSettings(RewardSettings):
     keep_reasoning: bool = False
     """Keep the reasoning of earlier turns in the context, even if the chat template would leave it out."""
 
+    @property
+    def turn_options(self) -> dict[str, Any]:
+        """The arguments of an environment of several turns."""
+        names = ("max_turns", "unfinished_reward", "keep_reasoning", "timeout", "failed_reward")
+        return {name: getattr(self, name) for name in names}
+
 
 class DatasetSettings(PromptSettings, WorkerSettings):
     """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
@@ -169,7 +174,8 @@ class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
-        return _multi_turn(self, self.tasks(), self.reply, pool_factory)
+        options = {"workers": self.workers, "pool_factory": pool_factory, **self.turn_options}
+        return MultiTurn(self.tasks(), self.reply, **options)
 
 
 class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
@@ -193,7 +199,8 @@ class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
             )
         load_format(self.format)  # raises if there is none
         reply = ToolReply(self.tools, built_in(self.reward), self.format)
-        environment = _multi_turn(self, tasks, reply, pool_factory)
+        options = {"workers": self.workers, "pool_factory": pool_factory, **self.turn_options}
+        environment = MultiTurn(tasks, reply, **options)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
 
@@ -210,7 +217,7 @@ class EpisodeSettings(PromptSettings, TurnSettings):
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. Its episodes are coroutines in rank 0 and need no workers."""
         make = functools.partial(load_callable(self.episode), **self.settings)
-        return _async_environment(self, self.tasks(), make, self.episode)
+        return AsyncEnvironment(self.tasks(), make, name=self.episode, **self.turn_options)
 
 
 class OpenEnvSettings(TurnSettings):
@@ -233,7 +240,7 @@ class OpenEnvSettings(TurnSettings):
         """Returns the environment. Its episodes wait for the server in a thread of rank 0."""
         server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
         tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
-        return _async_environment(self, tasks, server.episode, f"the server at {self.address}")
+        return AsyncEnvironment(tasks, server.episode, name=f"the server at {self.address}", **self.turn_options)
 
 
 EnvironmentSettings: TypeAlias = Annotated[
@@ -275,36 +282,3 @@ class TemplatedTasks:
             raise ValueError(
                 f"the template {self.template!r} asks for {error}, but {task.name} has: {fields}."
             ) from error
-
-
-def _multi_turn(
-    settings: ConversationSettings | ToolSettings, tasks: Tasks, reply: Any, pool_factory: PoolFactory | None
-) -> MultiTurn:
-    environment = MultiTurn(
-        tasks,
-        reply,
-        max_turns=settings.max_turns,
-        unfinished_reward=settings.unfinished_reward,
-        workers=settings.workers,
-        timeout=settings.timeout,
-        failed_reward=settings.failed_reward,
-        pool_factory=pool_factory,
-    )
-    environment.keep_reasoning = settings.keep_reasoning
-    return environment
-
-
-def _async_environment(
-    settings: EpisodeSettings | OpenEnvSettings, tasks: Tasks, make: Callable[..., Any], name: str
-) -> Environment:
-    environment = AsyncEnvironment(
-        tasks,
-        make,
-        name=name,
-        max_turns=settings.max_turns,
-        unfinished_reward=settings.unfinished_reward,
-        timeout=settings.timeout,
-        failed_reward=settings.failed_reward,
-    )
-    environment.keep_reasoning = settings.keep_reasoning
-    return environment

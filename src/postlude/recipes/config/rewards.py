@@ -146,22 +146,8 @@ class JudgeSettings(WeightSettings):
         """Returns the reward."""
         from postlude.rollout.judge import JudgeReward  # imports asyncio
 
-        return JudgeReward(
-            self.url,
-            self.model,
-            self.template,
-            system=self.system,
-            verdict=self.verdict,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            timeout=self.timeout,
-            retries=self.retries,
-            concurrency=self.concurrency,
-            unparsable_reward=self.unparsable_reward,
-            key_variable=self.key_variable,
-            extra=self.extra,
-            failed_reward=calls.failed_reward,
-        )
+        settings = self.model_dump(exclude={"weight", "pattern", "scores", "lowest", "highest"})
+        return JudgeReward(**settings, verdict=self.verdict, failed_reward=calls.failed_reward)
 
 
 RewardKinds: TypeAlias = Annotated[
