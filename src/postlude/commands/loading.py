@@ -46,15 +46,9 @@ def load_generator(
 
 def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
     """Returns the sampling parameters of the options. Without --seed, the seed is random."""
-    return SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        stop=tuple(options.stop or ()),
-        seed=secrets.randbits(48) if options.seed is None else options.seed,
-    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+    seed = secrets.randbits(48) if options.seed is None else options.seed
+    return SamplingParams(**{name: getattr(options, name) for name in names}, stop=tuple(options.stop or ()), seed=seed)
 
 
 def read_text(text: str, name: str) -> str:

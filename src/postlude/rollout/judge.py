@@ -15,16 +15,15 @@ from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
 from postlude.rollout.verdict import Verdict
-from postlude.serving.clients.connection import ServerConnection
+from postlude.serving.clients.connection import ServerConnection, json_or_raise
 from postlude.serving.clients.openai import only_choice
-from postlude.serving.errors import InvalidResponse, ServerUnavailable
+from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
 if TYPE_CHECKING:
     from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 CHAT = "/v1/chat/completions"
-TEMPORARY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 8.0  # seconds before a retry, which double
 SHOWN = 60  # characters of a verdict in a message
 
@@ -127,6 +126,8 @@ class JudgeReward(FailureCounter, Reward):
         while True:
             try:
                 return CallResult(await self._request(connection, {**self.body, "messages": messages}))
+            except RequestRefused as error:
+                return CallResult(failure="raised", error=f"it replies with {error}")
             except InvalidResponse as error:
                 return CallResult(failure="raised", error=f"it {error}")
             except ServerUnavailable as error:
@@ -145,18 +146,8 @@ class JudgeReward(FailureCounter, Reward):
         return self._connections[loop]
 
     async def _request(self, connection: ServerConnection, body: Mapping[str, Any]) -> str:
-        reply = await connection.request("POST", CHAT, body, timeout=self.timeout)
-        if reply.status in TEMPORARY:
-            after = reply.headers.get("retry-after", "0")
-            raise ServerUnavailable(
-                f"replied with status {reply.status}: {_shortened(reply.body.decode('utf-8', 'replace'))}",
-                float(after) if after.replace(".", "", 1).isdigit() else 0.0,
-            )
-        if reply.status != 200:
-            raise InvalidResponse(
-                f"replied with status {reply.status}: {_shortened(reply.body.decode('utf-8', 'replace'))}"
-            )
-        content = (only_choice(reply.json()).get("message") or {}).get("content")
+        reply = json_or_raise(await connection.request("POST", CHAT, body, timeout=self.timeout))
+        content = (only_choice(reply).get("message") or {}).get("content")
         if not isinstance(content, str):
             raise InvalidResponse("gave an answer without text")
         return content

@@ -211,23 +211,20 @@ def _completion(sequence: SampledSequence) -> Completion:
 
 async def _events(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
     """Yields one server-sent event per chunk. Generation ends with the connection."""
-    from postlude.serving.server.http_server import HTTPError
+    from postlude.serving.server.http_server import HTTPError, openai_error_body, server_sent_event
 
     async with contextlib.aclosing(rest):
         try:
-            yield b"data: " + json.dumps(first).encode() + b"\n\n"
+            yield server_sent_event(first)
             async for chunk in rest:
-                yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+                yield server_sent_event(chunk)
         except HTTPError as error:
-            yield b"data: " + json.dumps(_error_body(APIError(error.status, str(error)))).encode() + b"\n\n"
+            yield server_sent_event(openai_error_body(error.status, str(error)))
     yield b"data: [DONE]\n\n"
-
-
-def _error_body(error: APIError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
 
 
 def openai_error(error: APIError) -> Response:
     """Returns the reply of a refused request in OpenAI's format."""
-    return JSONResponse(_error_body(error), status_code=error.status)
+    from postlude.serving.server.http_server import openai_error_body
+
+    return JSONResponse(openai_error_body(error.status, str(error)), status_code=error.status)

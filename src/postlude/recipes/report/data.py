@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from postlude.recipes.report.metrics import EVAL
 from postlude.recipes.report.summary import RunSummary, read_summary
 from postlude.recipes.run.directory import read_config, read_layers, read_metrics, read_record, read_samples
+from postlude.recipes.run.loggers import dotted
 
 SMOOTHED_FROM = 40  # values; shorter series are not smoothed
 CALM = 3.0  # total variation over range, below which a series is smooth already
@@ -110,13 +111,13 @@ def _read(path: Path, name: str) -> RunData:
     return RunData(
         name=name,
         path=path,
-        config=_dotted(read_config(path)),
+        config=dotted(read_config(path)),
         bands=bands,
         series={key: {part: _series(values) for part, values in parts.items()} for key, parts in numbers.items()},
         distributions={key: sorted(values.items()) for key, values in lists.items()},
         layers=_layers(path),
         samples=samples,
-        machine=_dotted(starts[-1]) if starts else {},
+        machine=dotted(starts[-1]) if starts else {},
         summary=read_summary(path),
     )
 
@@ -137,14 +138,6 @@ def _layers(path: Path) -> dict[str, list[tuple[int, Floats]]]:
 def _series(values: Mapping[int, float]) -> Series:
     steps = sorted(values)
     return Series(np.array(steps, dtype=float), np.array([values[step] for step in steps]))
-
-
-def _dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        inner = isinstance(value, Mapping) and value
-        flat |= _dotted(value, f"{outer}{name}.") if inner else {f"{outer}{name}": value}
-    return flat
 
 
 def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Floats]]:

@@ -126,7 +126,7 @@ class MLflow:
         known = self._client.get_experiment_by_name(run_info.project)
         experiment = self._client.create_experiment(run_info.project) if known is None else known.experiment_id
         run: str = self._client.create_run(experiment, run_name=run_info.directory.name).info.run_id
-        for key, value in _leaves(run_info.config):
+        for key, value in dotted(run_info.config).items():
             self._client.log_param(run, _mlflow_key(key), str(value)[:6000])  # MLflow's limit
         return run
 
@@ -272,12 +272,13 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
 
 
-def _leaves(config: Mapping[str, Any], outer: str = "") -> list[tuple[str, Any]]:
-    """Returns a config's values by dotted path."""
-    leaves: list[tuple[str, Any]] = []
+def dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """Returns a config's values by dotted path. An empty mapping is a value."""
+    flat: dict[str, Any] = {}
     for name, value in config.items():
-        leaves += _leaves(value, f"{outer}{name}.") if isinstance(value, Mapping) else [(f"{outer}{name}", value)]
-    return leaves
+        inner = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{outer}{name}.") if inner else {f"{outer}{name}": value}
+    return flat
 
 
 def _mlflow_key(key: str) -> str:

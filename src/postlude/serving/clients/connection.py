@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from postlude.serving.errors import InvalidResponse, RequestCancelled, ServerUnavailable
+from postlude.serving.errors import InvalidResponse, RequestCancelled, RequestRefused, ServerBusy, ServerUnavailable
 
 MAX_REPLY = 1 << 28  # bytes
 MAX_HEADERS = 256
+BUSY = 429
+TEMPORARY = frozenset({408, 409, 425, 500, 502, 503, 504})
+REFUSED = frozenset({400, 404, 413, 422})
 CONNECTION_ERRORS = (OSError, asyncio.IncompleteReadError, EOFError)
 
 
@@ -189,3 +192,31 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return f"cannot be reached: {os.strerror(error.errno)}"
     return f"cannot be reached: {error or type(error).__name__}"
+
+
+def json_or_raise(reply: Reply) -> Any:
+    """Returns the JSON of a successful reply. Raises the error for any other status."""
+    if 200 <= reply.status < 300:
+        # vLLM confirms a loaded adapter with a sentence.
+        return reply.body.decode() if reply.body.startswith(b"Success") else reply.json()
+    problem = f"status {reply.status}: {_message(reply)}"
+    retry_after = reply.headers.get("retry-after", "")
+    seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else 0.0
+    if reply.status == BUSY:
+        raise ServerBusy(f"replies with {problem}", seconds)
+    if reply.status in TEMPORARY:
+        raise ServerUnavailable(f"replies with {problem}", seconds)
+    if reply.status in REFUSED:
+        raise RequestRefused(problem, reply.status)
+    raise InvalidResponse(f"replies with {problem}")
+
+
+def _message(reply: Reply) -> str:
+    """Returns the server's error message on one line."""
+    text = reply.body[:2000].decode(errors="replace").strip()
+    try:
+        body = reply.json()
+        message = next((body[name] for name in ("error", "message", "detail") if name in body), text)
+        return " ".join(str(message.get("message", message) if isinstance(message, dict) else message).split())
+    except (InvalidResponse, AttributeError, TypeError):
+        return " ".join(text.split()) or "no message"

@@ -14,13 +14,11 @@ from postlude.generate.probe import Probe, ProbeResult
 from postlude.generate.protocol import Completion, Request, VersionSpan
 from postlude.hf.checksum import checksum
 from postlude.serving.clients.api import SendRequest, ServerAPI
-from postlude.serving.clients.connection import Reply, ServerConnection
+from postlude.serving.clients.connection import ServerConnection, json_or_raise
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerBusy, ServerUnavailable
 
-BUSY, NOT_FOUND = 429, 404
+NOT_FOUND = 404
 BUSY_PAUSE = 0.5  # seconds until a probe that a busy server did not take is sent again
-TEMPORARY = frozenset({408, 409, 425, 500, 502, 503, 504})
-REFUSED = frozenset({400, NOT_FOUND, 413, 422})
 LOGPROB_ROUNDING = 1e-4  # how far above 0 rounding may bring a log-prob
 STATUS_TIMEOUT = 10.0  # seconds for requests that a working server answers at once
 State = Literal["connecting", "up", "needs_weights", "unavailable", "excluded"]
@@ -284,34 +282,6 @@ class RemoteServer:
 
     def _sender(self, timeout: float) -> SendRequest:
         async def send(method: str, path: str, body: Any = None) -> Any:
-            return _json_or_raise(await self.connection.request(method, path, body, timeout=timeout))
+            return json_or_raise(await self.connection.request(method, path, body, timeout=timeout))
 
         return send
-
-
-def _json_or_raise(reply: Reply) -> Any:
-    """Returns the JSON of a successful reply. Raises the error for any other status."""
-    if 200 <= reply.status < 300:
-        # vLLM confirms a loaded adapter with a sentence.
-        return reply.body.decode() if reply.body.startswith(b"Success") else reply.json()
-    problem = f"status {reply.status}: {_message(reply)}"
-    retry_after = reply.headers.get("retry-after", "")
-    seconds = float(retry_after) if retry_after.isdigit() else 0.0
-    if reply.status == BUSY:
-        raise ServerBusy(f"replies with {problem}", seconds)
-    if reply.status in TEMPORARY:
-        raise ServerUnavailable(f"replies with {problem}", seconds)
-    if reply.status in REFUSED:
-        raise RequestRefused(problem, reply.status)
-    raise InvalidResponse(f"replies with {problem}")
-
-
-def _message(reply: Reply) -> str:
-    """Returns the server's error message on one line."""
-    text = reply.body[:2000].decode(errors="replace").strip()
-    try:
-        body = reply.json()
-        message = next((body[name] for name in ("error", "message", "detail") if name in body), text)
-        return " ".join(str(message.get("message", message) if isinstance(message, dict) else message).split())
-    except (InvalidResponse, AttributeError, TypeError):
-        return " ".join(text.split()) or "no message"

@@ -231,10 +231,18 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
 
 def _error_body(path: str, error: HTTPError) -> dict[str, Any]:
     """Returns the body of an error; under /v1/ in OpenAI's format."""
-    if not path.startswith("/v1/"):
-        return {"error": str(error)}
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+    return openai_error_body(error.status, str(error)) if path.startswith("/v1/") else {"error": str(error)}
+
+
+def openai_error_body(status: int, sentence: str) -> dict[str, Any]:
+    """Returns the body of an error in OpenAI's format."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
+
+
+def server_sent_event(value: Any) -> bytes:
+    """Returns a value as one server-sent event."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 async def _prepend(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -262,9 +270,9 @@ async def _write_events(writer: asyncio.StreamWriter, values: AsyncGenerator[Any
     try:
         async with contextlib.aclosing(values):  # so that generation stops with the connection
             async for value in values:
-                writer.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+                writer.write(server_sent_event(value))
                 await writer.drain()
         writer.write(b"data: [DONE]\n\n")
     except HTTPError as error:
-        writer.write(b"data: " + json.dumps(_error_body("/v1/", error)).encode() + b"\n\n")
+        writer.write(server_sent_event(_error_body("/v1/", error)))
     await writer.drain()
