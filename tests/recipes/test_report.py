@@ -64,7 +64,7 @@ def example_run(directory: Path, steps: int = 200, *, seed: int = 0, rollouts: i
         "rollout": {"temperature": 1.0, "n": 8},
     }
     with open_run(directory, config) as run:
-        run.resume()
+        run.resume_at(-1)
         for step in range(1, steps + 1):
             done = 1 - math.exp(-3 * gain * step / steps)
             rewards = [float(noise.random() < 0.15 + 0.7 * done) for _ in range(rollouts)]

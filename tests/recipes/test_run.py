@@ -31,6 +31,7 @@ from postlude.recipes.run.directory import (
     RunDirectory,
     Sample,
     check_run,
+    checkpoint_step,
     open_run,
     read_config,
     read_metrics,
@@ -38,6 +39,7 @@ from postlude.recipes.run.directory import (
     read_samples,
 )
 from postlude.recipes.run.machine_info import machine_info
+from postlude.world.agreement import on_rank0
 from tests.conftest import Ranks
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)}, "data": Path("a/b"), "steps": 10}
@@ -46,6 +48,13 @@ FILES = ("metrics.jsonl", "layers.jsonl", "samples.jsonl", "config.yaml")
 
 def metrics(step: int) -> dict[str, Any]:
     return {"loss": 1 / step, "rewards": [0.0, float(step)], "time": {"train": 0.5}, "odd": math.nan, "note": "ü\u2028"}
+
+
+def resume(run: RunDirectory) -> Path | None:
+    """Drops what was logged after the newest checkpoint, and returns that."""
+    newest = ([None, *run.checkpoints()])[-1]
+    run.resume_at(-1 if newest is None else checkpoint_step(newest))
+    return newest
 
 
 def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> None:
@@ -81,18 +90,18 @@ def contents(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("torn", ["", '{"step": 3, "loss": 0.', '{"step": 3}', "\x00\x00"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: int, torn: str) -> None:
     with open_run(tmp_path / "whole", CONFIG) as run:
-        assert run.resume() is None
+        assert resume(run) is None
         train(run, 1, 10)
 
     killed = open_run(tmp_path / "killed", CONFIG)
-    killed.resume()
+    resume(killed)
     train(killed, 1, killed_at)
     kill(killed)
     for name in FILES[:3]:
         with (tmp_path / "killed" / name).open("a") as file:
             file.write(torn)
     with open_run(tmp_path / "killed", CONFIG) as run:
-        checkpoint = run.resume()
+        checkpoint = resume(run)
         done = killed_at // 4 * 4
         assert checkpoint == (run.checkpoint(done) if done else None)
         train(run, done + 1, 10)
@@ -118,10 +127,10 @@ def test_a_kill_while_lines_are_dropped_leaves_all_of_them(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            RunDirectory(tmp_path).resume()
+            resume(RunDirectory(tmp_path))
     assert contents(tmp_path) == before
     with open_run(tmp_path, CONFIG) as run:
-        run.resume()
+        resume(run)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -187,12 +196,12 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     run = open_run(tmp_path, CONFIG)
-    assert run.latest_checkpoint() is None
+    assert resume(run) is None
     newest = [save(run, step) for step in (90, 100, 1_000_000)][-1]
     save(run, 2_000_000, complete=False)
     (tmp_path / "checkpoints" / ".step-3000000.partial").mkdir()
     (tmp_path / "checkpoints" / "best").mkdir()
-    assert run.latest_checkpoint() == newest
+    assert run.checkpoints()[-1] == newest
     with pytest.raises(ValueError, match="step-1000000 is later than step 100"):
         run.resume_at(100)
 
@@ -237,8 +246,6 @@ def test_a_run_of_another_config_is_refused(tmp_path: Path) -> None:
             open_run(tmp_path / "run", config)
         with pytest.raises(ValueError, match=sentence):
             check_run(tmp_path / "run", config)
-    with pytest.raises(ValueError, match="already"):
-        open_run(tmp_path / "run", CONFIG, resume=False)
     assert contents(tmp_path / "run") == before
     assert not (tmp_path / "run" / "run.lock").exists()
 
@@ -276,10 +283,10 @@ def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, leftover
     kill(run)
     other_config = CONFIG | {"model": "tiny-moe"}
     with open_run(tmp_path / "run", other_config) as run:
-        assert run.resume() is None
+        assert resume(run) is None
         train(run, 1, 2)
     with open_run(tmp_path / "whole", other_config) as run:
-        run.resume()
+        resume(run)
         train(run, 1, 2)
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
@@ -322,7 +329,7 @@ def test_one_process_a_run(tmp_path: Path) -> None:
         process.kill()
     assert (tmp_path / "run.lock").exists(), "a kill leaves the file"
     with open_run(tmp_path, CONFIG) as run:
-        assert run.resume() is None
+        assert resume(run) is None
     assert not (tmp_path / "run.lock").exists()
 
 
@@ -369,7 +376,7 @@ def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "slurm.out").touch()
     for name in ("empty", "logs", "new/below"):
-        open_run(tmp_path / name, CONFIG, resume=False).close()
+        open_run(tmp_path / name, CONFIG).close()
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "metrics.jsonl").write_text('{"step": 1, "phase": "sft"}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl but no config.yaml"):
@@ -388,7 +395,7 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with open_run(path, CONFIG) as run, LiveView(3, console=Console(file=out)) as view:
-            run.resume()
+            resume(run)
             for step in (1, 2, 3):
                 run.log(step, metrics(step), phase="sft")
                 run.log_samples(step, [Sample("p", "c")])
@@ -397,7 +404,7 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
                 for step in (2, 3):
                     save(run, step)
             run.prune(1)
-            checkpoint = run.latest_checkpoint()
+            checkpoint = on_rank0(lambda: run.checkpoints()[-1])
             for wrong in ({**CONFIG, "steps": 11}, {**CONFIG, "bad": object()}):
                 try:
                     open_run(path, wrong)
@@ -423,7 +430,7 @@ def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
         train(run, 1, 8)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with ReadOnlyRun(tmp_path) as reader:
-        assert reader.resume() == run.checkpoint(8)
+        assert resume(reader) == run.checkpoint(8)
         train(reader, 9, 11)
         assert reader.prune(1) == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -67,8 +67,8 @@ class Sample:
 class RunDirectory:
     """The directory of a run, for rank 0. `open_run` returns the right one on every rank.
 
-    Call `resume` first. Call `log` (and `sample`) for a step before its checkpoint is saved: then the metrics of every
-    step of a checkpoint are on disk.
+    Call `resume_at` first. Call `log` and `log_samples` for a step before its checkpoint is saved: then the metrics of
+    every step of a checkpoint are on disk.
     """
 
     def __init__(
@@ -129,21 +129,6 @@ class RunDirectory:
         entries = folder.iterdir() if folder.is_dir() else ()
         complete = [path for path in entries if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
         return sorted(complete, key=checkpoint_step)
-
-    def latest_checkpoint(self) -> Path | None:
-        """Returns the newest complete checkpoint, the same on every rank."""
-
-        def newest() -> Path | None:
-            checkpoints = self.checkpoints()
-            return checkpoints[-1] if checkpoints else None
-
-        return on_rank0(newest)
-
-    def resume(self) -> Path | None:
-        """Drops what was logged after the newest checkpoint, and returns that checkpoint to be loaded, or None."""
-        checkpoint = self.latest_checkpoint()
-        self.resume_at(-1 if checkpoint is None else checkpoint_step(checkpoint))
-        return checkpoint
 
     def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
         """Renames checkpoints to step-000100.SUFFIX, so that they are ignored."""
@@ -229,12 +214,11 @@ def open_run(
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
     *,
-    resume: bool = True,
     may_change: Collection[str] = (),
     defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
     loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
-    """Creates a run directory, or opens it again if `resume` and `config` allow. Every rank calls it.
+    """Creates a run directory, or opens it again if `config` allows. Every rank calls it.
 
     Refuses a directory that another process holds, or that has steps of another config. Keys in `may_change` (dotted,
     with everything below) may differ, and take their new value. So may a key that an earlier version did not have, if
@@ -244,13 +228,11 @@ def open_run(
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
         check_loggers(loggers)
-        _changes(directory, config, resume, may_change, defaults)
+        _changes(directory, config, may_change, defaults)
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
         try:
-            changed = _changes(
-                directory, config, resume, may_change, defaults
-            )  # again, now that no other process can write
+            changed = _changes(directory, config, may_change, defaults)  # again: now no other process can write
             _write_config(directory, config, bool(changed))
         except BaseException:
             lock.release()
@@ -275,7 +257,7 @@ def check_run(
 ) -> None:
     """Raises what `open_run` would raise for this config, and writes nothing. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
-    on_rank0(lambda: _changes(directory, config, True, may_change, defaults))
+    on_rank0(lambda: _changes(directory, config, may_change, defaults))
 
 
 def is_rank0() -> bool:
@@ -339,7 +321,6 @@ def read_record(run: Path) -> dict[str, Any]:
 def _changes(
     path: Path,
     config: Mapping[str, Any],
-    resume: bool,
     may_change: Collection[str],
     defaults: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
@@ -377,8 +358,6 @@ def _changes(
             f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to resume it, "
             f"or another directory (--run){other}."
         )
-    if not resume:
-        raise ValueError(f"{path} holds a run of this config already. Resume it, or give another directory.")
     return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in changed_keys}
 
 
