@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,8 @@ RANK_METHODS = frozenset(
 )
 """The calls that all ranks run as they are, with their `RankModels`."""
 LOG = logging.getLogger("postlude")
-
-
-@dataclass(frozen=True)
-class _OnRanks:
-    """A method of `RankWorker` and its arguments, for all ranks."""
-
-    method: str
-    arguments: tuple[Any, ...]
+Command: TypeAlias = tuple[str, tuple[Any, ...]]
+"""A method of `RankWorker` and its arguments, for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +77,10 @@ class RankWorker:
         engine.copy_weights(self.sampler.generator.model)
         self.model_sampler = ModelSampler(lambda: RankSampler(engine, tokenizer, settings))
 
-    def run(self, command: _OnRanks) -> Any:
+    def run(self, command: Command) -> Any:
         """Runs a command. Only rank 0's result is used, except of `sample`."""
-        return getattr(self, command.method)(*command.arguments)
+        method, arguments = command
+        return getattr(self, method)(*arguments)
 
     def train(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a method of the models."""
@@ -158,7 +153,7 @@ class Worker:
         self,
         settings: WorkerSettings,
         rank: RankWorker,
-        controller: Rank0Controller[_OnRanks, Any],
+        controller: Rank0Controller[Command, Any],
         directory: Path,
     ) -> None:
         self.settings, self.rank, self.controller = settings, rank, controller
@@ -249,7 +244,7 @@ class Worker:
         return self._on_ranks("train", method, arguments)
 
     def _on_ranks(self, method: str, *arguments: Any) -> Any:
-        return self.controller.call_all(_OnRanks(method, arguments))[0]
+        return self.controller.call_all((method, arguments))[0]
 
     def _read_sample(self, call: Call) -> SampleCall:
         """Returns a checked sample call. Raises ValueError or TypeError with a sentence for the client."""
@@ -334,7 +329,7 @@ class Worker:
         calls, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
         seconds = 0.0 if self.controller.group is None else STEP_SECONDS
-        for events in self.controller.call_all(_OnRanks("sample", (calls, cancelled, seconds))):
+        for events in self.controller.call_all(("sample", (calls, cancelled, seconds))):
             for call_id, progress in events.progress:
                 connection.send((PROGRESS, call_id, progress))
             for call_id, result in events.finished.items():
@@ -347,7 +342,7 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
     """Runs on every rank until the HTTP process closes the connection at `address`."""
     tokenizer = load_tokenizer(settings.source)
     rank = RankWorker(settings, tokenizer)
-    controller: Rank0Controller[_OnRanks, Any] = Rank0Controller(rank.run)
+    controller: Rank0Controller[Command, Any] = Rank0Controller(rank.run)
 
     def serve() -> None:
         with tempfile.TemporaryDirectory(prefix="postlude-", dir=settings.scratch) as directory:

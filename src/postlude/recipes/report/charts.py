@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,8 @@ DOTTED = 12  # up to so many values are shown as dots
 COLUMNS, ROWS, LEVELS = 60, 24, 8  # of a distribution's heat map
 STRIP = 46  # width of the last histogram
 STRAY = 5.0  # outliers are cut if they widen the range by this factor
+Line: TypeAlias = tuple[int, Series]
+"""The series of one run in a plot, after the index of the run in the report."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,6 @@ class Ruler:
         return list(dict.fromkeys(ticks)) or [self.low]
 
 
-@dataclass(frozen=True)
-class Line:
-    """The series of one run in a plot."""
-
-    run: int
-    """Index of the run in the report."""
-    series: Series
-
-
 def colour(index: int) -> str:
     """Returns the attribute of the colour of a run or phase."""
     return f'style="--c:var(--c{index % COLOURS})"'
@@ -82,7 +76,7 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
         lines[phase] = []
     for index, run in runs:
         for phase, series in run.series[key].items():
-            lines.setdefault(phase, []).append(Line(index, series))
+            lines.setdefault(phase, []).append((index, series))
     plots = {phase: phase_lines for phase, phase_lines in lines.items() if phase_lines}
     spans = {phase: _span(phase_lines) for phase, phase_lines in plots.items()}
     labelled = [_labelled(phase_lines) for phase_lines in plots.values()]
@@ -94,12 +88,12 @@ def curve(key: str, runs: Sequence[tuple[int, RunData]], points: int) -> str:
     for (phase, phase_lines), (low, high, margin), length in zip(plots.items(), labelled, lengths, strict=True):
         x_start += margin
         x = Ruler(*spans[phase], x_start, x_start + length)
-        drawn = _plot(phase_lines, x, Ruler(low, high, BOTTOM, TOP), points)
+        svg, plot_data, plot_notes = _plot(phase_lines, x, Ruler(low, high, BOTTOM, TOP), points)
         several = len({band.phase for _, run in runs for band in run.bands}) > 1
         phase_bands = bands if not phase else [Band(phase, *map(int, spans[phase]))] if several else []
-        parts.append(_banded(phase_bands, x) + drawn.svg)
-        data.append(drawn.data)
-        notes += drawn.notes
+        parts.append(_banded(phase_bands, x) + svg)
+        data.append(plot_data)
+        notes += plot_notes
         x_start += length + GAP
     known = explain(key)
     tip = f"{known.meaning}\nlook for: {known.watch}" if known else key
@@ -122,13 +116,13 @@ def _now(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
 
 
 def _span(lines: Sequence[Line]) -> tuple[float, float]:
-    steps = np.concatenate([line.series.steps for line in lines])
+    steps = np.concatenate([series.steps for _, series in lines])
     return float(steps.min()), float(steps.max())
 
 
 def _labelled(lines: Sequence[Line]) -> tuple[float, float, float]:
     """Returns the range of a value axis and the width of its labels."""
-    low, high = _range(np.concatenate([line.series.finite.values for line in lines]))
+    low, high = _range(np.concatenate([series.finite.values for _, series in lines]))
     return low, high, _margin(Ruler(low, high, BOTTOM, TOP))
 
 
@@ -168,30 +162,22 @@ def _banded(bands: Sequence[Band], x: Ruler) -> str:
     return "".join(parts)
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A plot, its data for the page's script, and notes below it."""
-
-    svg: str
-    data: object
-    notes: list[str]
-
-
-def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
+def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> tuple[str, object, list[str]]:
+    """Returns a plot, its data for the page's script, and notes below it."""
     drawn, known, marks = [], [], []
     strays = odd = 0
-    for line in lines:
-        finite = line.series.finite
+    for run, series in lines:
+        finite = series.finite
         strays += int(((finite.values < y.low) | (finite.values > y.high)).sum())
-        odd += len(line.series.values) - len(finite.values)
+        odd += len(series.values) - len(finite.values)
         calm = Series(finite.steps, finite.values.clip(y.low, y.high))  # so that no outlier moves the mean
         raw = downsample(finite, points)
-        drawn.append(_run(line.run, raw, smooth(calm, SMOOTH_POINTS), x, y))
-        marks.append(_non_finite_marks(line.series, x))
+        drawn.append(_run(run, raw, smooth(calm, SMOOTH_POINTS), x, y))
+        marks.append(_non_finite_marks(series, x))
         if len(raw.values):
             known.append(
                 {
-                    "run": line.run,
+                    "run": run,
                     "steps": [int(step) for step in raw.steps],
                     "values": [format_number(float(value)) for value in raw.values],
                     "places": [round(y(min(max(float(value), y.low), y.high))) for value in raw.values],
@@ -202,7 +188,7 @@ def _plot(lines: Sequence[Line], x: Ruler, y: Ruler, points: int) -> Plot:
     notes = [f"{odd} not finite (×)"] * bool(odd) + [f"{strays} beyond the edge"] * bool(strays)
     cross = f'<line class="cross" x1="0" x2="0" y1="{TOP}" y2="{BOTTOM}"/>'
     svg = f"<g>{_axes(x, y)}{clip}{''.join(drawn)}</svg>{''.join(marks)}{cross}</g>"
-    return Plot(svg, {"x": [round(x.start, 1), round(x.end, 1), x.low, x.high], "runs": known}, notes)
+    return svg, {"x": [round(x.start, 1), round(x.end, 1), x.low, x.high], "runs": known}, notes
 
 
 def script(data: object) -> str:
