@@ -20,20 +20,22 @@ from transformers import PreTrainedTokenizerBase
 
 from postlude.checks import USER_ERRORS, check_writable, error_message, nearest_existing
 from postlude.data import Batch
+from postlude.engine.adapters import Adapters
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights, load_tokenizer
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
-from postlude.layout import Layout
+from postlude.layout import Layout, Stage
+from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
+from postlude.model.blocks import BLOCKS
 from postlude.model.fp8 import use_fp8
 from postlude.ops.fp8 import MULTIPLE, check_fp8
 from postlude.ops.kernels.capabilities import why_no_triton
 from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_bytes
 from postlude.plan.parameter_count import count_parameters, total_parameters
-from postlude.recipes.checks.lora import adapters_of, describe_lora
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.rollout import NativeRollout
 from postlude.recipes.config.schema import default_values, plain
@@ -147,6 +149,12 @@ class PreflightInputs:
         return dtype
 
     @cached_property
+    def adapters(self) -> Mapping[str, AdapterConfig]:
+        """The adapters; none without LoRA. Raises ValueError for targets that the model does not have."""
+        family, model = self.model
+        return Adapters(self.config.lora, model, family, BLOCKS, self.config.weights).configs
+
+    @cached_property
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each pipeline stage."""
         config: TrainingConfig = self.config
@@ -167,7 +175,7 @@ class PreflightInputs:
             mtp=config.mtp is not None,
             overlap=config.overlap,
             gather_once=config.gather_once,
-            sizes=count_parameters(self.model[1], config.layout, adapters=adapters_of(config, *self.model)),
+            sizes=count_parameters(self.model[1], config.layout, adapters=self.adapters),
         )
         return [replace(estimate, generator=generator) for estimate in estimates]
 
@@ -195,7 +203,7 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
         if mtp.processor is not None:
             yield Check("mtp.processor", lambda: _mtp_processor(inputs, mtp, trial), after=("model",))
     if inputs.config.lora is not None:
-        yield Check("lora", lambda: describe_lora(inputs.config, *inputs.model), after=("model",))
+        yield Check("lora", lambda: _lora(inputs), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))
     if inputs.config.fp8:
         yield Check("fp8", lambda: _fp8(inputs), after=("device", "layout"))
@@ -290,6 +298,11 @@ def _layout(inputs: PreflightInputs) -> str:
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {inputs.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"
+
+
+def _lora(inputs: PreflightInputs) -> str:
+    trained = count_parameters(inputs.model[1], adapters=inputs.adapters).trained(Stage()).used
+    return f"{trained:,} trained parameters"
 
 
 def _batch_invariant(inputs: PreflightInputs) -> str:
