@@ -167,7 +167,7 @@ def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path: Path) -> None:
 def test_a_state_directory_has_one_server(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     state.open()
-    with pytest.raises(ValueError, match="is used by another server"):
+    with pytest.raises(OSError, match=r"is in use by process .* another directory \(--state\)"):
         StateDirectory(tmp_path).open()
     state.close()
     reopened = StateDirectory(tmp_path)

@@ -12,22 +12,30 @@ A checkpoint is written aside, synced to the disk, and renamed: it is there with
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
+import functools
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
 from postlude.recipes.run.durable_files import sync, write_atomic
-from postlude.tinker.backend import LoRAConfig, ModelSpec
+from postlude.recipes.run.lock import RunLock
+from postlude.tinker.backend import ModelSpec
 from postlude.tinker.paths import Kind, TinkerPath, check_name
 
 CHECKPOINT = "checkpoint.json"
+SavedPath: TypeAlias = Annotated[
+    TinkerPath,
+    PlainSerializer(str),
+    BeforeValidator(lambda path: TinkerPath.parse(path) if isinstance(path, str) else path),
+]
+Value = TypeVar("Value")
+_adapter = functools.cache(TypeAdapter)  # reads and writes a record as JSON
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Run:
 class Checkpoint:
     """A saved checkpoint, without its files."""
 
-    path: TinkerPath
+    path: SavedPath
     owner: str
     spec: ModelSpec
     created: float
@@ -98,7 +106,7 @@ class StateDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
-        self._lock: int | None = None
+        self._lock: RunLock | None = None
         self.runs: dict[str, Run] = {}
         self.checkpoints: dict[TinkerPath, Checkpoint] = {}
         self.sessions: dict[str, SessionRecord] = {}
@@ -112,22 +120,15 @@ class StateDirectory:
         """Locks the directory, finishes or removes what a kill left behind, and reads what was saved."""
         for name in ("sessions", "runs", "aside"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise ValueError(
-                f"--state {self.directory} is used by another server. Give another directory, or stop that server."
-            ) from error
+        self._lock = RunLock(self.directory, "--state")
         for leftover in self.scratch.iterdir():
             shutil.rmtree(leftover, ignore_errors=True)
         for file in sorted((self.directory / "sessions").glob("*.json")):
-            session = _session_of(_read_json(file))
+            session = _read(SessionRecord, file)
             self.sessions[session.session_id] = session
         for folder in sorted((self.directory / "runs").iterdir()):
             if (folder / "run.json").is_file():
-                run = _run_of(_read_json(folder / "run.json"))
+                run = _read(Run, folder / "run.json")
                 self.runs[run.run_id] = run
                 for kind in get_args(Kind):
                     self._read_checkpoints(folder / kind)
@@ -135,22 +136,19 @@ class StateDirectory:
     def close(self) -> None:
         """Lets another server use the directory."""
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def write(self, record: Record) -> None:
         """Saves a description: atomically, so that a kill leaves the old one or the new one. May run in a thread."""
         match record:
             case SessionRecord():
                 path = self.directory / "sessions" / f"{check_name(record.session_id, 'session')}.json"
-                value = asdict(record)
             case Run():
                 path = self.directory / "runs" / check_name(record.run_id, "training run") / "run.json"
                 path.parent.mkdir(exist_ok=True)
-                value = asdict(record)
             case Checkpoint():
-                path, value = self.directory_of(record.path) / CHECKPOINT, _plain_checkpoint(record)
-        write_atomic(path, json.dumps(value).encode())
+                path = self.directory_of(record.path) / CHECKPOINT
+        write_atomic(path, _adapter(type(record)).dump_json(record))
 
     def remember(self, record: Record) -> None:
         """Makes a description that was saved the one that is served. Runs in the thread that serves."""
@@ -190,7 +188,7 @@ class StateDirectory:
         if final.exists() and not overwrite:
             raise ValueError(f"{checkpoint.path} exists already: give another name, or overwrite=True where it is one.")
         checkpoint = replace(checkpoint, size=sum(file.stat().st_size for file in _files(aside)))
-        (aside / CHECKPOINT).write_text(json.dumps(_plain_checkpoint(checkpoint)))
+        (aside / CHECKPOINT).write_bytes(_adapter(Checkpoint).dump_json(checkpoint))
         _sync_tree(aside)
         final.parent.mkdir(exist_ok=True)
         sync(final.parent.parent)
@@ -233,37 +231,19 @@ class StateDirectory:
             shutil.rmtree(old, ignore_errors=True)
         for directory in sorted(folder.iterdir()):
             if (directory / CHECKPOINT).is_file() and not directory.is_symlink():
-                checkpoint = _checkpoint_of(_read_json(directory / CHECKPOINT))
+                checkpoint = _read(Checkpoint, directory / CHECKPOINT)
                 self.checkpoints[checkpoint.path] = checkpoint
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(kind: type[Value], path: Path) -> Value:
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); it was changed by hand. Delete it or restore it.") from error
-    assert isinstance(value, dict)
+        value: Value = _adapter(kind).validate_json(path.read_bytes())
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise ValueError(
+            f"{path} cannot be read ({reason}); it was changed by hand. Delete it or restore it."
+        ) from error
     return value
-
-
-def _spec_of(value: dict[str, Any]) -> ModelSpec:
-    return ModelSpec(value["base_model"], LoRAConfig(**value["lora"]) if value["lora"] is not None else None)
-
-
-def _run_of(value: dict[str, Any]) -> Run:
-    return Run(**{**value, "spec": _spec_of(value["spec"])})
-
-
-def _session_of(value: dict[str, Any]) -> SessionRecord:
-    return SessionRecord(**{**value, "samplers": tuple(SamplerRecord(**sampler) for sampler in value["samplers"])})
-
-
-def _checkpoint_of(value: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(**{**value, "path": TinkerPath.parse(value["path"]), "spec": _spec_of(value["spec"])})
-
-
-def _plain_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    return asdict(checkpoint) | {"path": str(checkpoint.path)}
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -26,8 +26,9 @@ class RunLock:
     locks. On a file system without locks it warns, and the run continues without one.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / LOCK
+    def __init__(self, directory: Path, option: str = "--run") -> None:
+        """Raises `RunLocked` if another process holds the directory, which `option` of the command names."""
+        self.path, self._option = directory / LOCK, option
         self._file: FileIO | None = self._take()
 
     def release(self) -> None:
@@ -46,7 +47,8 @@ class RunLock:
                 words = _holder(file)
                 file.close()
                 raise RunLocked(
-                    f"{self.path.parent} is in use by {words}. Wait for it, end it, or give another directory (--run)."
+                    f"{self.path.parent} is in use by {words}. Wait for it, end it, or give another directory "
+                    f"({self._option})."
                 ) from None
             except OSError as error:
                 LOG.warning(
