@@ -58,6 +58,11 @@ class TrainingDataset(DatasetPath, ChatOptions):
     shuffle_buffer: PositiveInt = 10_000
     """Rows that are shuffled together with streaming: each so many successive rows of the files."""
 
+    def _encoder(self, tokenizer: ChatTokenizer, max_length: int, **options: Any) -> Encoder:
+        check_variables(tokenizer, self.template_variables)
+        options |= {"options": self.template_variables, "system": self.system}
+        return Encoder(tokenizer=tokenizer, max_length=max_length, **options)
+
 
 class Examples(TrainingDataset):
     """Completions of a dataset.
@@ -83,15 +88,7 @@ class Examples(TrainingDataset):
 
     def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
         """Returns the encoder of a row."""
-        check_variables(tokenizer, self.template_variables)
-        return Encoder(
-            tokenizer=tokenizer,
-            max_length=budget,
-            truncate=self.overlong == "cut",
-            turns=self.turns,
-            options=self.template_variables,
-            system=self.system,
-        )
+        return self._encoder(tokenizer, budget, truncate=self.overlong == "cut", turns=self.turns)
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns."""
@@ -130,14 +127,7 @@ class Pairs(TrainingDataset):
 
     def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
         """Returns the encoder of a completion, which takes half the budget."""
-        check_variables(tokenizer, self.template_variables)
-        return Encoder(
-            tokenizer=tokenizer,
-            max_length=budget // 2,
-            truncate=self.overlong == "cut",
-            options=self.template_variables,
-            system=self.system,
-        )
+        return self._encoder(tokenizer, budget // 2, truncate=self.overlong == "cut")
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns."""

@@ -10,8 +10,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.data import DatasetPath
-from postlude.recipes.config.rewards import Code, ModelRewardSettings, RewardCalls, RewardKinds, built_in
-from postlude.recipes.config.schema import InputPath, Positive, Settings, TaggedUnion
+from postlude.recipes.config.rewards import (
+    Code,
+    ModelRewardSettings,
+    RewardCalls,
+    RewardKinds,
+    RewardModelFields,
+    built_in,
+)
+from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
@@ -143,15 +150,8 @@ class DatasetSettings(PromptSettings, WorkerSettings):
         return SingleTurn(tasks, WeightedSum(rewards))
 
 
-class RewardModelSettings(PromptSettings):
+class RewardModelSettings(PromptSettings, RewardModelFields):
     """Prompts of a file. A reward model scores prompt and completion, in rank 0."""
-
-    model: Annotated[str, InputPath("model")]
-    """Directory of a reward model: model/ of a run of `postlude rm`, or one for AutoModelForSequenceClassification."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Device of the reward model; none takes the GPU if there is one."""
-    budget: PositiveInt = 8192
-    """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""
 
     @model_validator(mode="after")
     def _check_timeout(self) -> Self:

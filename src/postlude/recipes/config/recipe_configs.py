@@ -98,11 +98,21 @@ class SFTConfig(SupervisedConfig):
     """Objective to minimise. One of yours finds the column "loss_mask": 1 for tokens to train on."""
 
 
-class DPOConfig(SupervisedConfig):
-    """Config of a run of DPO, IPO, SimPO or ORPO."""
+class PairConfig(SupervisedConfig):
+    """The settings of recipes that train on pairs of completions."""
 
     data: Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]
     """Pairs to train on: a dataset, or a list of datasets to mix."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Both completions of each pair."""
+        return 2 * self.batch_size
+
+
+class DPOConfig(PairConfig):
+    """Config of a run of DPO, IPO, SimPO or ORPO."""
+
     objective: PairObjective = Preference()
     """Objective to minimise. One of yours finds the columns "response_mask" and "reference_logprobs", "margins" with
     data.margin, and the two completions of a pair side by side."""
@@ -129,11 +139,6 @@ class DPOConfig(SupervisedConfig):
         """The reference. That of LoRA is the frozen model."""
         return (self.model,) if self.has_reference and self.lora is None else ()
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Both completions of each pair."""
-        return 2 * self.batch_size
-
 
 class KTOConfig(SupervisedConfig):
     """Config of a KTO run."""
@@ -152,11 +157,9 @@ class KTOConfig(SupervisedConfig):
         return (self.model,) if self.lora is None else ()
 
 
-class RMConfig(SupervisedConfig):
+class RMConfig(PairConfig):
     """Config of a run that trains a reward model."""
 
-    data: Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]
-    """Pairs to train on: a dataset, or a list of datasets to mix."""
     optimizer: OptimizerSettings = AdamW(lr=1e-5)
     """Optimizer."""
     objective: RewardObjective = BradleyTerry()
@@ -167,11 +170,6 @@ class RMConfig(SupervisedConfig):
     def has_value_head(self) -> bool:
         """The score is read from it."""
         return True
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Both completions of each pair."""
-        return 2 * self.batch_size
 
 
 class OnPolicyData(Settings):

@@ -77,8 +77,8 @@ class FunctionRewardSettings(WeightSettings):
         return calls.function(self.function, timeout=self.timeout, **options)
 
 
-class ModelRewardSettings(WeightSettings):
-    """A reward model, in rank 0."""
+class RewardModelFields(Settings):
+    """Which reward model scores completions, and where."""
 
     model: Annotated[str, InputPath("model")]
     """Directory of a reward model: model/ of a run of `postlude rm`, or one for AutoModelForSequenceClassification."""
@@ -86,6 +86,10 @@ class ModelRewardSettings(WeightSettings):
     """Device of the reward model; none takes the GPU if there is one."""
     budget: PositiveInt = 8192
     """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""
+
+
+class ModelRewardSettings(WeightSettings, RewardModelFields):
+    """A reward model, in rank 0."""
 
     def build(self, calls: RewardCalls) -> Reward:
         """Returns the reward. The model is loaded when it first scores a completion."""
