@@ -13,8 +13,11 @@ from postlude.recipes.row_sources import hold_out_rows
 
 def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs | Mixture) -> Iterator[Check]:
     """Check of datasets: every row can be encoded within the budget; of a stream, the first rows."""
-    lines = (_check_dataset(inputs, data, dataset) for dataset in datasets_of(data))  # made when the check runs
-    yield Check("data", lambda: "; ".join(lines), after=("tokenizer",))
+    yield Check(
+        "data",
+        lambda: "; ".join(_check_dataset(inputs, data, dataset) for dataset in datasets_of(data)),
+        after=("tokenizer",),
+    )
 
 
 def _check_dataset(inputs: PreflightInputs, section: Any, data: Examples | Pairs) -> str:
