@@ -364,7 +364,7 @@ def launches_on(gpu: capabilities.GPU, *, compiles: bool) -> Iterator[list[Launc
         launches.append(Launch(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}", chosen, *memory))
 
     driver.set_active(FakeDriver(gpu.capability))
-    modules = [module for module in sys.modules.values() if getattr(module, "gpu_of", None) is capabilities.gpu_of]
+    modules = [module for module in [*sys.modules.values()] if getattr(module, "gpu_of", None) is capabilities.gpu_of]
     try:
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(jit.JITFunction, "run", note))

@@ -306,7 +306,11 @@ class LanguageModel(FSDPUnit):
 
     def _embedding_weight(self) -> Tensor | None:
         """Returns this rank's part of the embedding; None if this stage has none."""
-        return local(self.embedding.weight) if hasattr(self, "embedding") else None
+        if not hasattr(self, "embedding"):
+            return None
+        weight = local(self.embedding.weight)
+        # Head and depths both use a tied one. A view has no main_grad, so autograd sums, in one order in every schedule.
+        return weight.view_as(weight) if self.config.tied_head and self.has_mtp else weight
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """Returns all modules that FSDP shards separately: those of the blocks, and the value head in fp32."""
