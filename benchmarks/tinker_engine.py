@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tinker_load import HTTPClient
 
-from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, PassRequest, SampleParams, SampleRequest
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, PassRequest, SampleParams, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.server import run_server, serve
@@ -101,7 +101,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         settings = WorkerSettings(name=NAME, source=options.model, device=options.device, budget=options.budget)
         tokenizer = load_tokenizer(options.model)
         models = RankModels(settings, tokenizer)
-        models.create("one", LoRAConfig(RANK, seed=1))
+        models.create_model("one", ModelSpec(NAME, LoRAConfig(RANK, seed=1)))
         vocabulary = models.engine.config.vocab_size
         pass_request = PassRequest(data(options), "cross_entropy", {}, forward_only=False)
         request = read_pass(pass_request, vocab_size=vocabulary, max_context_length=1 << 20)
