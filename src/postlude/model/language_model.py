@@ -309,7 +309,7 @@ class LanguageModel(FSDPUnit):
         if not hasattr(self, "embedding"):
             return None
         weight = local(self.embedding.weight)
-        # Head and depths both use a tied one. A view has no main_grad, so autograd sums, in one order in every schedule.
+        # Head and depths both use a tied one. A view has no main_grad, so autograd sums in one order in every schedule.
         return weight.view_as(weight) if self.config.tied_head and self.has_mtp else weight
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
