@@ -231,7 +231,7 @@ def run_until_interrupt(group: Any, directory: str, at: int, *overrides: str) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param((), id=""),
+        pytest.param((), id="", marks=pytest.mark.thorough),  # test_killed.py goes on without more than a reference
         pytest.param(
             ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1"),
             id="kl",

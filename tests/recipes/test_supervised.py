@@ -198,7 +198,10 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
+@pytest.mark.parametrize(  # dpo has the rows of rm and no value head, kto the rows of sft and labels
+    "command",
+    ["sft", "rm", "distill", *(pytest.param(command, marks=pytest.mark.thorough) for command in ("dpo", "kto"))],
+)
 def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
