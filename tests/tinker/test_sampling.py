@@ -68,6 +68,9 @@ def test_a_retried_sample_runs_once(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+SPARSE = {"data": [1], "dtype": "int64", "shape": [1, 2], "sparse_col_indices": [0]}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -83,6 +86,11 @@ def test_a_retried_sample_runs_once(tmp_path: Path) -> None:
         ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is 2"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "give [1, K]"),
+        ({"target_prompt_logprobs": {**SPARSE, "sparse_crow_indices": []}}, "is not a sparse matrix"),
+        (
+            {"target_prompt_logprobs": {**SPARSE, "sparse_crow_indices": [1, 2]}},
+            "is not a sparse matrix",
+        ),
     ],
 )
 def test_what_cannot_be_sampled_gets_a_sentence(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from postlude.serving.request_body import Tokens
 from postlude.tinker.backend import AdamParams, LoRAConfig, SampleParams
+from postlude.tinker.token_checks import dense_from_csr
 
 INT32 = 2**31 - 1
 
@@ -229,14 +230,9 @@ class TensorBody(Body):
             if len(values) != rows * shape[1]:
                 raise ValueError(f"target_prompt_logprobs has {len(values)} values for the shape {list(shape)}.")
             return values.reshape(shape)
-        starts, columns = np.array(self.sparse_crow_indices), np.array(self.sparse_col_indices or (), np.int64)
-        counts = np.diff(starts)
-        right = len(counts) == rows and len(columns) == len(values) == starts[-1] and bool((counts >= 0).all())
-        if not right or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
-            raise ValueError(f"target_prompt_logprobs is not a sparse matrix of shape {list(shape)}.")
-        dense = np.full(shape, -1, np.int64)
-        dense[np.repeat(np.arange(rows), counts), columns] = values
-        return dense
+        starts = np.array(self.sparse_crow_indices, np.int64)
+        columns = np.array(self.sparse_col_indices or (), np.int64)
+        return dense_from_csr(values, starts, columns, shape, "target_prompt_logprobs", empty=-1)
 
 
 class SampleBody(Body):

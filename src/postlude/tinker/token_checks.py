@@ -1,11 +1,14 @@
-"""Checks of token ids that clients send: in passes, prompts and OpenAI's routes. Numpy, no torch."""
+"""Checks of token ids and sparse tensors that clients send: in passes, prompts and OpenAI's routes. Numpy, no torch."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_SPARSE = 1 << 27  # values of a sparse tensor once it is dense
 
 
 def check_tokens(tokens: NDArray[Any], name: str, max_length: int, vocab_size: int) -> NDArray[np.int32]:
@@ -24,6 +27,26 @@ def check_vocabulary(ids: NDArray[Any], name: str, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         worst = low if low < 0 else high
         raise ValueError(f"{name} has token {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
+
+
+def dense_from_csr(
+    values: NDArray[Any],
+    starts: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    shape: tuple[int, ...],
+    name: str,
+    empty: int = 0,
+) -> NDArray[Any]:
+    """Returns a sparse matrix in CSR form with `empty` where it has no entry. Raises ValueError if it is none."""
+    counts = np.diff(starts)
+    is_valid = len(shape) == 2 and len(starts) == shape[0] + 1 and len(columns) == len(values)
+    is_valid = is_valid and starts[0] == 0 and starts[-1] == len(values) and bool((counts >= 0).all())
+    is_valid = is_valid and (not len(columns) or (columns.min() >= 0 and columns.max() < shape[1]))
+    if not is_valid or math.prod(shape) > MAX_SPARSE:
+        raise ValueError(f"{name} is not a sparse matrix of shape {list(shape)} with at most {MAX_SPARSE} cells.")
+    dense = np.full(shape, empty, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
 
 
 def check_prompt(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, PassRequest, SampleResult, TopK
 from postlude.tinker.errors import APIError
-from postlude.tinker.token_checks import check_tokens
+from postlude.tinker.token_checks import check_tokens, dense_from_csr
 from postlude.tinker.wire_messages import message_class
 
 ForwardBackwardRequest = message_class("ForwardBackwardRequest")
@@ -125,7 +125,7 @@ def _read_loss_input(tensor: Any, name: str, location: str) -> LossInput:
     if min(shape) < 0 or len(shape) > 2:
         raise ValueError(f"{location} has the shape {list(shape)}; give [N] or [N, K].")
     if sparse:
-        values = _dense(
+        values = dense_from_csr(
             values,
             _indices(tensor.sparse_csr.crow_indices, location),
             _indices(tensor.sparse_csr.col_indices, location),
@@ -143,23 +143,6 @@ def _indices(raw: bytes, location: str) -> NDArray[np.int64]:
     if len(raw) % 8:
         raise ValueError(f"{location}: the indices of a sparse tensor are not whole int64 numbers.")
     return np.frombuffer(raw, "<i8")
-
-
-MAX_SPARSE = 1 << 27  # values of a sparse tensor once it is dense
-
-
-def _dense(
-    values: Any, rows: NDArray[np.int64], columns: NDArray[np.int64], shape: tuple[int, ...], location: str
-) -> Any:
-    """Returns a CSR matrix with zeros where it has no entry."""
-    is_valid = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
-    is_valid = is_valid and rows[0] == 0 and rows[-1] == len(values) and bool((np.diff(rows) >= 0).all())
-    is_valid = is_valid and (not len(columns) or (columns.min() >= 0 and columns.max() < shape[1]))
-    if not is_valid or math.prod(shape) > MAX_SPARSE:
-        raise ValueError(f"{location} is not a sparse matrix of shape {list(shape)} with at most {MAX_SPARSE} cells.")
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return dense
 
 
 def encode_pass(result: ForwardBackwardResult) -> bytes:
