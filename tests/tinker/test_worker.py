@@ -388,7 +388,7 @@ def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: 
     batches = list[list[int]]()
 
     def run_command(command: Any) -> list[SampleEvents]:
-        batches.append([call.call_id for call in command.arguments[0]])
+        batches.append([call.call_id for call in command[1][0]])
         return [SampleEvents(dict.fromkeys(batches[-1], SampleResult([])), [], busy=False)]
 
     call, request = Calls(), SampleRequest(np.arange(5, dtype=np.int32), SampleParams(max_tokens=3))
