@@ -29,6 +29,7 @@ from postlude.ops.norm import Norm
 
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
+LEAST_COLUMNS, MOST_BLOCK = 8, 512  # of a product with few columns: programs that share a sum wait for each other
 GATED_COLUMNS = 64  # gates and what they multiply
 LOW_FEATURES = 2048  # of a program that multiplies by A; with fewer, there are more programs than multiprocessors
 TOKENS, B_COLUMNS = 32, 128  # of a tile that adds the product with B to another product
@@ -49,11 +50,13 @@ def product(
     """See `ops/decode_linear.py`; the arguments say which function. Tiles have room for `most` rows."""
     count, width = rows.shape
     features = weight.shape[0] // (2 if activation else 1)
-    columns = GATED_COLUMNS // 2 if activation else COLUMNS
+    columns, most_block = (GATED_COLUMNS // 2 if activation else COLUMNS), BLOCK
+    while norm is None and low_rank is None and columns > LEAST_COLUMNS and features // columns < PROGRAMS:
+        columns, most_block = columns // 2, min(2 * most_block, MOST_BLOCK)
     tiles = triton.cdiv(features, columns)
     ranks = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
     loaded = most + max(columns * (2 if activation else 1), ranks[1])  # of each feature
-    block = _divisor(width, BLOCK)
+    block = _divisor(width, most_block)
     while (STAGES - 1) * block * loaded * rows.element_size() + SPARE > gpu_of(rows.device).shared_memory:
         block //= 2
     splits, shares = 1, counters is not None and norm is None
