@@ -35,7 +35,6 @@ SavedPath: TypeAlias = Annotated[
     BeforeValidator(lambda path: TinkerPath.parse(path) if isinstance(path, str) else path),
 ]
 Value = TypeVar("Value")
-_adapter = functools.cache(TypeAdapter)  # reads and writes a record as JSON
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,12 @@ class StateDirectory:
             if (directory / CHECKPOINT).is_file() and not directory.is_symlink():
                 checkpoint = _read(Checkpoint, directory / CHECKPOINT)
                 self.checkpoints[checkpoint.path] = checkpoint
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Returns what reads and writes a record as JSON."""
+    return TypeAdapter(kind)
 
 
 def _read(kind: type[Value], path: Path) -> Value:
