@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.tinker_load import HTTPClient
 
-from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, PassRequest, SampleParams, SampleRequest
+from postlude.generate.sampling_params import SamplingParams
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, PassRequest, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.server import run_server, serve
@@ -90,7 +91,6 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
     from postlude.tinker.datums import read_pass
     from postlude.tinker.rank_models import RankModels
     from postlude.tinker.rank_sampler import RankSampler, SampleCall, Weights
-    from postlude.tinker.worker import to_sampling
     from postlude.world.launcher import ranks
 
     def synchronize() -> None:
@@ -121,7 +121,6 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
                         number,
                         Weights(),
                         sample_request,
-                        to_sampling(sample_request, vocabulary, 1 << 20),
                         streamed=False,
                         rank=0,
                     )
@@ -139,7 +138,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
 
 
 def requests(options: argparse.Namespace) -> list[SampleRequest]:
-    params = SampleParams(max_tokens=options.new_tokens, seed=1, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=options.new_tokens, seed=1, ignore_eos=True)
     return [SampleRequest(row.tokens[: options.prompt], params) for row in data(options)]
 
 

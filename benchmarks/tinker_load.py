@@ -29,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.tinker.app import PROTOBUF
 from postlude.tinker.backend import (
     AdamParams,
@@ -37,7 +38,6 @@ from postlude.tinker.backend import (
     LoRAConfig,
     ModelSpec,
     PassRequest,
-    SampleParams,
     SampleRequest,
 )
 from postlude.tinker.engine_backend import EngineBackend
@@ -166,7 +166,7 @@ async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:
     await backend.open_sampler("base", BASE, None)
     inputs = {"target_tokens": np.ones(LENGTH, np.int64), "weights": np.ones(LENGTH, np.float32)}
     rows = [Datum(np.ones(LENGTH, np.int32), inputs)] * SEQUENCES
-    request = SampleRequest(np.ones(PROMPT, np.int32), SampleParams(max_tokens=NEW_TOKENS))
+    request = SampleRequest(np.ones(PROMPT, np.int32), SamplingParams(max_new_tokens=NEW_TOKENS))
     for _ in range(rounds):
         start = time.perf_counter()
         await backend.forward_backward("one", PassRequest(rows, "cross_entropy", {}, forward_only=False))

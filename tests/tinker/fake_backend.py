@@ -138,7 +138,7 @@ class FakeBackend:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        prompt, length = request.prompt, request.params.max_tokens or 4
+        prompt, length = request.prompt, min(request.sampling.max_new_tokens, 4)
         tokens = (prompt[-1] + 1 + np.arange(length, dtype=np.int32)) % VOCAB
         logprobs = np.full(length, -weight, np.float32)
         for number in range(request.num_samples if progress is not None else 0):

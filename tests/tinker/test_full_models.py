@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
-from postlude.tinker.backend import ModelLost, PassRequest, SampleParams, SampleRequest
+from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
 from postlude.tinker.datums import read_pass
 from postlude.tinker.memory import check_memory
 from postlude.tinker.messages import Call, Cancel
@@ -161,7 +162,9 @@ def test_a_failure_ends_that_model_alone(ranks: Ranks) -> None:
 def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
     """Samples two snapshots of one model and the base, all at once, and closes one."""
     call, results = Calls(), dict[str, Any]()
-    request = SampleRequest(np.arange(60, 72, dtype=np.int32), SampleParams(max_tokens=6, seed=3, ignore_eos=True))
+    request = SampleRequest(
+        np.arange(60, 72, dtype=np.int32), SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+    )
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
         yield [call("create_model", model_id="full", spec=SPECS["full"])]

@@ -36,11 +36,13 @@ def events(reply: Reply) -> list[Any]:
 @pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
 def test_completions_and_chat_of_saved_weights_and_of_a_base(tmp_path: Path, prefix: str) -> None:
     async def run() -> None:
-        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
+        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, backend, _service):
             path = await saved_weights(app)
             body = {"model": path, "prompt": "ab", "max_tokens": 3, "logprobs": 0, "n": 2}
-            reply = await post(app, f"{prefix}/completions", body)
+            reply = await post(app, f"{prefix}/completions", body | {"min_p": 0.25, "top_k": 5})
             assert reply.status == 200, reply.body
+            sampling = backend.calls[-1][2].sampling
+            assert (sampling.max_new_tokens, sampling.min_p, sampling.top_k) == (3, 0.25, 5)
             choices = reply.json["choices"]
             assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-2.0] * 3] * 2
             assert choices[0]["text"]

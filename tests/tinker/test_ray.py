@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.layout import Layout
-from postlude.tinker.backend import ModelLost, PassRequest, SampleParams, SampleRequest
+from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 
 from .test_worker import ADAM, SPECS, data
@@ -33,7 +34,9 @@ async def train(backend: EngineBackend, name: str) -> list[Any]:
     await backend.optim_step(name, ADAM)
     scored = await backend.forward_backward(name, PassRequest(data(2), "cross_entropy", {}, forward_only=True))
     await backend.snapshot_sampler(name, f"{name}-sampler")
-    request = SampleRequest(np.arange(60, 72, dtype=np.int32), SampleParams(max_tokens=6, seed=3, ignore_eos=True))
+    request = SampleRequest(
+        np.arange(60, 72, dtype=np.int32), SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+    )
     sampled = await backend.sample(f"{name}-sampler", request)
     return [
         np.concatenate([output["logprobs"] for output in scored.loss_fn_outputs]),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from postlude.tinker.backend import SampleParams
+from postlude.generate.sampling_params import SamplingParams
 from postlude.tinker.wire import SampleResponse
 
 from .asgi_client import Client, running_server
@@ -110,11 +111,11 @@ def test_what_cannot_be_sampled_gets_a_sentence(tmp_path: Path, change: dict[str
 @pytest.mark.parametrize(
     ("stop", "expected"),
     [
-        (None, SampleParams(max_tokens=3)),
-        ([], SampleParams(max_tokens=3, ignore_eos=True)),
-        ("\n", SampleParams(max_tokens=3, stop=("\n",), ignore_eos=True)),
-        (["a", "b"], SampleParams(max_tokens=3, stop=("a", "b"), ignore_eos=True)),
-        ([4, 5], SampleParams(max_tokens=3, stop_tokens=(4, 5), ignore_eos=True)),
+        (None, SamplingParams(max_new_tokens=3)),
+        ([], SamplingParams(max_new_tokens=3, ignore_eos=True)),
+        ("\n", SamplingParams(max_new_tokens=3, stop=("\n",), ignore_eos=True)),
+        (["a", "b"], SamplingParams(max_new_tokens=3, stop=("a", "b"), ignore_eos=True)),
+        ([4, 5], SamplingParams(max_new_tokens=3, stop_tokens=(4, 5), ignore_eos=True)),
     ],
 )
 def test_stops_are_text_or_tokens_and_replace_the_end_of_sequence(tmp_path: Path, stop: Any, expected: Any) -> None:
@@ -123,7 +124,22 @@ def test_stops_are_text_or_tokens_and_replace_the_end_of_sequence(tmp_path: Path
             client = await Client(app).open()
             params = {"max_tokens": 3} | ({} if stop is None else {"stop": stop})
             await client.call("asample", sample(await open_sampler(client), 0, sampling_params=params))
-            assert backend.calls[-1][2].params == expected
+            assert replace(backend.calls[-1][2].sampling, seed=0) == expected
+
+    asyncio.run(run())
+
+
+def test_a_sample_has_room_for_all_that_fit_and_a_random_seed_unless_it_says_otherwise(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            sampler = await open_sampler(client)
+            for number, params in enumerate(({}, {}, {"seed": 7, "top_k": 0})):
+                await client.call("asample", sample(sampler, number, sampling_params=params))
+            first, second, third = (request.sampling for name, _, request in backend.calls[-3:])
+            assert first.max_new_tokens == CONTEXT - 2
+            assert len({first.seed, second.seed, 7}) == 3
+            assert (third.seed, third.top_k) == (7, 0)
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
 from postlude.layout import Layout
 from postlude.tinker.backend import (
@@ -22,7 +23,6 @@ from postlude.tinker.backend import (
     LoRAConfig,
     ModelSpec,
     PassRequest,
-    SampleParams,
     SampleRequest,
     SampleResult,
 )
@@ -149,7 +149,9 @@ def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], distur
                         call.forward_backward(name, 7, forward_only=True),
                         call.forward_backward(name, 7, loss_fn="unknown"),
                         call.forward_backward("three", 7),
-                        call.sample("base", SampleRequest(np.arange(5, dtype=np.int32), SampleParams(max_tokens=3))),
+                        call.sample(
+                            "base", SampleRequest(np.arange(5, dtype=np.int32), SamplingParams(max_new_tokens=3))
+                        ),
                         call("snapshot_sampler", model_id=name, sampler_id=f"{name}-{step}"),
                     ]
                 yield [second]
@@ -177,7 +179,7 @@ def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str
     call, prompt = Calls(), np.arange(60, 72, dtype=np.int32)
     sample_request = SampleRequest(
         prompt,
-        SampleParams(max_tokens=6, seed=3, ignore_eos=True),
+        SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True),
         num_samples=3,
         prompt_logprobs=True,
         topk_prompt_logprobs=2,
@@ -296,7 +298,7 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
     requests: dict[str, Call] = {}
 
     def ask(name: str, number: int = 1, streamed: bool = False, given: Any = prompt, **params: Any) -> Call:
-        request = SampleRequest(given, SampleParams(**({"max_tokens": 8, "seed": 1} | params)), number)
+        request = SampleRequest(given, SamplingParams(**({"max_new_tokens": 8, "seed": 1} | params)), number)
         requests[name] = call.sample("base", request, streamed)
         return requests[name]
 
@@ -309,19 +311,16 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
             ask("stop token", stop_tokens=(plain[2],), ignore_eos=True),
             ask("stop string", stop=(text,), ignore_eos=True),
             ask("one choice", top_k=1),
-            ask("unseeded", seed=None, max_tokens=30, ignore_eos=True),
-            ask("unseeded too", seed=None, max_tokens=30, ignore_eos=True),
+            ask("another seed", seed=2, max_new_tokens=30, ignore_eos=True),
             ask("streamed", streamed=True, ignore_eos=True),
-            ask("cancelled", max_tokens=60, ignore_eos=True),
+            ask("cancelled", max_new_tokens=60, ignore_eos=True),
             Cancel(requests["cancelled"].call_id),
-            ask("all that fit", max_tokens=None, ignore_eos=True, given=np.zeros(60, np.int32)),
+            ask("all that fit", max_new_tokens=3, ignore_eos=True, given=np.zeros(60, np.int32)),
         ]
         yield [
-            ask("long", max_tokens=61),
+            ask("long", max_new_tokens=61),
             ask("no prompt", given=np.zeros(0, np.int32)),
             ask("not in the vocabulary", given=np.array([999], np.int32)),
-            ask("no temperature", temperature=-1.0),
-            ask("top-k", top_k=0),
         ]
 
     connection = run(group, "tp=1", script)
@@ -345,7 +344,7 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
     assert replies["stop token"].sequences[0].stop_reason == "stop"
     assert replies["stop string"].sequences[0].stop_reason == "stop"
     assert len(tokens("stop string")) <= 5
-    assert tokens("unseeded") != tokens("unseeded too")
+    assert tokens("another seed")[:8] != plain
     assert replies["cancelled"] is None
     assert len(tokens("all that fit")) == 3  # of a context of 63
     streamed = [token for piece in replies["progress"] for token in piece]
@@ -355,8 +354,6 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
         ("long", "max_tokens is 61, but after a prompt of 3 tokens the context of 63 has room for 60."),
         ("no prompt", "the prompt is empty"),
         ("not in the vocabulary", "the prompt has token 999, but the vocabulary is 0 to 263."),
-        ("no temperature", "temperature=-1.0"),
-        ("top-k", "top_k is 0: give how many tokens to choose from, or -1 for all."),
     ):
         assert sentence in replies[name]
 
@@ -391,7 +388,7 @@ def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: 
         batches.append([call.call_id for call in command[1][0]])
         return [SampleEvents(dict.fromkeys(batches[-1], SampleResult([])), [], busy=False)]
 
-    call, request = Calls(), SampleRequest(np.arange(5, dtype=np.int32), SampleParams(max_tokens=3))
+    call, request = Calls(), SampleRequest(np.arange(5, dtype=np.int32), SamplingParams(max_new_tokens=3))
     first, second, third = (call.sample("base", request) for _ in range(3))
     streamed, last = call.sample("base", request, streamed=True), call.sample("base", request)
     connection = LateConnection(lambda _: iter([[first], [streamed], [last]]), [second, third])

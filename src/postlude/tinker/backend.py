@@ -31,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from postlude.generate.sampling_params import SamplingParams
+
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 LossInput = NDArray[np.float32] | NDArray[np.int64]
@@ -125,29 +127,11 @@ class AdamParams:
 
 
 @dataclass(frozen=True)
-class SampleParams:
-    """How completions are sampled."""
-
-    max_tokens: int | None = None
-    """None is as many as fit in the context."""
-    seed: int | None = None
-    """None is a random seed."""
-    temperature: float = 1.0
-    top_k: int = -1
-    """-1 keeps all tokens."""
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    """Whether the end-of-sequence token does not end a completion; set if the client gives its own list of stops."""
-
-
-@dataclass(frozen=True)
 class SampleRequest:
     """A prompt, how many completions to sample, and what to return about the prompt's tokens."""
 
     prompt: Int32Array
-    params: SampleParams = field(default_factory=SampleParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     num_samples: int = 1
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None

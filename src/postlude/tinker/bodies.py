@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.request_body import Tokens
-from postlude.tinker.backend import AdamParams, LoRAConfig, SampleParams
+from postlude.tinker.backend import AdamParams, LoRAConfig
 from postlude.tinker.token_checks import dense_from_csr
 
 INT32 = 2**31 - 1
+SEED_BITS = 48
 
 
 class Body(BaseModel):
@@ -197,14 +200,18 @@ class SamplingParamsBody(Body):
     top_k: int = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    def params(self) -> SampleParams:
-        """Returns the backend's form. A list of stops, an empty one too, replaces the end-of-sequence token."""
+    def sampling(self, room: int) -> SamplingParams:
+        """Returns the sampling parameters of a completion that has room for so many tokens.
+
+        Without a seed, each request gets a random one. A list of stops, an empty one too, replaces the end-of-sequence
+        token.
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        return SampleParams(
-            max_tokens=self.max_tokens,
-            seed=self.seed,
+        return SamplingParams(
+            max_new_tokens=self.max_tokens or room,
+            seed=secrets.randbits(SEED_BITS) if self.seed is None else self.seed,
             temperature=self.temperature,
-            top_k=self.top_k if self.top_k > 0 else -1,
+            top_k=max(0, self.top_k),
             top_p=self.top_p,
             stop=tuple(stop for stop in stops if isinstance(stop, str)),
             stop_tokens=tuple(stop for stop in stops if isinstance(stop, int)),

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from postlude.tinker.app import TinkerApp
-from postlude.tinker.backend import SampledSequence, SampleParams, SampleProgress, SampleRequest
+from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.sampling import Sampler, Samplers
 from postlude.tinker.token_checks import check_prompt
@@ -173,23 +173,10 @@ class _Generation:
 
         from postlude.serving.server.http_server import bad_request_on_error
 
+        sampling, prompt = request.sampling, np.array(request.prompt, np.int64)
         with bad_request_on_error():
-            sampling = request.sampling
-            if sampling.min_p:
-                raise ValueError("min_p is not supported here.")
-            prompt = np.array(request.prompt, np.int64)
             tokens = check_prompt(prompt, sampling.max_new_tokens, self.max_length, self.vocab_size)
-        params = SampleParams(
-            max_tokens=sampling.max_new_tokens,
-            seed=request.seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or -1,
-            top_p=sampling.top_p,
-            stop=sampling.stop,
-            stop_tokens=sampling.stop_tokens,
-            ignore_eos=sampling.ignore_eos,
-        )
-        return SampleRequest(tokens, params, request.n)
+        return SampleRequest(tokens, replace(sampling, seed=request.seed), request.n)
 
     async def _sampled(self, sampling: Any) -> Any:
         from postlude.serving.server.http_server import HTTPError

@@ -52,7 +52,7 @@ def score_completions(
     """Returns the likeliest tokens at each position of completions, at the temperature they were sampled with."""
     prompt, k = torch.from_numpy(request.prompt.astype(np.int64)), request.topk_sample_logprobs
     sequences = [torch.cat([prompt, torch.tensor(completion.tokens)]) for completion in completions]
-    values = _evaluate(model, sequences, budget, k=k, temperature=request.params.temperature or 1.0)
+    values = _evaluate(model, sequences, budget, k=k, temperature=request.sampling.temperature or 1.0)
     return [
         _top(ids[len(prompt) :], logprobs[len(prompt) :], k)
         for ids, logprobs in zip(values["ids"], values["top"], strict=True)

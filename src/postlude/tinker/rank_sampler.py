@@ -13,7 +13,6 @@ from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.engine import Engine
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
-from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session
 from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
@@ -33,12 +32,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class SampleCall:
-    """A request as all ranks get it: it has a seed and a length limit. `rank` runs it."""
+    """A request as all ranks get it. `rank` runs it."""
 
     call_id: int
     weights: Weights
     request: SampleRequest
-    sampling: SamplingParams
     streamed: bool
     rank: int
 
@@ -108,7 +106,9 @@ class RankSampler:
                 request = call.request
                 prompt = tuple(request.prompt.tolist())
                 try:
-                    request_id = self._session.add(Request(prompt, call.sampling, request.num_samples, adapter=adapter))
+                    request_id = self._session.add(
+                        Request(prompt, request.sampling, request.num_samples, adapter=adapter)
+                    )
                 except (ValueError, TypeError) as error:
                     errors[call.call_id] = error
                 else:

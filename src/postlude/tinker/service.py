@@ -237,8 +237,8 @@ class TinkerService:
         return future
 
     def _sample_request(self, info: BaseModelInfo, body: bodies.SampleBody) -> SampleRequest:
-        params = body.sampling_params.params()
-        prompt = check_prompt(body.prompt.tokens(), params.max_tokens, info.max_context_length, info.vocab_size)
+        params, context = body.sampling_params, info.max_context_length
+        prompt = check_prompt(body.prompt.tokens(), params.max_tokens, context, info.vocab_size)
         if body.num_samples > self.limits.num_samples:
             raise ValueError(f"num_samples is {body.num_samples}; the limit is {self.limits.num_samples}.")
         if body.prompt_alt_tokens_k > 0:
@@ -251,7 +251,7 @@ class TinkerService:
         target = body.target_prompt_logprobs
         return SampleRequest(
             prompt,
-            params,
+            params.sampling(room=context - len(prompt)),
             body.num_samples,
             prompt_logprobs=bool(body.prompt_logprobs),
             prompt_logprobs_last_n=last_n,

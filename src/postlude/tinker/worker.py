@@ -7,7 +7,6 @@ between training calls: while both wait, they get equal time.
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 import tempfile
 import time
@@ -22,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 from postlude.engine.result import Result
-from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_model import read_description
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
-from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleRequest
+from postlude.tinker.backend import BaseModelInfo, PassRequest
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel
 from postlude.tinker.model_sampler import ModelSampler
@@ -41,7 +39,6 @@ from postlude.tinker.settings import WorkerSettings
 from postlude.tinker.token_checks import check_prompt
 from postlude.world.agreement import Rank0Controller, if_picklable
 
-SEED_BITS = 48
 STEP_SECONDS = 0.05
 """How long ranks sample before rank 0 looks for new calls, if there are several: a call of all of them costs time."""
 BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
@@ -251,11 +248,13 @@ class Worker:
         sampler_id, request = call.arguments["sampler_id"], call.arguments["request"]
         if sampler_id not in self.samplers:
             raise ValueError(f"there is no sampler {sampler_id!r}: open it first.")
+        check_prompt(request.prompt, request.sampling.max_new_tokens, self.max_context_length, self.vocab_size)
         check_prompt_scores(request, self.vocab_size)
-        sampling = to_sampling(request, self.vocab_size, self.max_context_length)
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples is {request.num_samples}, but the least is 1.")
         self._next_rank = (self._next_rank + 1) % (dist.get_world_size() if dist.is_initialized() else 1)
         weights = self.samplers[sampler_id]
-        return SampleCall(call.call_id, weights, request, sampling, call.arguments["streamed"], self._next_rank)
+        return SampleCall(call.call_id, weights, request, call.arguments["streamed"], self._next_rank)
 
     # --- the loop
 
@@ -356,26 +355,6 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
 
     controller.on_rank0(serve)
     controller.close()
-
-
-def to_sampling(request: SampleRequest, vocab_size: int, max_context_length: int) -> SamplingParams:
-    """Returns the sampling parameters of a request. Raises ValueError or TypeError with a sentence for the client."""
-    params = request.params
-    check_prompt(request.prompt, params.max_tokens, max_context_length, vocab_size)
-    if request.num_samples < 1:
-        raise ValueError(f"num_samples is {request.num_samples}, but the least is 1.")
-    if params.top_k < -1 or params.top_k == 0:
-        raise ValueError(f"top_k is {params.top_k}: give how many tokens to choose from, or -1 for all.")
-    return SamplingParams(
-        max_new_tokens=params.max_tokens or max_context_length - len(request.prompt),
-        temperature=params.temperature,
-        top_k=max(0, params.top_k),
-        top_p=params.top_p,
-        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
-        stop=tuple(params.stop),
-        stop_tokens=tuple(params.stop_tokens),
-        ignore_eos=params.ignore_eos,
-    )
 
 
 def _max_context_length(settings: WorkerSettings) -> int:
