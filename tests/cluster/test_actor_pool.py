@@ -17,10 +17,10 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
-from postlude.rollout.rewards import RewardPool
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.rollout import functions
+from tests.rollout.reward_pool import RewardPool
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 from tests.serving.test_supervisor import FAKE as HERES
 from tests.serving.test_supervisor import QUICK, until

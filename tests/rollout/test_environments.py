@@ -145,7 +145,7 @@ def test_a_conversation_continues_until_the_environment_returns_a_reward(workers
     assert first[0] == TurnResult(Score(1.0, {"turns": 1.0}))
     assert first[1] == TurnResult(observation="higher")
     assert "ValueError: invalid literal" in str(first[2].score and first[2].score.error)
-    assert environment.pool.failures["raised"] == 1
+    assert environment.failures.failures["raised"] == 1
     assert step(environment, episodes[1:2], ["9"]) == [TurnResult(observation=[{"role": "user", "content": "Think!"}])]
     assert step(environment, episodes[1:2], ["7"]) == [TurnResult(Score(-0.5, {"unfinished": 1.0}))]
     assert episodes[1].completions == ["2", "9", "7"]

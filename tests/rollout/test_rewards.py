@@ -23,7 +23,7 @@ import torch
 from postlude.pool.open_pool import open_pool
 from postlude.pool.process_pool import _WorkerProcess
 from postlude.pool.worker_pool import CallResult, WorkerError
-from postlude.rollout.rewards import RewardPool, Score
+from postlude.rollout.rewards import Score
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (
@@ -35,6 +35,7 @@ from tests.rollout.functions import (
     start_child_and_hang,
     start_session_and_hang,
 )
+from tests.rollout.reward_pool import RewardPool
 
 LIMIT = 3.0  # seconds; what hangs is ended after so many
 

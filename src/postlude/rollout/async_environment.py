@@ -20,39 +20,24 @@ from typing import Any
 
 from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
-from postlude.rollout.environments import Environment, TurnResult, check_max_turns, unfinished_score
+from postlude.rollout.environments import TurnEnvironment, TurnResult, read_turn
 from postlude.rollout.episode import AssistantTurn, Episode
-from postlude.rollout.rewards import FailureCounter, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 
 
-class AsyncEnvironment(Environment):
+class AsyncEnvironment(TurnEnvironment):
     """Every episode is an object that `make(example)` returns, with an `async def step(turn)`. See above.
 
-    An episode whose call raises, takes more than `timeout` seconds or returns an invalid value ends. It is counted in
-    `failures`, and is excluded from training or earns `failed_reward` if that is a number. An episode that is not over
-    after `max_turns` completions earns `unfinished_reward` besides its score so far.
+    A call that takes more than `timeout` seconds fails. `turns` are the settings of a `TurnEnvironment`.
     """
 
     def __init__(
-        self,
-        tasks: Tasks,
-        make: Callable[[Mapping[str, Any]], Any],
-        *,
-        name: str,
-        max_turns: int,
-        unfinished_reward: float = 0.0,
-        keep_reasoning: bool = False,
-        timeout: float = 30.0,
-        failed_reward: float | None = None,
+        self, tasks: Tasks, make: Callable[[Mapping[str, Any]], Any], *, name: str, timeout: float = 30.0, **turns: Any
     ) -> None:
-        check_max_turns(max_turns)
-        self.tasks, self.make, self.name = tasks, make, name
-        self.max_turns, self.unfinished_reward, self.keep_reasoning = max_turns, unfinished_reward, keep_reasoning
-        self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
+        super().__init__(tasks, name, **turns)
+        self.make = make
         self._coroutines = CoroutinePool(name, timeout)
         self._call_ids = itertools.count()
-        self._waiting: dict[int, Episode] = {}
 
     def release(self, episode: Episode) -> None:
         """Ends an episode and starts its `close`."""
@@ -101,34 +86,7 @@ class AsyncEnvironment(Environment):
         return await episode.state.step(episode.turns[-1])
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        results = []
-        for call_id, result in self._coroutines.poll(timeout).items():
-            if call_id in self._waiting:
-                episode = self._waiting.pop(call_id)
-                results.append((episode, self._turn_result(episode, result)))
-        return results
-
-    def _turn_result(self, episode: Episode, result: CallResult) -> TurnResult:
-        if result.failure is not None:
-            return TurnResult(self.failures.failed(result))
-        try:
-            turn = read_turn(result.value)
-        except ValueError as error:
-            return TurnResult(self.failures.invalid(error))
-        if not turn.done and len(episode.turns) >= self.max_turns:
-            unfinished = unfinished_score(self.unfinished_reward)
-            return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))
-        return turn
-
-
-def read_turn(value: Any) -> TurnResult:
-    """Returns the result that an episode meant by its value, or raises ValueError."""
-    if not isinstance(value, tuple):
-        return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))
-    if len(value) != 2 or not (value[0] is None or is_reply(value[0])):
-        raise ValueError(f"returned {str(value)[:60]}, but of two things the first is text, messages or None.")
-    observation, reward = value
-    return TurnResult(None if reward is None and observation is not None else read_score(reward), observation)
+        return self._turn_results(self._coroutines.poll(timeout))
 
 
 async def _close(state: Any) -> None:

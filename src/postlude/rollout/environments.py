@@ -22,6 +22,7 @@ Sampled tokens are never decoded and encoded again, and observations are never t
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
-from postlude.pool.worker_pool import PoolFactory
+from postlude.pool.open_pool import function_name, open_pool
+from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import Reward, trial_failure
-from postlude.rollout.rewards import Reply, RewardPool, Score
+from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 
 if TYPE_CHECKING:
@@ -155,12 +157,54 @@ class SingleTurn(Environment):
         return [(episode, TurnResult(score)) for episode, score in self.reward.poll(timeout)]
 
 
-class MultiTurn(Environment):
+class TurnEnvironment(Environment):
+    """Episodes of several turns. A call for each completion returns an observation, a score, or both: see `read_turn`.
+
+    An episode whose call fails or returns an invalid value ends. It is counted in `failures`, and is excluded from
+    training or earns `failed_reward` if that is a number. An episode that is not over after `max_turns` completions
+    earns `unfinished_reward` besides its score so far.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        name: str,
+        *,
+        max_turns: int,
+        unfinished_reward: float = 0.0,
+        keep_reasoning: bool = False,
+        failed_reward: float | None = None,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
+        self.tasks, self.name, self.keep_reasoning = tasks, name, keep_reasoning
+        self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
+        self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
+        self._waiting: dict[int, Episode] = {}  # by call id
+
+    def _turn_results(self, results: Mapping[int, CallResult]) -> list[tuple[Episode, TurnResult]]:
+        episodes = {call_id: self._waiting.pop(call_id) for call_id in results if call_id in self._waiting}
+        return [(episode, self._turn_result(episode, results[call_id])) for call_id, episode in episodes.items()]
+
+    def _turn_result(self, episode: Episode, result: CallResult) -> TurnResult:
+        if result.failure is not None:
+            return TurnResult(self.failures.failed(result))
+        try:
+            turn = read_turn(result.value)
+        except ValueError as error:
+            return TurnResult(self.failures.invalid(error))
+        if not turn.done and len(episode.turns) >= self.max_turns:
+            unfinished = Score(self.unfinished_reward, {"unfinished": 1.0})
+            return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))
+        return turn
+
+
+class MultiTurn(TurnEnvironment):
     """A conversation with `reply`, which gets all completions so far and returns an observation or a score.
 
-    reply(prompt, completions, example) is called in the pool's processes, by the rules of a reward function. Text or
+    reply(prompt, completions, example) is called in worker processes, by the rules of a reward function. Text or
     messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode. It keeps
-    no state between calls. An episode without a score after `max_turns` completions ends with `unfinished_reward`.
+    no state between calls.
     """
 
     def __init__(
@@ -168,21 +212,15 @@ class MultiTurn(Environment):
         tasks: Tasks,
         reply: str | Callable[..., Any],
         *,
-        max_turns: int,
-        unfinished_reward: float = 0.0,
-        keep_reasoning: bool = False,
         workers: int = 4,
         timeout: float = 30.0,
-        failed_reward: float | None = None,
         pool_factory: PoolFactory | None = None,
+        **turns: Any,
     ) -> None:
-        check_max_turns(max_turns)
-        self.max_turns, self.unfinished_reward, self.keep_reasoning = max_turns, unfinished_reward, keep_reasoning
-        self.tasks, self.failed_reward = tasks, failed_reward
-        self.pool = RewardPool(
-            reply, workers=workers, timeout=timeout, failed_reward=failed_reward, pool_factory=pool_factory
-        )
-        self._waiting: dict[int, Episode] = {}
+        """Opens the pool. `turns` are the settings of a `TurnEnvironment`."""
+        super().__init__(tasks, function_name(reply), **turns)
+        self.pool = open_pool(reply, count=workers, timeout=timeout, pool_factory=pool_factory)
+        self._finalizer = weakref.finalize(self, self.pool.close)
 
     @property
     def lost_workers(self) -> int | None:
@@ -191,10 +229,13 @@ class MultiTurn(Environment):
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Calls `reply` with one completion before a run starts."""
+        (result,) = self.pool.call_all([(task.prompt, [turn.text], task.example)])
+        if result.failure is not None:
+            raise trial_failure(failure_message(self.name, result), task, turn)
         try:
-            self.pool.trial_call((task.prompt, [turn.text], task.example))
+            read_turn(result.value)
         except ValueError as error:
-            raise trial_failure(error, task, turn) from error
+            raise trial_failure(f"{self.name} {error}", task, turn) from error
 
     def close(self) -> None:
         """Ends the workers of the pool."""
@@ -205,29 +246,17 @@ class MultiTurn(Environment):
         self._waiting[self.pool.submit(arguments)] = episode
 
     def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        results = []
-        for call_id, reply in self.pool.poll(timeout, replies=True).items():
-            episode = self._waiting.pop(call_id)
-            results.append((episode, self._result(episode, reply)))
-        return results
-
-    def _result(self, episode: Episode, reply: Reply) -> TurnResult:
-        if isinstance(reply, Score):
-            return TurnResult(reply)
-        if len(episode.turns) >= self.max_turns:
-            return TurnResult(unfinished_score(self.unfinished_reward))
-        return TurnResult(observation=reply)
+        return self._turn_results(self.pool.poll(timeout))
 
 
-def check_max_turns(max_turns: int) -> None:
-    """Refuses a limit that leaves the model no turn."""
-    if max_turns < 1:
-        raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
-
-
-def unfinished_score(reward: float) -> Score:
-    """Returns the score of an episode that is not over after all its turns."""
-    return Score(reward, {"unfinished": 1.0})
+def read_turn(value: Any) -> TurnResult:
+    """Returns the result that an episode meant by its value, or raises ValueError."""
+    if not isinstance(value, tuple):
+        return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))
+    if len(value) != 2 or not (value[0] is None or is_reply(value[0])):
+        raise ValueError(f"returned {str(value)[:60]}, but of two things the first is text, messages or None.")
+    observation, reward = value
+    return TurnResult(None if reward is None and observation is not None else read_score(reward), observation)
 
 
 @dataclass

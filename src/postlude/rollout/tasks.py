@@ -138,7 +138,7 @@ class ReasoningGym:
         return Task(prompt, entry, f"{self.name} {self.seed}:{index}")
 
     def reward(self) -> GymReward:
-        """Returns the reward function, for `RewardPool`."""
+        """Returns the reward function."""
         return GymReward(self.name, self.config, self.tag)
 
     def close(self) -> None:
