@@ -225,7 +225,7 @@ def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, director
         *(pytest.param(start, "", "fp32", marks=pytest.mark.thorough) for start in UNMOVED if start != "idle_between"),
         ("skipped", "", "8bit"),
         pytest.param("another_skipped", "pp=2", "fp32", marks=pytest.mark.slow),
-        pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),
+        pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.thorough),
     ],
 )
 def test_a_checkpoint_after_a_step_without_an_update_resumes(

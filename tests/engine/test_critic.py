@@ -174,7 +174,9 @@ def load_and_go_on(group: Any, layout: str, hf: PretrainedConfig, directory: str
         pytest.param(DENSE, "pp=2", "tp=2", both, id="pp=2 -> tp=2"),
         pytest.param(DENSE, "dp_shard=2", "pp=2", both, id="dp_shard=2 -> pp=2", marks=pytest.mark.thorough),
         pytest.param(DENSE, "tp=2", "dp_shard=2", both, id="tp=2 -> dp_shard=2", marks=pytest.mark.thorough),
-        pytest.param(DENSE, "dp_shard=2", "cp=2", policy, id="saved before the critic learned"),
+        pytest.param(
+            DENSE, "dp_shard=2", "cp=2", policy, id="saved before the critic learned", marks=pytest.mark.thorough
+        ),
         pytest.param(UNTIED, "pp=2", "dp_shard=2", value, id="saved when only the critic had learned"),
     ],
 )
