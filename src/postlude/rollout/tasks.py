@@ -96,7 +96,8 @@ class ReasoningGym:
     """`size` tasks that reasoning-gym generates from `seed`, given the task's name and settings.
 
     Needs the package reasoning-gym. The question ends with a request to answer in <`tag`>, unless that is None. With
-    `chat` it is a user's message, else text. `reward()` returns the function that scores completions.
+    `chat` it is a user's message, else text. A `template` is filled with the entry's fields and is the whole prompt;
+    completions are scored without a tag. `reward()` returns the function that scores completions.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class ReasoningGym:
         tag: str | None = "answer",
         system: str | None = None,
         chat: bool = True,
+        template: str | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size is {size}, but there must be at least one task.")
         self.name, self.config, self.seed, self.size = name, dict(config or {}), seed, size
-        self.tag, self.system, self.chat = tag, system, chat
+        self.tag, self.system, self.chat = None if template is not None else tag, system, chat
+        self.template = template
         for reserved in ("seed", "size"):
             if reserved in self.config:
                 raise ValueError(f'config has "{reserved}", which is an argument of its own. Move it there.')
@@ -132,10 +135,16 @@ class ReasoningGym:
             if result.error is not None:
                 raise WorkerError(f'tasks {page * PAGE} to {stop - 1} of "{self.name}" were not made: {result.error}')
             self._pages[page] = decode_entries(result.value)
-        entry = self._pages[page][offset]
+        entry, name = self._pages[page][offset], f"{self.name} {self.seed}:{index}"
+        if self.template is not None:
+            try:
+                return Task(self.template.format(**entry), entry, name)
+            except (KeyError, IndexError, AttributeError) as error:
+                raise ValueError(
+                    f"the template {self.template!r} asks for {error}, but {name} has: {', '.join(entry)}."
+                ) from error
         question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
-        prompt = chat_prompt(question, self.system) if self.chat else question
-        return Task(prompt, entry, f"{self.name} {self.seed}:{index}")
+        return Task(chat_prompt(question, self.system) if self.chat else question, entry, name)
 
     def reward(self) -> GymReward:
         """Returns the reward function."""

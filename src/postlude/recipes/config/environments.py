@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -24,7 +23,7 @@ from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.reward import Weighted, WeightedSum
 from postlude.rollout.rewards import check_reward_signature
-from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Task, Tasks
+from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Tasks
 from postlude.rollout.tool_calls import load_format
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.user_code import load_callable
@@ -67,13 +66,12 @@ class ReasoningGymSettings(RewardSettings):
             self.settings,
             seed=seed,
             size=self.size,
-            tag=None if self.template is not None else self.tag,
+            tag=self.tag,
             system=self.system,
-            chat=self.template is None,
+            template=self.template,
         )
-        tasks: Tasks = gym if self.template is None else TemplatedTasks(gym, self.template)
         calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory)
-        return SingleTurn(tasks, calls.function(gym.reward()))
+        return SingleTurn(gym, calls.function(gym.reward()))
 
 
 class PromptSettings(DatasetPath, RewardSettings):
@@ -261,24 +259,3 @@ EnvironmentSettings: TypeAlias = Annotated[
         openenv=OpenEnvSettings,
     ),
 ]
-
-
-@dataclass(frozen=True)
-class TemplatedTasks:
-    """Tasks whose prompt is a template filled with their example's fields."""
-
-    tasks: Tasks
-    template: str
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def __getitem__(self, index: int) -> Task:
-        task = self.tasks[index]
-        try:
-            return Task(self.template.format(**task.example), task.example, task.name)
-        except (KeyError, IndexError, AttributeError) as error:
-            fields = ", ".join(task.example)
-            raise ValueError(
-                f"the template {self.template!r} asks for {error}, but {task.name} has: {fields}."
-            ) from error
