@@ -12,7 +12,6 @@ A checkpoint is written aside, synced to the disk, and renamed: it is there with
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import shutil
 import time
@@ -98,6 +97,8 @@ class SessionRecord:
 
 
 Record = SessionRecord | Run | Checkpoint
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (SessionRecord, Run, Checkpoint)}
+"""Read and write the records as JSON."""
 
 
 class StateDirectory:
@@ -147,7 +148,7 @@ class StateDirectory:
                 path.parent.mkdir(exist_ok=True)
             case Checkpoint():
                 path = self.directory_of(record.path) / CHECKPOINT
-        write_atomic(path, _adapter(type(record)).dump_json(record))
+        write_atomic(path, _ADAPTERS[type(record)].dump_json(record))
 
     def remember(self, record: Record) -> None:
         """Makes a description that was saved the one that is served. Runs in the thread that serves."""
@@ -187,7 +188,7 @@ class StateDirectory:
         if final.exists() and not overwrite:
             raise ValueError(f"{checkpoint.path} exists already: give another name, or overwrite=True where it is one.")
         checkpoint = replace(checkpoint, size=sum(file.stat().st_size for file in _files(aside)))
-        (aside / CHECKPOINT).write_bytes(_adapter(Checkpoint).dump_json(checkpoint))
+        (aside / CHECKPOINT).write_bytes(_ADAPTERS[Checkpoint].dump_json(checkpoint))
         _sync_tree(aside)
         final.parent.mkdir(exist_ok=True)
         sync(final.parent.parent)
@@ -234,15 +235,9 @@ class StateDirectory:
                 self.checkpoints[checkpoint.path] = checkpoint
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Returns what reads and writes a record as JSON."""
-    return TypeAdapter(kind)
-
-
 def _read(kind: type[Value], path: Path) -> Value:
     try:
-        value: Value = _adapter(kind).validate_json(path.read_bytes())
+        value: Value = _ADAPTERS[kind].validate_json(path.read_bytes())
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
         raise ValueError(
