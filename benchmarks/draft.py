@@ -4,9 +4,10 @@
     PYTHONPATH=src python benchmarks/draft.py --device cuda --layers 24 --hidden 1024 --completions 1 16 128   # in bf16
     PYTHONPATH=src python benchmarks/draft.py --smoke         # a few steps and tokens, on any machine
 
-The completions of both are compared token by token: drafts change none, except where bf16 rounds two logits to a tie.
-How often a draft is right depends on the model and the text. The gain depends on the cost of a second token per row:
-small if reading the weights is most of a step, as with few completions at once.
+On a GPU both are also timed without CUDA graphs. The completions of both are compared token by token: drafts change
+none, except where bf16 rounds two logits to a tie. How often a draft is right depends on the model and the text. The
+gain depends on the cost of a second token per row: small if reading the weights is most of a step, as with few
+completions at once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--completions", type=int, nargs="+", default=[1, 8], help="how many at once")
     parser.add_argument("--tokens", type=int, default=128, help="of a completion")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true")
@@ -79,35 +81,52 @@ def trained(arguments: argparse.Namespace, text: torch.Tensor) -> LanguageModel:
     return (model.bfloat16() if arguments.device == "cuda" else model).eval()
 
 
+class EagerGenerator(Generator):
+    """Launches every kernel from the host."""
+
+    def why_no_cuda_graph(self) -> str | None:
+        return "for comparison"
+
+
+def read_text() -> torch.Tensor:
+    """The bytes of this repository's pages."""
+    return torch.tensor(list("\n".join(page.read_text() for page in PAGES).encode()))
+
+
 def main() -> None:
-    arguments = options()
-    text = torch.tensor(list("\n".join(page.read_text() for page in PAGES).encode()))
-    model = trained(arguments, text)
-    for completions, temperature in itertools.product(arguments.completions, (0.0, 1.0)):
+    arguments, text = options(), read_text()
+    compare(arguments, trained(arguments, text), text)
+
+
+def compare(arguments: argparse.Namespace, model: LanguageModel, text: torch.Tensor) -> None:
+    """Prints the speed of completions of windows of the text in each way, and whether they are the same."""
+    ways = {"plain": Generator(model), "drafted": Generator(model, draft="mtp")}
+    if arguments.device == "cuda":
+        ways |= {"plain, eager": EagerGenerator(model), "drafted, eager": EagerGenerator(model, draft="mtp")}
+    for temperature, completions in itertools.product(arguments.temperatures, arguments.completions):
         prompts = [text[start : start + 32].tolist() for start in range(0, 997 * completions, 997)]
         sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature)
-        seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
         completions_by_name: dict[str, list[Completion]] = {}
-        for turn in range(arguments.repeat + 1):  # the first warms up
-            for name, draft in (("plain", None), ("drafted", "mtp")):
-                start = time.perf_counter()
-                groups = Generator(model, draft=draft).generate(prompts, sampling)  # type: ignore[arg-type]
-                if turn:
-                    seconds[name].append(time.perf_counter() - start)
-                completions_by_name[name] = [completion for group in groups for completion in group]
-        plain, drafted = (
-            completions * arguments.tokens / statistics.median(case_seconds) for case_seconds in seconds.values()
-        )
-        right = sum(case_seconds.accepted for case_seconds in completions_by_name["drafted"]) / sum(
-            case_seconds.drafted for case_seconds in completions_by_name["drafted"]
-        )
+        for turn, (name, generator) in itertools.product(range(arguments.repeat + 1), ways.items()):
+            start = time.perf_counter()
+            groups = generator.generate(prompts, sampling)
+            if turn:  # the first warms up
+                seconds[name].append(time.perf_counter() - start)
+            completions_by_name[name] = [completion for group in groups for completion in group]
+        speeds = {name: completions * arguments.tokens / statistics.median(times) for name, times in seconds.items()}
+        drafted = completions_by_name["drafted"]
+        right = sum(completion.accepted for completion in drafted) / sum(completion.drafted for completion in drafted)
         equal_count = sum(
-            plain_completion.tokens == drafted_completion.tokens
-            for plain_completion, drafted_completion in zip(*completions_by_name.values(), strict=True)
+            plain_completion.tokens == completion.tokens
+            for plain_completion, completion in zip(completions_by_name["plain"], drafted, strict=True)
         )
         print(
-            f"{completions} at once, temperature {temperature}: {plain:.0f} tokens/s, drafted {drafted:.0f} "
-            f"({drafted / plain:.2f}x), {right:.0%} of drafts right, {equal_count} of {completions} completions equal"
+            f"{completions} at once, temperature {temperature}: "
+            + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+            + f" tokens/s ({speeds['drafted'] / speeds['plain']:.2f}x), {right:.0%} of drafts right, "
+            f"{equal_count} of {completions} completions equal",
+            flush=True,
         )
 
 

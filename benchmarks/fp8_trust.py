@@ -76,12 +76,12 @@ def logits_of(
     copies = FP8Weights(model) if fp8_weights else None
     if copies is not None:
         copies.write()
-    logits = []
+    logits, nothing = [], torch.empty(0, dtype=torch.int64)
     with nullcontext() if copies is None else copies.attached():
         for sequence, start in zip(sequences, starts, strict=True):
             cache = RowCache(torch.device("cpu"), fp8=fp8_kv)
             cache.resize(1, len(sequence))
-            microbatch = MixedMicrobatches(cache, 1)(torch.empty(0, 1, dtype=torch.int64), [], [sequence], [0])
+            microbatch = MixedMicrobatches(cache, 1)(nothing[:, None], nothing, 0, [sequence], [0])
             all_rows: Tensor = model(microbatch, output_processor=all_logits, decode_state=cache)
             logits.append(all_rows[start - 1 : -1].float())
     return torch.cat(logits)

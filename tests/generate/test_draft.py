@@ -12,19 +12,26 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, pack
-from postlude.generate.completion_state import CompletionState
 from postlude.generate.counter_rng import rng_key
+from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep
+from postlude.generate.decode_rows import COUNT, KEY, LENGTH, DecodeRows, sample_next
 from postlude.generate.draft import Drafter
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampler import SamplerSettings, sample
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.scheduler import Scheduler
+from postlude.hf.read_model import read_model
 from postlude.model import OutputInputs
+from postlude.model.pattern import Pattern
+from postlude.ops.paged_attention import PAGE_SIZE
 from tests.generate.test_sampler import surprise
+from tests.generate.test_scheduler import Recorded, Stepped, hybrid, uneven
 from tests.model.small import small_model
 
 TRANSFORMER, HYBRID, RECURRENT = "[*-]{2}/[*-]", "[M-][G-][SE]+[*E]/[*-]", "[*-]/[M-][GE]"
+RECORDED_HYBRID = HYBRID.replace("+", "")  # latents are not in pages
+WAYS = pytest.mark.parametrize("way_of_steps", [Stepped, Recorded], ids=["eager", "recorded"])
 LENGTHS = (7, 1, 13, 2, 9)
 SAMPLINGS = {
     "greedy": SamplingParams(max_new_tokens=11, temperature=0.0),
@@ -37,9 +44,14 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
     return small_model(request.param)
 
 
-def prompts(model: LanguageModel) -> list[list[int]]:
+@pytest.fixture(scope="module", params=[TRANSFORMER, RECORDED_HYBRID, RECURRENT])
+def paged_model(request: pytest.FixtureRequest) -> LanguageModel:
+    return small_model(request.param)
+
+
+def prompts(model: LanguageModel, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def assert_same(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
@@ -73,6 +85,90 @@ def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> Non
     assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+def test_recorded_answers_are_those_without_drafts(
+    paged_model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows join and leave at any time, prompts end at any place of a page, and steps of idle rows change nothing."""
+    model = paged_model
+    prompt_list = prompts(model, (*LENGTHS, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE))
+    sampling = [replace(SAMPLINGS[way], max_new_tokens=1 + 3 * place) for place in range(len(prompt_list))]
+    free = Stepped(model).generate(prompt_list, sampling)
+    sampling = [
+        replace(params, stop_tokens=(completion.tokens[params.max_new_tokens // 2],) * (place % 2))
+        for place, (params, (completion,)) in enumerate(zip(sampling, free, strict=True))
+    ]
+    routing = bool(model.config.routers)
+    expected = Stepped(model, routing=routing).generate(prompt_list, sampling, n=3)
+    run = DecodeGraphs.__call__
+
+    def run_twice(graphs: DecodeGraphs, step: DecodeStep) -> None:
+        """Runs a step as before a capture, with all rows idle, then the step itself."""
+        lengths = graphs.rows.numbers[LENGTH]
+        saved_lengths = lengths.clone()
+        lengths.zero_()
+        graphs._step(step)
+        lengths.copy_(saved_lengths)
+        run(graphs, step)
+
+    monkeypatch.setattr(DecodeGraphs, "__call__", run_twice)
+    actual = Recorded(model, routing=routing, draft="mtp", max_sequences=10).generate(prompt_list, sampling, n=3)
+    assert_same(actual, expected)
+    assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
+    assert 0.0 < rate(actual) < 1.0
+
+
+def test_recorded_answers_that_are_preempted_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preempted = small_model(RECORDED_HYBRID), []
+    prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
+    sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
+    expected = Stepped(model, routing=True).generate(prompt_list, sampling)
+    monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *arguments: (preempted.append(1), preempt(*arguments)))
+    generator = Recorded(model, routing=True, draft="mtp", max_batch_tokens=5 * PAGE_SIZE)
+    assert_same(generator.generate(prompt_list, sampling), expected)
+    assert preempted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", SAMPLINGS)
+@pytest.mark.parametrize("pattern", ["[*-]{2}/[*-]", "[M-][G-][S-][*-]/[*-]", "[*-]/[M-][G-]"])
+def test_on_a_gpu_recorded_answers_are_those_without_drafts(pattern: str, way: str) -> None:
+    model = hybrid(pattern).to("cuda")
+    prompt_list, sampling = uneven(12, 90, temperature=SAMPLINGS[way].temperature, stop_tokens=tuple(range(0, 256, 9)))
+    prompt_list[1], prompt_list[2] = [3] * PAGE_SIZE, [5] * (PAGE_SIZE + 1)
+    expected = Stepped(model).generate(prompt_list, sampling, n=3)
+    generator = Generator(model, draft="mtp", max_sequences=20)
+    assert generator.why_no_cuda_graph() is None
+    for _ in range(2):  # captured, then replayed
+        actual = generator.generate(prompt_list, sampling, n=3)
+        assert_same(actual, expected)
+        assert 0.0 < rate(actual) < 1.0
+    graphs = [graph for graphs in generator._buffers.graphs._graphs.values() for graph in graphs.values()]
+    assert graphs
+    assert all(graph is not None for graph in graphs)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_recorded_answers_in_the_batch_invariant_mode_are_those_without_drafts_to_the_bit() -> None:
+    """Of experts too, in bf16: tokens, log-probs and the experts of every token."""
+    config = replace(read_model("tiny-moe")[1], pattern=Pattern.parse("[*E]{2}/[*E]"))
+    with torch.device("cuda"):
+        model = LanguageModel(config, dtype=torch.bfloat16, batch_invariant=True)
+    prompt_list, sampling = uneven(12, 90, seed=4, ignore_eos=True)
+    plain, drafted = (
+        Generator(model, routing=True, draft=draft, max_sequences=20).generate(prompt_list, sampling, n=3)
+        for draft in (None, "mtp")
+    )
+    for group, expected_group in zip(drafted, plain, strict=True):
+        for completion, expected in zip(group, expected_group, strict=True):
+            assert completion.tokens == expected.tokens
+            assert completion.logprobs == expected.logprobs
+            assert torch.equal(completion.routing, expected.routing)
+    assert 0.0 < rate(drafted) < 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +187,12 @@ def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: py
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("right", "wrong")), "now and then"]
 )
+@WAYS
 def test_answers_do_not_depend_on_what_is_guessed(
-    model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    way_of_steps: type[Generator], model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way_of_steps is Recorded and "+" in str(model.config.pattern):
+        model = small_model(RECORDED_HYBRID)
     prompt_list, sampling = prompts(model), SAMPLINGS[way]
     expected = Generator(model).generate(prompt_list, sampling, n=2)
     known = {
@@ -102,13 +201,17 @@ def test_answers_do_not_depend_on_what_is_guessed(
         for number, completion in enumerate(group)
     }
 
-    def guess(drafter: Drafter, answers: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
+    def guess(drafter: Drafter, microbatch: Any, count: int, **options: Any) -> Tensor:
         shift = {"right": lambda _: 0, "wrong": lambda _: 1, "now and then": lambda place: place * place % 3 % 2}[kind]
-        following = [(known[answer.key][len(answer.tokens)], shift(answer.length)) for answer in answers]
+        numbers = drafter.rows.numbers[:, :count].tolist()
+        following = [
+            (known[key][sampled], shift(length)) if length else (0, 0)
+            for key, sampled, length in zip(numbers[KEY], numbers[COUNT], numbers[LENGTH], strict=True)
+        ]
         return torch.tensor([(token + by) % model.config.vocab_size for token, by in following], dtype=torch.int64)
 
     monkeypatch.setattr(Drafter, "propose", guess)
-    actual = Generator(model, draft="mtp", max_sequences=3).generate(prompt_list, sampling, n=2)
+    actual = way_of_steps(model, draft="mtp", max_sequences=3).generate(prompt_list, sampling, n=2)
     assert_same(actual, expected)
     assert rate(actual) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
     if kind == "right":  # the first token comes with the prompt, then there are two a step
@@ -124,20 +227,25 @@ def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+@WAYS
 def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
-    model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+    way_of_steps: type[Generator], model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way_of_steps is Recorded and "+" in str(model.config.pattern):
+        model = small_model(RECORDED_HYBRID)
     prompt_list, sampling = prompts(model), SAMPLINGS[way]
     logit_rows: list[Tensor] = []  # by the depth, a row for each guess
     numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
 
-    def recorded(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logit_rows.extend(logits)
-        numbers.extend(zip(settings.keys.tolist(), counts.tolist(), strict=True))
-        return sample(logits, settings, counts)
+    def recorded(logits: Tensor, token_rows: Tensor, state: DecodeRows, **options: Any) -> None:
+        running = state.numbers[LENGTH, token_rows] > 0
+        logit_rows.extend(logits[running])
+        keys, counts = state.numbers[KEY, token_rows[running]], state.numbers[COUNT, token_rows[running]]
+        numbers.extend(zip(keys.tolist(), counts.tolist(), strict=True))
+        sample_next(logits, token_rows, state, **options)
 
-    monkeypatch.setattr("postlude.generate.draft.sample", recorded)
-    actual = Generator(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
+    monkeypatch.setattr("postlude.generate.draft.sample_next", recorded)
+    actual = way_of_steps(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
     rows = dict(zip(numbers, logit_rows, strict=True))
     assert len(rows) == len(logit_rows) == sum(completion.drafted for group in actual for completion in group)
     for place, (prompt, group) in enumerate(zip(prompt_list, actual, strict=True)):
@@ -169,11 +277,16 @@ def agreeing(pattern: str, sign: float) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("pattern", [TRANSFORMER, HYBRID])
+@pytest.mark.parametrize(
+    ("pattern", "way_of_steps"),
+    [(TRANSFORMER, Stepped), (HYBRID, Stepped), (TRANSFORMER, Recorded), (RECORDED_HYBRID, Recorded)],
+)
 @pytest.mark.parametrize("way", SAMPLINGS)
-def test_a_depth_that_says_what_the_model_says_is_always_right(pattern: str, way: str) -> None:
+def test_a_depth_that_says_what_the_model_says_is_always_right(
+    pattern: str, way_of_steps: type[Generator], way: str
+) -> None:
     model = agreeing(pattern, 1.0)
-    actual = Generator(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
+    actual = way_of_steps(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
     assert rate(actual) == 1.0
     assert_same(actual, Generator(model).generate(prompts(model), SAMPLINGS[way], n=2))
 
@@ -208,7 +321,8 @@ def test_drafted_answers_have_the_models_distribution() -> None:
     assert 0.1 < rate([answers]) < 1.0
 
 
-def test_text_that_stops_an_answer_stops_it_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_text_that_stops_an_answer_stops_it_between_two_tokens(way_of_steps: type[Generator]) -> None:
     class Letters:
         eos_token_id = None
 
@@ -222,7 +336,7 @@ def test_text_that_stops_an_answer_stops_it_between_two_tokens(monkeypatch: pyte
         stops = [Letters().decode(completion.tokens[place - 1 : place + 1]) for (completion,) in free]
         sampling = [replace(SAMPLINGS["sampled"], stop=(stop,)) for stop in stops]
         expected = Generator(model, Letters()).generate(prompt_list, sampling)
-        actual = Generator(model, Letters(), draft="mtp").generate(prompt_list, sampling)
+        actual = way_of_steps(model, Letters(), draft="mtp").generate(prompt_list, sampling)
         assert_same(actual, expected)
         assert [completion.text for (completion,) in actual] == [completion.text for (completion,) in expected]
 

@@ -154,14 +154,16 @@ def call_attention(widths: tuple[int, int] = (128, 128), **config: float) -> Non
     attention.backward(query, key, value, None, output, lse, output, call)
 
 
-def call_paged_attention(width: int = 128, rows: int = 16, dtype: torch.dtype = BF16, fp8: bool = False) -> None:
-    query, key = (torch.empty(rows, heads, width, dtype=dtype) for heads in (32, 8))
+def call_paged_attention(
+    width: int = 128, rows: int = 16, dtype: torch.dtype = BF16, fp8: bool = False, tokens: int = 1, **score: int
+) -> None:
+    query, key = (torch.empty(rows * tokens, heads, width, dtype=dtype) for heads in (32, 8))
     store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
     table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
     exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
     for shared in (None, SharedPages(whole(2, 8, dtype=torch.int32), whole(rows, dtype=torch.int32))):
         paged_attention.attend(
-            *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1)),
+            *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1, **score)),
             exponents=(exponents, exponents) if fp8 else None,
             shared=shared,
         )
@@ -296,7 +298,9 @@ CALLS = (
     Call("attention_softcap", "128", partial(call_attention, softcap=50.0)),
     Call("attend_pages", "128", call_paged_attention),
     Call("attend_pages", "256, fp32", partial(call_paged_attention, 256, dtype=FP32)),
+    Call("attend_pages", "two tokens of a row", partial(call_paged_attention, tokens=2, window=100)),
     Call("attend_pages_fp8", "128", partial(call_paged_attention, fp8=True)),
+    Call("attend_pages_fp8", "two tokens of a row", partial(call_paged_attention, fp8=True, tokens=2)),
     Call("attend_pages_fp8", "256, fp32", partial(call_paged_attention, 256, dtype=FP32, fp8=True)),
     Call("invariant_linear", "16 rows", partial(call_invariant_linear, 16)),
     Call("invariant_linear", "128 rows", partial(call_invariant_linear, 128)),

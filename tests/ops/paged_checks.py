@@ -193,6 +193,51 @@ def test_shared_pages_are_read_from_the_first_row_of_a_tile() -> None:
     assert not torch.equal(table, wrong)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize(("heads", "tokens_per_row"), [((6, 2), 2), ((32, 1), 2), ((2, 2), 3)])
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_several_tokens_of_a_row_equal_one_after_the_other(backend, name, heads, tokens_per_row, shared, fp8) -> None:
+    """Across the border of a page, with idle rows, and with a sequence of these tokens alone."""
+    if heads != (6, 2) and (name not in ("plain", "window of one") or not shared):
+        pytest.skip("the others have this score")
+    groups = ((2, (131, 0, 192)), (1, (PAGE_SIZE + tokens_per_row, 129)), (0, (tokens_per_row,)))
+    keys, table, lengths, _, pages = grouped(groups, heads[1], 16)
+    values, *_ = grouped(groups, heads[1], 10)
+    exponents = None
+    if fp8:
+        quantized = []
+        for store in (keys, values):
+            stored, exponent = quantize_heads(store)
+            quantized.append((new_page_store(*store.shape[:1], *store.shape[2:], FP8, store.device), exponent))
+            quantized[-1][0].copy_(stored)
+        (keys, key_exponents), (values, value_exponents) = quantized
+        exponents = key_exponents, value_exponents
+    scores = replace(SCORES[name], sinks=normal(heads[0], seed=2))
+    tokens = len(table) * tokens_per_row
+    query, key = normal(tokens, heads[0], 16), normal(tokens, heads[1], 16, seed=3)
+    value = normal(tokens, heads[1], 10, seed=4)
+    one_by_one = [keys.clone(), values.clone(), *(store.clone() for store in exponents or ())]
+    outputs = []
+    for number in range(tokens_per_row):
+        before = torch.where(lengths > 0, lengths - tokens_per_row + 1 + number, 0)
+        new = (part[number::tokens_per_row] for part in (query, key, value))
+        its_exponents = (one_by_one[2], one_by_one[3]) if fp8 else None
+        outputs.append(
+            attend_pages(*new, *one_by_one[:2], table, before, scores, exponents=its_exponents, backend="torch")
+        )
+    expected = torch.stack(outputs, 1)
+    by_row = shared_of(pages) if shared else None
+    actual = attend_pages(
+        *(query, key, value, keys, values, table, lengths, scores), exponents=exponents, shared=by_row, backend=backend
+    )
+    running = lengths > 0
+    assert_equal(actual.unflatten(0, (-1, tokens_per_row))[running], expected[running], name)
+    for store, expected_store in zip((keys, values, *(exponents or ())), one_by_one, strict=True):
+        assert torch.equal(store.view(torch.int8), expected_store.view(torch.int8))
+
+
 def test_heads_that_no_tile_has_room_for_are_refused() -> None:
     wide = paged_attention.MAX_HEAD_DIM + 1
     store = new_page_store(1, 1, wide, torch.float32, torch.device(DEVICE))

@@ -40,8 +40,6 @@ class CompletionState:
     sampled_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
-    undrafted: int = 1
-    """The number of its newest tokens that the drafter has not read."""
     drafted: int = 0
     """Speculative tokens that were checked."""
     accepted: int = 0

@@ -8,10 +8,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
+from postlude.data import Microbatch
 from postlude.generate.adapters import AdapterSlot, NamedAdapters
-from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
-from postlude.generate.forward import DecodeMicrobatches, all_logits
+from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_after_drafts, sample_next
+from postlude.generate.draft import TOKENS_PER_STEP, Drafter
+from postlude.generate.forward import DecodeMicrobatches, all_logits, all_logits_and_hidden
 from postlude.generate.paged_cache import PagedCache
 from postlude.generate.routing_record import RoutingRecord
 from postlude.model import LanguageModel
@@ -43,7 +46,7 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Runs decode steps: forward, sampling and the check for the end of completions.
+    """Runs decode steps: forward, sampling and the check for the end of completions; with a `drafter` also drafts.
 
     On a GPU each step is captured at its first use, for the model and for each slot of adapters. The graph reads
     weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is logged once,
@@ -56,12 +59,14 @@ class DecodeGraphs:
         adapters: NamedAdapters,
         rows: DecodeRows,
         cache: PagedCache,
+        drafter: Drafter | None = None,
         routing: RoutingRecord | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
         self.rows = rows
         self.cache = cache
+        self.drafter = drafter
         self.routing = routing
         self._microbatches = DecodeMicrobatches()
         self._graphs: WeakKeyDictionary[AdapterSlot, dict[DecodeStep, torch.cuda.CUDAGraph | None]]
@@ -116,15 +121,34 @@ class DecodeGraphs:
         return graph
 
     def _step(self, step: DecodeStep) -> None:
-        rows, size = self.rows, step.size
-        lengths = rows.numbers[LENGTH, :size]
-        shared = None if step.shared is None else rows.shared.part(step.shared, size)
-        self.cache.begin_decode(rows.table[:size], lengths, shared)
-        microbatch = self._microbatches(rows.numbers[TOKEN, :size, None], lengths)
-        logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
+        rows, size, drafter = self.rows, step.size, self.drafter
+        newest, lengths = rows.numbers[TOKEN, :size], rows.numbers[LENGTH, :size]
+        if drafter is None:
+            microbatch = self._begin(step, newest[:, None], lengths)
+            logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
+            if self.routing is not None:
+                self.routing.store()
+            sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
+            return
+        drafts = drafter.propose(self._begin(step, *drafter.unread_tokens(size)), size, filtered=step.filtered)
+        with_draft = torch.where(lengths > 0, lengths + 1, 0)
+        microbatch = self._begin(step, torch.stack((newest, drafts), 1), with_draft)
+        logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
         if self.routing is not None:
             self.routing.store()
-        sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
+        drafter.keep(hidden)
+        logits = logits.unflatten(0, (size, TOKENS_PER_STEP))
+        self.cache.accept(sample_after_drafts(logits, drafts, rows, filtered=step.filtered))
+
+    def _begin(self, step: DecodeStep, tokens: Tensor, lengths: Tensor) -> Microbatch:
+        """Returns a microbatch of tokens [size, tokens_per_row] of the first rows, and sets up the cache for it.
+
+        `lengths` [size] are the rows' numbers of tokens including these, 0 in idle rows.
+        """
+        rows, size = self.rows, step.size
+        shared = None if step.shared is None else rows.shared.part(step.shared, size)
+        self.cache.begin_decode(rows.table[:size], lengths, shared, tokens.shape[1])
+        return self._microbatches(tokens, lengths)
 
 
 def why_no_cuda_graph(model: LanguageModel) -> str | None:

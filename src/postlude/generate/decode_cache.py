@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import DecodeState, Inputs, States, Stores
+from postlude.model.context import DecodeState, DecodeStep, Inputs, States, Stores
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
@@ -28,6 +28,7 @@ class DecodeCache(DecodeState, ABC):
         self._stores: dict[str, Stores] = {}
         self._states: dict[str, States] = {}
         self._last: dict[str, States] = {}  # states after each sequence of the last prefill, [sequences, ...]
+        self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
         self._prefill: Packing | None = None  # the whole sequences of the current forward, or None
         self.choices: dict[str, Tensor] | None = None  # by block, experts chosen in the last forward, if recorded
 
@@ -74,6 +75,43 @@ class DecodeCache(DecodeState, ABC):
             self._states[name] = tuple(state.new_zeros(self.rows, *state.shape[1:]) for state in like)
         return self._states[name]
 
+    def states(self, name: str) -> States:
+        """Returns the states of all rows under `name`."""
+        return self._states[name]
+
+    def set_states(self, name: str, states: States, running: Tensor | None = None) -> None:
+        """Sets the states of the first n rows under `name`, [n, ...] each; of those alone that are `running` [n]."""
+        for state, new in zip(self._states[name], states, strict=True):
+            rows = state[: len(new)]
+            rows.copy_(new if running is None else torch.where(_per_row(running, new), new, rows))
+
+    def _recur_rows(
+        self, name: str, inputs: Inputs, step: DecodeStep, tokens_per_row: int, running: Tensor | None = None
+    ) -> Tensor:
+        """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
+        by_row = tuple(part.unflatten(0, (-1, tokens_per_row)) for part in inputs)
+        outputs, after = [], []
+        states = tuple(state[: len(by_row[0])] for state in self._states[name])
+        for index in range(tokens_per_row):
+            output, states = step(tuple(part[:, index] for part in by_row), states)
+            outputs.append(output)
+            after.append(states)
+        self.set_states(name, after[0], running)
+        if tokens_per_row == 1:
+            return outputs[0]
+        self._draft_states[name] = after[1:]
+        return torch.stack(outputs, 1).flatten(0, 1)
+
+    def accept(self, counts: Tensor) -> None:
+        """Accepts the first `counts` [n] int64 tokens of each of the first n rows; at most 1 in an idle row.
+
+        States continue after the last accepted token. Rejected keys and values are overwritten by later tokens.
+        """
+        for name, later in self._draft_states.items():
+            for number, states in enumerate(later, start=2):
+                self.set_states(name, states, counts >= number)
+        self._draft_states = {}
+
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
         """Copies the states of rows `sources` to rows `targets`, both [m] int64. `copies` has the same on the host."""
         for states in self._states.values():
@@ -101,3 +139,8 @@ class DecodeCache(DecodeState, ABC):
 
     def clear(self, row: int) -> None:
         """Removes NaNs from a row."""
+
+
+def _per_row(mask: Tensor, states: Tensor) -> Tensor:
+    """Returns a mask [n] with the dimensions of states [n, ...]."""
+    return mask.view(-1, *(1,) * (states.ndim - 1))

@@ -5,6 +5,7 @@ A decode step reads and writes the same memory every time, so that a CUDA graph 
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import torch
@@ -16,31 +17,35 @@ from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear_logprobs.invariant import logprobs_of_logits
 from postlude.ops.shared_pages import SharedPages
 
-TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K = range(6)  # columns of `DecodeRows.numbers`
+TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K, PREVIOUS, UNDRAFTED = range(8)  # columns of `DecodeRows.numbers`
 TEMPERATURE, TOP_P, LOG_MIN_P = range(3)  # columns of `DecodeRows.settings`
+NO_TOKEN = -1.0  # in place of a token: the row is idle, or its draft was rejected
+ACCEPTED = -2.0  # in place of a second token: the draft was accepted, but its completion had ended
 
 
 class DecodeRows:
     """`size` rows. Each is idle or belongs to one completion.
 
-    `numbers` [6, size] int64: the newest token; the number of tokens of prompt and completion, 0 in an idle row; that
-    of the completion; its maximum; the key of its random numbers; its top-k, the vocabulary size if it has none.
+    `numbers` [8, size] int64: the newest token; the number of tokens of prompt and completion, 0 in an idle row; that
+    of the completion; its maximum; the key of its random numbers; its top-k, the vocabulary size if it has none; the
+    token before the newest, if the last step gave two; how many tokens that step gave.
     `settings` [3, size] fp32: the temperature, 0 for greedy; top-p; the logarithm of min-p.
     `stops` [stops, size] int64: stop tokens, padded with -1.
     `table` [size, pages] int32: the pages of each row.
     `shared`: which rows have the same first pages.
-    `results` [size, 3] fp64, of the last step: the token (-1 in an idle row), its log-prob, and its log-prob in the
-    distribution it was sampled from.
+    `results` [tokens_per_step, size, 3] fp64, of the last step: the token or `NO_TOKEN`, its log-prob, and its log-prob
+    in the distribution it was sampled from. A second token may be `ACCEPTED`.
     """
 
-    def __init__(self, size: int, pages: int, stops: int, device: torch.device) -> None:
+    def __init__(self, size: int, pages: int, stops: int, device: torch.device, tokens_per_step: int = 1) -> None:
         self.size = size
-        self.numbers = torch.zeros(6, size, dtype=torch.int64, device=device)
+        self.tokens_per_step = tokens_per_step
+        self.numbers = torch.zeros(8, size, dtype=torch.int64, device=device)
         self.settings = torch.zeros(3, size, dtype=torch.float32, device=device)
         self.stops = torch.full((stops, size), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(size, pages, dtype=torch.int32, device=device)
         self.shared = SharedPages.none(size, device)
-        self.results = torch.zeros(size, 3, dtype=torch.float64, device=device)
+        self.results = torch.zeros(tokens_per_step, size, 3, dtype=torch.float64, device=device)
         self.all = torch.arange(size, device=device)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -52,6 +57,12 @@ class DecodeRows:
     def stop(self, rows: Tensor) -> None:
         """Makes these rows idle."""
         self.numbers[LENGTH].index_fill_(0, rows, 0)
+
+    def scratch(self) -> DecodeRows:
+        """Returns the same rows with copies of `numbers` and `results`, to sample tokens that are not kept."""
+        rows = copy.copy(self)
+        rows.numbers, rows.results = self.numbers.clone(), self.results.clone()
+        return rows
 
     def sampler_settings(self, rows: Tensor, vocab_size: int, *, filtered: bool) -> SamplerSettings:
         """Returns the settings of `rows` [n] for the sampler."""
@@ -75,39 +86,73 @@ def sample_next(
     rows: Tensor,
     state: DecodeRows,
     *,
+    number: int = 0,
     filtered: bool = True,
     settings: SamplerSettings | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Samples a token for each of `rows` [n] int64 from its logits [n, vocab], and writes it to the row.
 
-    A row becomes idle at a stop token or its maximum length. Idle rows do not change. Without `filtered`, top-k, top-p
-    and min-p are ignored. A caller with the `settings` of the rows on the host passes them, if none is idle.
+    Its result is `results[number]`. A row becomes idle at a stop token or its maximum length. Idle rows do not change.
+    Without `filtered`, top-k, top-p and min-p are ignored. A caller with the `settings` of the rows on the host passes
+    them, if none is idle.
     """
     if is_batch_invariant() and logits.is_cuda:
         settings = None  # torch's sums on a GPU depend on the number of rows
+    results = state.results[number]
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
         kernels = importlib.import_module("postlude.ops.kernels.sample")
-        kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, state.results, filtered)
-        _score_invariantly(logits, rows, state)
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()  # tensor-parallel ranks gather columns
+        kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, results, filtered)
+        _score_invariantly(logits, rows, state, results)
         return
     if settings is None:
-        state.results[rows, 0] = -1
+        results[rows, 0] = NO_TOKEN
         running = state.numbers[LENGTH, rows] > 0
         rows, logits = rows[running], logits[running]
         settings = state.sampler_settings(rows, logits.shape[1], filtered=filtered)
-    _, length, count, limit, _, _ = state.numbers[:, rows]
+    _, length, count, limit, *_ = state.numbers[:, rows]
     tokens, *logprobs = sample(logits, settings, count)
-    state.results[rows] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
+    results[rows] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
     ended = (count + 1 >= limit) | (state.stops[:, rows] == tokens).any(0)
     state.numbers[:3, rows] = torch.stack((tokens, torch.where(ended, 0, length + 1), count + 1))
-    _score_invariantly(logits, rows, state)
+    _score_invariantly(logits, rows, state, results)
 
 
-def _score_invariantly(logits: Tensor, rows: Tensor, state: DecodeRows) -> None:
+def sample_after_drafts(
+    logits: Tensor,
+    drafts: Tensor,
+    state: DecodeRows,
+    *,
+    filtered: bool = True,
+    settings: SamplerSettings | None = None,
+) -> Tensor:
+    """Samples a token for each of the first n rows, and a second one where the first equals its draft [n] int64.
+
+    `logits` [n, 2, vocab] are those after the newest token and after the draft. `filtered` and `settings` are those of
+    `sample_next`. Returns how many of these two tokens each row has accepted, [n] int64; 0 in an idle row.
+    """
+    count = len(drafts)
+    rows, lengths, tokens = state.all[:count], state.numbers[LENGTH, :count], state.numbers[TOKEN, :count]
+    running = lengths > 0
+    sample_next(logits[:, 0], rows, state, filtered=filtered, settings=settings)
+    accepted = running & (tokens == drafts)
+    first, first_lengths = tokens.clone(), lengths.clone()
+    lengths.masked_fill_(~accepted, 0)  # for the second token all other rows are idle
+    two = lengths > 0
+    sample_next(logits[:, 1], rows, state, number=1, filtered=filtered)
+    lengths.copy_(torch.where(accepted, lengths, first_lengths))
+    state.results[1, :count, 0].masked_fill_(accepted & ~two, ACCEPTED)
+    previous, undrafted = state.numbers[PREVIOUS, :count], state.numbers[UNDRAFTED, :count]
+    previous.copy_(torch.where(two, first, previous))
+    undrafted.copy_(torch.where(running, 1 + two.long(), undrafted))
+    return running.long() + accepted.long()
+
+
+def _score_invariantly(logits: Tensor, rows: Tensor, state: DecodeRows, results: Tensor) -> None:
     """Replaces log-probs by those that the trainer's head computes, in the batch-invariant mode."""
     if is_batch_invariant() and len(rows):
         temperature = state.settings[TEMPERATURE, rows]
         temperature = torch.where(temperature > 0, temperature, 1.0)
         logprobs = logprobs_of_logits(logits, state.numbers[TOKEN, rows], temperature)
-        state.results[:, 1].index_copy_(0, rows, logprobs.double())
+        results[:, 1].index_copy_(0, rows, logprobs.double())

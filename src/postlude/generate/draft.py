@@ -4,80 +4,96 @@ A draft comes from the model's first multi-token-prediction depth. It is sampled
 token itself, so the closer the depth's distribution is to the model's, the likelier they are equal. The model then
 samples its token as without a draft. If the draft was the same, the logits after it are valid too, and give a second
 token. So drafts change the speed of a completion, and never its tokens.
+
+All that a step reads and writes is on the device, so a CUDA graph can replay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.generate.completion_state import CompletionState
-from postlude.generate.forward import MixedMicrobatches, logits_at
-from postlude.generate.row_cache import RowCache
-from postlude.generate.sampler import SamplerSettings, sample
+from postlude.generate.decode_cache import DecodeCache
+from postlude.generate.decode_rows import LENGTH, PREVIOUS, TOKEN, UNDRAFTED, DecodeRows, sample_next
+from postlude.generate.forward import logits_at
+from postlude.generate.sampler import SamplerSettings
 from postlude.model import LanguageModel, OutputInputs
 
 HIDDEN = "drafter"  # name in the cache of the hidden states that the depth has not read yet, [rows, 2, H]
+TOKENS_PER_STEP = 2  # of a row: its newest token and the draft, and at most as many are sampled
+BeginPrefill = Callable[[Sequence[Sequence[int]]], Microbatch]
 
 
 class Drafter:
-    """The first multi-token-prediction depth of a model, on the rows of its cache.
+    """The first multi-token-prediction depth of a model, on its rows and their cache.
 
     At each position the depth reads the model's hidden state and the token after it. So the newest hidden states of a
-    row are kept until the next token is sampled. At the next `propose`, `CompletionState.undrafted` of them are read,
-    one or two.
-
-    With `collective`, other ranks take part in every forward, so it also runs without rows.
+    row are kept until the next token is sampled. At the next `propose`, one or two of them are read: as many as tokens
+    were sampled.
     """
 
-    def __init__(self, model: LanguageModel, cache: RowCache, *, collective: bool = False) -> None:
+    def __init__(self, model: LanguageModel, rows: DecodeRows, cache: DecodeCache) -> None:
         self.model = model
+        self.rows = rows
         self.cache = cache
-        self.collective = collective
         self.device = cache.device
-        self._microbatches = MixedMicrobatches(cache, model.mesh.tp.size)
 
-    def propose(self, completions: Sequence[CompletionState], settings: SamplerSettings) -> Tensor:
-        """Returns a draft of the next token of each completion, [n] int64. The completions are in the first n rows."""
-        count, undrafted = len(completions), self._integers([completion.undrafted for completion in completions])
-        # If there is one token, the second is a placeholder, which is rejected below.
-        newest = [[*completion.tokens[-completion.undrafted :], 0][:2] for completion in completions]
-        lengths = [completion.length - completion.undrafted + 1 for completion in completions]
-        microbatch = self._microbatches(self._integers(newest).view(count, 2), lengths)
-        hidden = self.cache.states(HIDDEN)[0][:count].flatten(0, 1) if count else self._no_hidden()
-        depth = self._run_depth(hidden, microbatch)
-        logits, _ = logits_at(depth, 2 * torch.arange(count, device=self.device) + undrafted - 1)
-        self.cache.accept(undrafted)
-        return sample(logits, settings, self._integers([len(completion.tokens) for completion in completions]))[0]
+    def unread_tokens(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the tokens that the depth has not read, [n, 2] int64 of the first n rows, and its lengths with them.
 
-    def update(self, hidden: Tensor, count: int, sequences: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Takes the model's hidden states [T, H] of a forward: two of each of `count` rows, then those of sequences.
-
-        Those of a row are kept for the next `propose`. Those of the sequences prefill the depth.
+        If there is one token, the second is a placeholder, which `propose` rejects. Lengths [n] are 0 in idle rows.
         """
-        start = 2 * count
-        if count:
-            self.cache.set_states(HIDDEN, slice(0, count), (hidden[:start].unflatten(0, (count, 2)),))
-        if not sequences and not self.collective:
-            return
+        numbers = self.rows.numbers[:, :count]
+        token, length, undrafted = numbers[TOKEN], numbers[LENGTH], numbers[UNDRAFTED]
+        two = undrafted == 2
+        tokens = torch.stack((torch.where(two, numbers[PREVIOUS], token), torch.where(two, token, 0)), 1)
+        return tokens, torch.where(length > 0, length - undrafted + 1, 0)
+
+    def propose(
+        self, microbatch: Microbatch, count: int, *, filtered: bool = True, settings: SamplerSettings | None = None
+    ) -> Tensor:
+        """Returns a draft of the next token of each of the first n rows, [n] int64.
+
+        The microbatch has their `unread_tokens`. `filtered` and `settings` are those of `sample_next`.
+        """
+        hidden = self.cache.states(HIDDEN)[0][:count].flatten(0, 1) if count else self._no_hidden()
+        depth, rows = self._run_depth(hidden, microbatch), self.rows.all[:count]
+        undrafted = self.rows.numbers[UNDRAFTED, :count]
+        logits, _ = logits_at(depth, 2 * rows + (undrafted - 1).clamp_min(0))
+        self.cache.accept(torch.where(self.rows.numbers[LENGTH, :count] > 0, undrafted, 0))
+        sampled = self.rows.scratch()
+        sample_next(logits, rows, sampled, filtered=filtered, settings=settings)
+        return sampled.numbers[TOKEN, :count]
+
+    def keep(self, hidden: Tensor) -> None:
+        """Keeps the model's hidden states of a step, two of each of the first n rows [2n, H], for `propose`."""
+        by_row = hidden.unflatten(0, (-1, TOKENS_PER_STEP))
+        self.cache.set_states(HIDDEN, (by_row,), self.rows.numbers[LENGTH, : len(by_row)] > 0)
+
+    def prefill(self, hidden: Tensor, sequences: Sequence[Sequence[int]], begin: BeginPrefill) -> None:
+        """Prefills the depth with the model's hidden states of whole sequences, [T, H].
+
+        `begin` sets up the cache for a forward of sequences that start where these do, and returns its microbatch.
+        """
         read: list[int] = []  # indices of hidden states that have a token after them
         last: list[int] = []
         following: list[Sequence[int]] = []
+        start = 0
         for tokens in sequences:
             # After a single token the depth reads a placeholder, whose states are reset below.
             following.append(tokens[1:] or [0])
             read += range(start, start + len(following[-1]))
             start += len(tokens)
             last.append(start - 1)
-        microbatch = self._microbatches(self._integers([]).view(0, 2), [], following, rows)
-        self._run_depth(hidden[self._integers(read)], microbatch)
+        self._run_depth(hidden[self._integers(read)], begin(following))
         single = [index for index, tokens in enumerate(sequences) if len(tokens) == 1]
         self.cache.reset_last_states(single, [block.name for layer in self.model.mtp.layers for block in layer.blocks])
-        self.cache.set_last_states(HIDDEN, (hidden[self._integers(last), None].expand(-1, 2, -1),))
+        kept = hidden[self._integers(last), None].expand(-1, TOKENS_PER_STEP, -1)
+        self.cache.set_last_states(HIDDEN, (kept,))
 
     def _run_depth(self, hidden: Tensor, microbatch: Microbatch) -> OutputInputs:
         """Runs the depth on the model's hidden states [m, H]. The microbatch has the token after each."""
@@ -88,5 +104,5 @@ class Drafter:
         weight = self.model.embedding.weight
         return torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device)
 
-    def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -7,14 +7,16 @@ sequences of completions that join. The host reads all tokens before the next st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude.data import Microbatch
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_next
-from postlude.generate.draft import Drafter
+from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_after_drafts, sample_next
+from postlude.generate.draft import TOKENS_PER_STEP, Drafter
 from postlude.generate.forward import MixedMicrobatches, all_logits_and_hidden, logits_at
 from postlude.generate.pages import RowPages, RunningCompletion
 from postlude.generate.routing_record import RoutingRecord
@@ -22,8 +24,6 @@ from postlude.generate.row_cache import RowCache
 from postlude.generate.sampler import SamplerSettings
 from postlude.generate.scheduler import Joining, Scheduler, max_stops
 from postlude.model import LanguageModel
-
-ACCEPTED = -2.0  # in place of a second token: the draft was accepted, but its completion had ended
 
 
 class EagerScheduler(Scheduler):
@@ -48,14 +48,14 @@ class EagerScheduler(Scheduler):
         self.row_pages = RowPages(cache, max_batch_tokens, max_sequences, drafted=int(draft))
         super().__init__(
             model,
-            DecodeRows(max_sequences, 0, max_stops(completions), cache.device),
+            DecodeRows(max_sequences, 0, max_stops(completions), cache.device, TOKENS_PER_STEP if draft else 1),
             cache,
             self.row_pages,
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
             group=group,
         )
-        self.drafter = Drafter(model, cache, collective=group is not None) if draft else None
+        self.drafter = Drafter(model, self.rows, cache) if draft else None
         self.routing = RoutingRecord(model, cache) if routing else None
         self._microbatches = MixedMicrobatches(cache, model.mesh.tp.size)
         self._settings: SamplerSettings | None = None  # of the running completions by row; None after a change
@@ -71,8 +71,9 @@ class EagerScheduler(Scheduler):
         if not (decoding or joining.sequences or self.group is not None):
             return
         completions, settings = [running.state for running in decoding], self._settings_of(decoding)
-        drafts = None if self.drafter is None else self.drafter.propose(completions, settings)
-        logits, prefill_logits = self._forward(completions, drafts, joining)
+        longest = max((completion.length for completion in completions), default=0)
+        drafts = None if self.drafter is None else self._propose(self.drafter, len(completions), longest, settings)
+        logits, prefill_logits = self._forward(len(completions), longest, drafts, joining)
         if decoding:
             self._sample(decoding, logits, drafts, settings)
         if joining.completions:
@@ -99,21 +100,26 @@ class EagerScheduler(Scheduler):
         logits = self._start(joining, rows, prefill_logits)
         self._write_rows(joining.completions, rows)
         sample_next(logits, rows, self.rows, settings=self._new_settings(joining.completions))
-        self._send_results(joining.completions)
+        self._send_results(joining.completions, 1)
 
-    def _forward(
-        self, completions: Sequence[CompletionState], drafts: Tensor | None, joining: Joining
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the newest token and the draft of each completion, by row, then the whole sequences that join.
+    def _propose(self, drafter: Drafter, count: int, longest: int, settings: SamplerSettings) -> Tensor:
+        """Returns a draft of the next token of each of the first `count` rows."""
+        tokens, lengths = drafter.unread_tokens(count)
+        return drafter.propose(self._microbatches(tokens, lengths, longest), count, settings=settings)
 
-        Returns the logits of each completion's tokens [n, tokens_per_row, vocab], and after each sequence [m, vocab].
+    def _forward(self, count: int, longest: int, drafts: Tensor | None, joining: Joining) -> tuple[Tensor, Tensor]:
+        """Runs the newest token and the draft of the first `count` rows, then the whole sequences that join.
+
+        Returns the logits of each row's tokens [n, tokens_per_row, vocab], and after each sequence [m, vocab].
+        `longest` is the number of tokens of the longest row, without its draft.
         """
-        count, sequences = len(completions), joining.sequences
+        sequences = joining.sequences
         newest, rows = self.rows.numbers[TOKEN, :count], [row for (row,) in joining.pages]
         tokens = newest[:, None] if drafts is None else torch.stack((newest, drafts), 1)
         tokens_per_row = tokens.shape[1]
-        lengths = [completion.length + tokens_per_row - 1 for completion in completions]
-        microbatch = self._microbatches(tokens, lengths, sequences, rows)
+        drafted = tokens_per_row - 1
+        lengths = self.rows.numbers[LENGTH, :count] + drafted
+        microbatch = self._microbatches(tokens, lengths, longest + drafted, sequences, rows)
         if sequences or not count:
             last = microbatch.packing.cu_seqlens[count + 1 : count + len(sequences) + 1].long() - 1
             indices = torch.cat((torch.arange(count * tokens_per_row, device=self.device), last))
@@ -124,25 +130,31 @@ class EagerScheduler(Scheduler):
             logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
         if self.routing is not None:
             self.routing.store()
-        if self.drafter is not None:
-            self.drafter.update(hidden, count, sequences, rows)
         decoded = count * tokens_per_row
+        if self.drafter is not None:
+            if count:
+                self.drafter.keep(hidden[:decoded])
+            if sequences or self.group is not None:  # other ranks take part in every forward
+                self.drafter.prefill(hidden[decoded:], sequences, partial(self._begin_prefill, rows))
         return logits[:decoded].unflatten(0, (count, tokens_per_row)), logits[decoded : decoded + len(sequences)]
+
+    def _begin_prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]]) -> Microbatch:
+        """Returns a microbatch of whole sequences that start in `rows`, and sets up the cache for it."""
+        no_rows = self._integers([])
+        return self._microbatches(no_rows[:, None], no_rows, 0, sequences, rows)
 
     def _sample(
         self, decoding: Sequence[RunningCompletion], logits: Tensor, drafts: Tensor | None, settings: SamplerSettings
     ) -> None:
         """Samples a token of each from logits [n, tokens_per_row, vocab], and a second where the draft is accepted."""
-        rows, count = self.rows, len(decoding)
-        sample_next(logits[:, 0], rows.all[:count], rows, settings=settings)
-        self._send_results(decoding)
-        if drafts is not None:
-            accepted = rows.numbers[TOKEN, :count] == drafts
-            self.row_cache.accept(1 + accepted.long())
-            rows.results[:count, 0] = torch.where(accepted, ACCEPTED, -1.0)
-            second = (accepted & (rows.numbers[LENGTH, :count] > 0)).nonzero()[:, 0]
-            sample_next(logits[second, 1], second, rows, settings=settings.at(second))
-            self._send_results(decoding, drafted=True)
+        if drafts is None:
+            sample_next(logits[:, 0], self.rows.all[: len(decoding)], self.rows, settings=settings)
+        else:
+            filtered = any(running.state.prompt.sampling.filtered for running in decoding)
+            self.cache.accept(sample_after_drafts(logits, drafts, self.rows, filtered=filtered, settings=settings))
+        self._send_results(decoding, self.rows.tokens_per_step)
+        for running in decoding:
+            running.scheduled_length += self.rows.tokens_per_step
 
     def _settings_of(self, decoding: Sequence[RunningCompletion]) -> SamplerSettings:
         """Returns the sampler settings of these completions, which are cached until something changes."""

@@ -72,24 +72,28 @@ class MixedMicrobatches:
         self._decode = DecodeMicrobatches()
 
     def __call__(
-        self, tokens: Tensor, lengths: Sequence[int], sequences: Sequence[Sequence[int]] = (), rows: Sequence[int] = ()
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        longest: int,
+        sequences: Sequence[Sequence[int]] = (),
+        rows: Sequence[int] = (),
     ) -> Microbatch:
         """Returns tokens [n, tokens_per_row] of the first n rows, then the sequences, which start in `rows`.
 
-        `lengths` are the rows' numbers of tokens including these.
+        `lengths` [n] int64 are the rows' numbers of tokens including these, and none is larger than `longest`.
         """
         device, (count, tokens_per_row) = self.cache.device, tokens.shape
         prefilled = [token for sequence in sequences for token in sequence]
         total = tokens.numel() + len(prefilled)
         padding = -total % self.tp if total else self.tp
-        on_device, longest = torch.tensor(lengths, dtype=torch.int64, device=device), max(lengths, default=0)
         if not prefilled and not padding:
-            self.cache.begin_forward(on_device, longest, tokens_per_row)
-            return self._decode(tokens, on_device)
+            self.cache.begin_forward(lengths, longest, tokens_per_row)
+            return self._decode(tokens, lengths)
         prefill_lengths = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
         packing = Packing.from_lengths(prefill_lengths, device)
-        self.cache.begin_forward(on_device, longest, tokens_per_row, packing, rows, padding)
-        positions = torch.cat((consecutive_positions(on_device - tokens_per_row, tokens_per_row), packing.positions()))
+        self.cache.begin_forward(lengths, longest, tokens_per_row, packing, rows, padding)
+        positions = torch.cat((consecutive_positions(lengths - tokens_per_row, tokens_per_row), packing.positions()))
         all_tokens = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
         return microbatch_of(
             all_tokens, Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device), positions, padding

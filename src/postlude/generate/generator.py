@@ -59,8 +59,8 @@ class Generator:
     quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `update_weights` makes them
         anew after the model's weights have changed.
 
-    On a GPU, decode steps are captured as CUDA graphs and replayed, if all blocks are `cuda_graphable` and the rank has
-    the whole model. The cache and the graphs are kept for the next call; see `release`.
+    On a GPU, decode steps are captured as CUDA graphs and replayed, with drafts too, if all blocks are `cuda_graphable`
+    and the rank has the whole model. The cache and the graphs are kept for the next call; see `release`.
 
     `load_adapter` adds LoRA adapters by name. A call names one of them, or none for the model itself. They are applied
     unmerged: the model's weights do not change.
@@ -227,8 +227,6 @@ class Generator:
 
         The host then launches every kernel, which is slower and gives the same completions.
         """
-        if self.draft is not None:
-            return f"draft={self.draft!r} decodes several tokens in a step"
         return why_no_cuda_graph(self.model)
 
     @property
@@ -265,6 +263,7 @@ class Generator:
                 self.adapters,
                 capacity,
                 self.model.embedding.weight.device,
+                draft=self.draft is not None,
                 routing=self.routing,
                 fp8_kv=self.fp8_kv,
             )

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from postlude.data import Microbatch
 from postlude.generate.adapters import NamedAdapters
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep, addresses, bucket
 from postlude.generate.decode_rows import DecodeRows, sample_next
+from postlude.generate.draft import TOKENS_PER_STEP, Drafter
 from postlude.generate.forward import logits_at, prefill_microbatch
 from postlude.generate.paged_cache import PagedCache
 from postlude.generate.pages import PagePool, RunningCompletion, pages_for
@@ -69,6 +72,7 @@ class GraphBuffers:
     rows: DecodeRows
     cache: PagedCache
     graphs: DecodeGraphs
+    drafter: Drafter | None
     routing: RoutingRecord | None
     capacity: DecodeCapacity
     weight_addresses: tuple[int, ...]
@@ -80,17 +84,20 @@ class GraphBuffers:
         capacity: DecodeCapacity,
         device: torch.device,
         *,
+        draft: bool = False,
         routing: bool = False,
         fp8_kv: bool = False,
     ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
-        rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device)
+        tokens_per_step = TOKENS_PER_STEP if draft else 1
+        rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device, tokens_per_step)
         cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
+        drafter = Drafter(model, rows, cache) if draft else None
         record = RoutingRecord(model, cache) if routing else None
-        graphs = DecodeGraphs(model, adapters, rows, cache, record)
-        return GraphBuffers(model, rows, cache, graphs, record, capacity, addresses(model))
+        graphs = DecodeGraphs(model, adapters, rows, cache, drafter, record)
+        return GraphBuffers(model, rows, cache, graphs, drafter, record, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:
@@ -135,11 +142,12 @@ class GraphScheduler(Scheduler):
             buffers.model,
             buffers.rows,
             buffers.cache,
-            PagePool(buffers.capacity.pages, buffers.capacity.longest),
+            PagePool(buffers.capacity.pages, buffers.capacity.longest, drafted=buffers.rows.tokens_per_step - 1),
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
-        self.paged, self.graphs, self.routing = buffers.cache, buffers.graphs, buffers.routing
+        self.paged, self.graphs = buffers.cache, buffers.graphs
+        self.drafter, self.routing = buffers.drafter, buffers.routing
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.table_changed = False
         self.rows_changed = False  # by completions that joined, left or moved
@@ -160,16 +168,16 @@ class GraphScheduler(Scheduler):
             self._decode()
 
     def _decode(self) -> None:
-        """Samples a token of every running completion."""
+        """Samples a token of every running completion, or two."""
         self._make_room()
         self._idle_ended_rows()
         size = bucket(len(self.running))
         self._compact(size)
         self._send_table()
         self.graphs(DecodeStep(size, self.filtered, self.shared))
-        self._send_results(self.running)
+        self._send_results(self.running, self.rows.tokens_per_step)
         for running in self.running:
-            running.scheduled_length = min(running.scheduled_length + 1, running.state.max_length)
+            running.scheduled_length += self.rows.tokens_per_step
 
     def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
         """See `Scheduler`."""
@@ -212,22 +220,29 @@ class GraphScheduler(Scheduler):
         logits = self._start(joining, rows, self._prefill(joining.sequences, joining.pages))
         self._write_rows(joining.completions, rows)
         sample_next(logits, rows, self.rows, filtered=self.filtered)
-        self._send_results(joining.completions)
+        self._send_results(joining.completions, 1)
 
     def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
         """Runs whole sequences, whose keys and values go to these pages. Returns the logits after each sequence."""
         if not sequences:
             return torch.empty(0, device=self.device)
-        microbatch = prefill_microbatch(sequences, self.device)
-        self.paged.begin_prefill(microbatch.packing, pages)
+        microbatch = self._begin_prefill(pages, sequences)
         last = microbatch.packing.cu_seqlens[1:].long() - 1
         logits: Tensor
-        logits, _ = self.model(
+        logits, hidden = self.model(
             microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
         )
         if self.routing is not None:
             self.routing.store()
+        if self.drafter is not None:
+            self.drafter.prefill(hidden, sequences, partial(self._begin_prefill, pages))
         return logits
+
+    def _begin_prefill(self, pages: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> Microbatch:
+        """Returns a microbatch of whole sequences in these pages, and sets up the cache for it."""
+        microbatch = prefill_microbatch(sequences, self.device)
+        self.paged.begin_prefill(microbatch.packing, pages)
+        return microbatch
 
     def _finish(self, running: RunningCompletion) -> None:
         """See `Scheduler`."""

@@ -12,7 +12,14 @@ from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAtte
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
 from postlude.ops.packing import Packing, to_device
-from postlude.ops.paged_attention import COUNTERS, PAGE_SIZE, attend_pages, new_page_store, write_pages
+from postlude.ops.paged_attention import (
+    COUNTERS,
+    PAGE_SIZE,
+    attend_pages,
+    lengths_of_tokens,
+    new_page_store,
+    write_pages,
+)
 from postlude.ops.shared_pages import SharedPages
 
 
@@ -27,6 +34,7 @@ class PagedCache(DecodeCache):
         self.pages = pages
         self.fp8 = fp8
         self._table = self._lengths = torch.empty(0, device=device)
+        self._tokens_per_row = 1
         self._shared: SharedPages | None = None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._slots = (
@@ -34,13 +42,16 @@ class PagedCache(DecodeCache):
             torch.empty(0, device=device),
         )  # the page and the offset in it of each prefilled token
 
-    def begin_decode(self, table: Tensor, lengths: Tensor, shared: SharedPages | None = None) -> None:
-        """Sets up a forward of the newest token of the first n rows.
+    def begin_decode(
+        self, table: Tensor, lengths: Tensor, shared: SharedPages | None = None, tokens_per_row: int = 1
+    ) -> None:
+        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows.
 
-        `table` [n, pages] int32 has the pages of each row, `lengths` [n] int64 its number of tokens including this
-        one, 0 if it is idle. With `shared`, rows with the same first pages read them together.
+        `table` [n, pages] int32 has the pages of each row, `lengths` [n] int64 its number of tokens including these,
+        0 if it is idle. With `shared`, rows with the same first pages read them together.
         """
         self._table, self._lengths, self._shared, self._prefill = table, lengths, shared, None
+        self._tokens_per_row = tokens_per_row
 
     def begin_prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
         """Sets up a forward of whole packed sequences. `pages` lists the pages of each."""
@@ -95,9 +106,11 @@ class PagedCache(DecodeCache):
             self._stores[name] = tuple(part.new_zeros(self.pages + 1, PAGE_SIZE, *part.shape[1:]) for part in new)
         slots = self._slots
         if self._prefill is None:
-            newest = (self._lengths - 1).clamp_min(0)
-            page = self._table.gather(1, (newest // PAGE_SIZE)[:, None])[:, 0].long()
-            slots = torch.where(self._lengths > 0, page, self.pages), newest % PAGE_SIZE
+            lengths = lengths_of_tokens(self._lengths, self._tokens_per_row)
+            places = (lengths - 1).clamp_min(0)
+            by_row = (places // PAGE_SIZE).view(-1, self._tokens_per_row)
+            page = self._table.gather(1, by_row).flatten().long()
+            slots = torch.where(lengths > 0, page, self.pages), places % PAGE_SIZE
         for store, part in zip(self._stores[name], new, strict=True):
             store.index_put_(slots, part)
         return self._stores[name]
@@ -107,12 +120,7 @@ class PagedCache(DecodeCache):
         if self._prefill is not None:
             output, self._last[name] = scan(inputs, self._prefill)
             return output
-        states = tuple(state[: len(self._lengths)] for state in self._states[name])
-        output, new = step(inputs, states)
-        for state, after in zip(states, new, strict=True):
-            running = (self._lengths > 0).view(-1, *(1,) * (after.ndim - 1))
-            state.copy_(torch.where(running, after, state))
-        return output
+        return self._recur_rows(name, inputs, step, self._tokens_per_row, self._lengths > 0)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """See `DecodeCache`. Copies whole pages."""

@@ -22,7 +22,7 @@ class RunningCompletion:
     row: int
     pages: list[int]
     scheduled_length: int
-    """Its number of tokens, including the prompt and the tokens that are being sampled."""
+    """Its number of tokens, including the prompt and the most tokens that unread steps can have sampled."""
     removed: bool = False
     """Whether it no longer runs."""
 
@@ -63,10 +63,14 @@ class Pages(ABC):
 
 
 class PagePool(Pages):
-    """Pages of `PAGE_SIZE` tokens: the free ones, and the number of references to each of the others."""
+    """Pages of `PAGE_SIZE` tokens: the free ones, and the number of references to each of the others.
 
-    def __init__(self, count: int, longest: int) -> None:
+    Each row has room for its newest token and `drafted` drafts.
+    """
+
+    def __init__(self, count: int, longest: int, *, drafted: int = 0) -> None:
         self.longest = longest
+        self.drafted = drafted
         self.free = list(range(count - 1, -1, -1))
         self._reference_counts = [0] * count
 
@@ -83,11 +87,15 @@ class PagePool(Pages):
         return self._take(pages_for(tokens))
 
     def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
-        """See `Pages`. Full pages are shared, since they are never written again; the last one is copied."""
-        shared = pages[: tokens // PAGE_SIZE]
+        """See `Pages`. Full pages are shared, since they are never written again; the last one is copied.
+
+        A drafter's key at the last token of a prompt depends on the token after it, so that page is not shared.
+        """
+        shared = pages[: (tokens - self.drafted) // PAGE_SIZE]
         self._add_reference(shared)
-        (last,) = self._take(1)
-        return [*shared, last], [(pages[-1], last, tokens % PAGE_SIZE)] if tokens % PAGE_SIZE else []
+        taken = self._take(pages_for(tokens + 1) - len(shared))
+        left = tokens - len(shared) * PAGE_SIZE  # tokens of the prompt in other pages: one page at most
+        return [*shared, *taken], [(pages[len(shared)], taken[0], left)] if left else []
 
     def release(self, pages: Sequence[int]) -> None:
         """See `Pages`."""
@@ -99,7 +107,10 @@ class PagePool(Pages):
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
         """See `Pages`."""
         growing = [
-            completion for completion in running if len(completion.pages) * PAGE_SIZE < completion.scheduled_length
+            completion
+            for completion in running
+            if len(completion.pages) * PAGE_SIZE
+            < min(completion.scheduled_length + self.drafted, completion.state.max_length)
         ]
         if len(growing) > len(self.free):
             return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, States, Stores
+from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.fp8_kv import round_heads
@@ -28,7 +28,6 @@ class RowCache(DecodeCache):
         self.fp8 = fp8
         self._attention: DecodeAttention | None = None
         self._decoded, self._tokens_per_row, self._sequences = 0, 1, 0
-        self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
         self._slots = torch.empty(
             0, dtype=torch.int64, device=device
         )  # in the flattened stores, of the forward's tokens
@@ -59,8 +58,8 @@ class RowCache(DecodeCache):
     ) -> None:
         """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of whole sequences.
 
-        `lengths` [n] int64 are the rows' numbers of tokens including these, and `longest` is their maximum. `prefill`
-        is the packing of the sequences that start in `rows`. Its last `padding` tokens, a separate sequence, are not
+        `lengths` [n] int64 are the rows' numbers of tokens including these; none is larger than `longest`. `prefill` is
+        the packing of the sequences that start in `rows`. Its last `padding` tokens, a separate sequence, are not
         stored.
         """
         self._decoded, self._tokens_per_row, self._prefill = len(lengths), tokens_per_row, prefill
@@ -106,48 +105,13 @@ class RowCache(DecodeCache):
         """See `DecodeState.recur`."""
         decoded, outputs = self._decoded * self._tokens_per_row, []
         if decoded:
-            outputs.append(self._recur_rows(name, tuple(part[:decoded] for part in inputs), step))
+            inputs_of_rows = tuple(part[:decoded] for part in inputs)
+            outputs.append(self._recur_rows(name, inputs_of_rows, step, self._tokens_per_row))
         if self._prefill is not None:
             output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
             outputs.append(output)
             self.set_last_states(name, tuple(state[: self._sequences] for state in states))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-    def _recur_rows(self, name: str, inputs: Inputs, step: DecodeStep) -> Tensor:
-        """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
-        by_row = tuple(part.unflatten(0, (-1, self._tokens_per_row)) for part in inputs)
-        rows, outputs, after = slice(0, self._decoded), [], []
-        states = tuple(state[rows] for state in self._states[name])
-        for index in range(self._tokens_per_row):
-            output, states = step(tuple(part[:, index] for part in by_row), states)
-            outputs.append(output)
-            after.append(states)
-        self.set_states(name, rows, after[0])
-        if self._tokens_per_row == 1:
-            return outputs[0]
-        self._draft_states[name] = after[1:]
-        return torch.stack(outputs, 1).flatten(0, 1)
-
-    def accept(self, counts: Tensor) -> None:
-        """Accepts the first `counts` [n] int64 tokens of each of the first n rows, 1 to `tokens_per_row`.
-
-        States continue after the last accepted token. Rejected keys and values are overwritten by later tokens.
-        """
-        for name, later in self._draft_states.items():
-            for number, states in enumerate(later, start=2):
-                for state, new in zip(self._states[name], states, strict=True):
-                    is_accepted = (counts >= number).view(-1, *(1,) * (new.ndim - 1))
-                    state[: len(counts)] = torch.where(is_accepted, new, state[: len(counts)])
-        self._draft_states = {}
-
-    def set_states(self, name: str, rows: slice, states: States) -> None:
-        """Sets the states of these rows under `name`, [rows, ...] each."""
-        for state, new in zip(self._states[name], states, strict=True):
-            state[rows] = new
-
-    def states(self, name: str) -> States:
-        """Returns the states of all rows under `name`."""
-        return self._states[name]
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
         """See `DecodeCache`. Also moves the stores."""

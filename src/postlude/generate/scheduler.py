@@ -18,7 +18,7 @@ from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.generate.decode_rows import LOG_MIN_P, DecodeRows
+from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, DecodeRows
 from postlude.generate.pages import Pages, RunningCompletion
 from postlude.model import LanguageModel
 from postlude.model.context import States, Stores
@@ -39,14 +39,12 @@ class _PrefillState:
 
 @dataclass(frozen=True)
 class _StepResults:
-    """The results of a step that the host has not read yet: [rows, 3], see `DecodeRows.results`."""
+    """The results of a step that the host has not read yet: [tokens, rows, 3], see `DecodeRows.results`."""
 
     completions: list[tuple[int, RunningCompletion]]
     """Each with its row in that step."""
     results: Tensor
     event: torch.cuda.Event | None
-    drafted: bool
-    """Whether these are the second tokens of the step, which exist where the draft was accepted."""
 
 
 @dataclass
@@ -164,9 +162,9 @@ class Scheduler(ABC):
 
     # --- results
 
-    def _send_results(self, completions: Sequence[RunningCompletion], *, drafted: bool = False) -> None:
-        """Starts to copy the results of a step to the host."""
-        results, event = self.rows.results, None
+    def _send_results(self, completions: Sequence[RunningCompletion], tokens: int) -> None:
+        """Starts to copy the results of a step, which sampled up to `tokens` tokens of each, to the host."""
+        results, event = self.rows.results[:tokens], None
         if results.is_cuda:
             on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
             on_host.copy_(results, non_blocking=True)
@@ -174,9 +172,7 @@ class Scheduler(ABC):
             event.record()
         else:
             on_host = results.clone()
-        self.unread_results.append(
-            _StepResults([(running.row, running) for running in completions], on_host, event, drafted)
-        )
+        self.unread_results.append(_StepResults([(running.row, running) for running in completions], on_host, event))
 
     def _read_results(self) -> None:
         """Waits for the results of the oldest unread step, and adds its tokens to the completions."""
@@ -185,17 +181,22 @@ class Scheduler(ABC):
             step.event.synchronize()
         results = step.results.tolist()
         for row, running in step.completions:
-            token, logprob, sampled_logprob = results[row]
-            if step.drafted:
-                running.state.drafted += 1
-                running.state.accepted += token != -1
-            if running.removed or token < 0:
-                continue
-            running.state.undrafted = 1 + step.drafted
-            if running.state.add(int(token), logprob, sampled_logprob):
+            tokens = [by_row[row] for by_row in results]
+            if not running.removed and tokens[0][0] >= 0:
+                self._add_tokens(running, tokens)
+
+    def _add_tokens(self, running: RunningCompletion, tokens: Sequence[Sequence[float]]) -> None:
+        """Adds the tokens of a step to a completion: each is a token, or a negative number, and two log-probs."""
+        state = running.state
+        for second, _, _ in tokens[1:]:
+            state.drafted += 1
+            state.accepted += second != NO_TOKEN
+        for token, logprob, sampled_logprob in tokens:
+            if token < 0:
+                running.scheduled_length -= 1
+            elif state.add(int(token), logprob, sampled_logprob):
                 self._finish(running)
-            elif not self.max_unread_steps:
-                running.scheduled_length = running.state.length
+                return
 
     def _finish(self, running: RunningCompletion) -> None:
         """Removes a completion that finished or failed."""
@@ -359,7 +360,7 @@ class Scheduler(ABC):
         for running in joined:
             state, sampling = running.state, running.state.prompt.sampling
             top_k = min(sampling.top_k or vocab, vocab)
-            numbers.append([0, state.length, len(state.tokens), sampling.max_new_tokens, state.key, top_k])
+            numbers.append([0, state.length, len(state.tokens), sampling.max_new_tokens, state.key, top_k, 0, 1])
             settings.append([sampling.temperature, sampling.top_p, sampling.min_p])
             stop_tokens = list(state.stop_tokens)
             stops.append(stop_tokens + [-1] * (len(self.rows.stops) - len(stop_tokens)))

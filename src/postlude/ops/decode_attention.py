@@ -19,7 +19,7 @@ class DecodeAttention:
     """
 
     def __init__(self, lengths: Tensor, longest: int, tokens_per_row: int = 1) -> None:
-        """`lengths` [n] int64 are at least `tokens_per_row`; `longest` is their maximum, on the host."""
+        """`lengths` [n] int64 are at least `tokens_per_row`; none is larger than `longest`."""
         self.lengths = lengths
         self.longest = longest
         self.tokens_per_row = tokens_per_row

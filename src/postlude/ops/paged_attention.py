@@ -1,4 +1,4 @@
-"""Attention of the newest token of each sequence to its keys in pages.
+"""Attention of the newest tokens of each sequence to its keys in pages.
 
 A store consists of pages of `PAGE_SIZE` tokens. Row i of a `table` has the pages of sequence i in order, and
 `lengths[i]` is its number of tokens, the newest included; 0 means that the row is idle. No length is read on the host,
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.decode_attention import DecodeAttention
+from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.shared_pages import SharedPages
@@ -42,20 +42,25 @@ def attend_pages(
     shared: SharedPages | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Writes the key and value of each row's newest token to its page, and attends to all keys of the row.
+    """Writes the keys and values of each row's newest tokens to its pages. Each attends to all keys up to its own.
 
-    Query [n, heads, width], key [n, kv_heads, width], value [n, kv_heads, v], stores [pages, PAGE_SIZE, kv_heads,
-    width] and [..., v], `table` [n, pages] int32, `lengths` [n] int64 -> [n, heads, v]. Heads share key heads in
-    equal groups. An idle row writes nothing, and its output is undefined. `counters` [COUNTERS] int32 are zero before
+    Query [T, heads, width], key [T, kv_heads, width], value [T, kv_heads, v], stores [pages, PAGE_SIZE, kv_heads,
+    width] and [..., v], `table` [n, pages] int32, `lengths` [n] int64 -> [T, heads, v]. T is a multiple of n: the same
+    number of tokens of every row, adjacent, the newest last. Heads share key heads in equal groups. An idle row writes
+    nothing, and its output is undefined. `counters` [COUNTERS] int32 are zero before
     and after the call: see `decode_linear.linear_add`. Rows that share their first pages read these once; without
     `shared` every row reads its own.
 
     With `exponents`, stores of int8 [pages, PAGE_SIZE, kv_heads, 1], the keys and values are stored in FP8: see
     `fp8_kv`. The newest token too attends to its rounded key.
     """
+    tokens_per_row = len(query) // max(len(lengths), 1)
     if is_batch_invariant() and use_kernel("invariant_attention", backend, query.device, query.dtype):
         from postlude.ops.kernels import invariant_attention  # needs triton
 
+        if tokens_per_row > 1:  # each is a row for itself, since all keys are written before one is read
+            lengths = lengths_of_tokens(lengths, tokens_per_row)
+            table = table.repeat_interleave(tokens_per_row, 0)
         return invariant_attention.attend_pages(query, key, value, keys, values, table, lengths, score_config)
     widest = max(query.shape[-1], value.shape[-1])
     refused = (
@@ -67,9 +72,10 @@ def attend_pages(
 
         return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents, shared)
     table = table if shared is None else shared.read_through(table)
-    running = lengths.nonzero()[:, 0]
-    last = lengths[running] - 1
-    pages = table[running, last // PAGE_SIZE].long()
+    token_lengths = lengths_of_tokens(lengths, tokens_per_row)
+    running = token_lengths.nonzero()[:, 0]
+    last = token_lengths[running] - 1
+    pages = table[running // tokens_per_row, last // PAGE_SIZE].long()
     stores = (keys, values) if exponents is None else (keys, values, *exponents)
     write_pages(stores, (pages, last % PAGE_SIZE), (key[running], value[running]))
     unused = torch.arange(table.shape[1] * PAGE_SIZE, device=lengths.device) >= lengths[:, None]  # of earlier sequences
@@ -77,9 +83,19 @@ def attend_pages(
     if exponents is not None:
         read = [dequantize_heads(*pair, query.dtype) for pair in zip(read[:2], read[2:], strict=True)]
     gathered = [part.masked_fill_(unused[..., None, None], 0.0) for part in read]
-    return DecodeAttention(lengths.clamp_min(1), table.shape[1] * PAGE_SIZE)(
-        query, gathered[0], gathered[1], score_config
-    )
+    attention = DecodeAttention(lengths.clamp_min(tokens_per_row), table.shape[1] * PAGE_SIZE, tokens_per_row)
+    return attention(query, gathered[0], gathered[1], score_config)
+
+
+def lengths_of_tokens(lengths: Tensor, tokens_per_row: int) -> Tensor:
+    """Returns the number of tokens of each row up to each of its newest, [n · tokens_per_row]; 0 in an idle row.
+
+    `lengths` [n] int64 count all of the newest, and are 0 in idle rows.
+    """
+    if tokens_per_row == 1:
+        return lengths
+    counts = consecutive_positions(lengths - tokens_per_row + 1, tokens_per_row).view(-1, tokens_per_row)
+    return torch.where(lengths[:, None] > 0, counts, 0).flatten()
 
 
 def write_pages(

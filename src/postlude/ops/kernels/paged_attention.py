@@ -1,4 +1,5 @@
-"""Flash decoding over pages: a program reads the keys of one sequence and key head once, for all heads of its group.
+"""Flash decoding over pages: a program reads the keys of one sequence and key head once, for all heads of its group
+and all new tokens of the sequence.
 
 Not measured alone. It lets a decode step be captured as a CUDA graph: 12,124, 56,474 and 92,657 tokens/s at 16, 128 and
 512 completions of a 0.6B on an H200, against 352, 2,541 and 5,035 with steps from the host (docs/benchmarks.md, "The
@@ -47,18 +48,20 @@ def attend(
     shared: SharedPages | None = None,
 ) -> Tensor:
     """See `paged_attention.attend_pages`."""
-    count, heads, width = query.shape
+    count, (tokens, heads, width) = len(lengths), query.shape
+    tokens_per_row = tokens // max(count, 1)
     page, kv_heads, made = keys.shape[1], keys.shape[2], values.shape[-1]
     group, device = heads // kv_heads, query.device
     splits = max(1, min(MOST_SPLITS, PROGRAMS // max(1, count * kv_heads)))
-    output = torch.empty(count, heads, made, dtype=query.dtype, device=device)
-    parts, weights = (output, output) if splits == 1 else _new_parts(count, heads, splits, made, device)
+    output = torch.empty(tokens, heads, made, dtype=query.dtype, device=device)
+    parts, weights = (output, output) if splits == 1 else _new_parts(tokens, heads, splits, made, device)
     if splits > 1 and counters is None:
         counters = torch.zeros(PROGRAMS // 2, dtype=torch.int32, device=device)
     of_fp8 = (None, None, 0, 0, 0) if exponents is None else (*exponents, *exponents[0].stride()[:3])
     stored = (keys, *keys.stride()[:3], values, *values.stride()[:3], *of_fp8, table, table.stride(0), lengths)
     score = (score_config.scale, score_config.softcap or 0.0, score_config.window or 0)
     constants = {
+        "TOKENS": tokens_per_row,
         "GROUP": group,
         "WIDTH": width,
         "FEATURES": max(LEAST, triton.next_power_of_2(width)),
@@ -75,47 +78,47 @@ def attend(
     if shared is not None:
         tiles, members = shared.shape
         queries = MOST_QUERIES if query.element_size() == 2 else LEAST
-        at_once = max(1, min(members, queries // triton.next_power_of_2(group)))
+        padded_group = triton.next_power_of_2(tokens_per_row * group)
+        at_once = max(1, min(members, queries // padded_group))
         programs = tiles * (members // at_once)
         shared_splits = max(1, min(MOST_SHARED_SPLITS, PROGRAMS // (programs * kv_heads)))
-        shared_parts, shared_weights = _new_parts(count, heads, shared_splits, made, device)
+        shared_parts, shared_weights = _new_parts(tokens, heads, shared_splits, made, device)
         _shared_kernel[(programs, kv_heads, shared_splits)](
             *(query, *query.stride()[:2], *stored, shared.tiles, shared.pages, shared_parts, shared_weights, *score),
-            AT_ONCE=at_once, HEADS=triton.next_power_of_2(group),
-            ROWS=max(LEAST, at_once * triton.next_power_of_2(group)), SPLITS=shared_splits, **constants,
+            AT_ONCE=at_once, HEADS=padded_group, ROWS=max(LEAST, at_once * padded_group), SPLITS=shared_splits,
+            **constants,
         )  # fmt: skip
     _attend_kernel[(count, kv_heads, splits)](
         *(query, *query.stride()[:2], key, *key.stride()[:2], value, *value.stride()[:2], *stored),
         *(score_config.sinks, output, parts, weights, counters if splits > 1 else None),
         *(None if shared is None else shared.pages, shared_parts, shared_weights, *score),
-        ROWS=max(LEAST, triton.next_power_of_2(group)), SPLITS=splits, SHARED_SPLITS=shared_splits,
+        ROWS=max(LEAST, triton.next_power_of_2(tokens_per_row * group)), SPLITS=splits, SHARED_SPLITS=shared_splits,
         SINKS=score_config.sinks is not None, **constants,
     )  # fmt: skip
     return output
 
 
-def _new_parts(count: int, heads: int, splits: int, made: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _new_parts(tokens: int, heads: int, splits: int, made: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns room for the parts: weighted sums of values, and the maximum and the total of their weights."""
-    sums = torch.empty(count, heads, splits, made, dtype=torch.float32, device=device)
-    return sums, torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device)
+    sums = torch.empty(tokens, heads, splits, made, dtype=torch.float32, device=device)
+    return sums, torch.empty(tokens, heads, splits, 2, dtype=torch.float32, device=device)
 
 
 @Kernel
 @triton.jit
-def _attend_kernel(  # noqa: PLR0915
+def _attend_kernel(  # noqa: PLR0912, PLR0915
     query, query_token, query_head, key, key_token, key_head_stride, value, value_token, value_head_stride,
     keys, keys_page, keys_slot, keys_head, values, values_page, values_slot, values_head, key_exponents,
     value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row, lengths, sinks,
     output, parts, weights, counters, shared_pages, shared_parts, shared_weights, scale, softcap, window,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr,
-    VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+    VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-
 ):  # fmt: skip
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    last = length - 1  # the newest token's key goes there; those before it are read
-    first = tl.maximum(length - window, 0) if WINDOW else 0
+    last = length - TOKENS  # the first new key goes there; those before it are read
+    first = tl.maximum(last + 1 - window, 0) if WINDOW else 0  # that the first new token sees
     own_first, shared_length = first, 0
     if shared_pages is not None:
         shared_length = tl.load(shared_pages + row) * PAGE
@@ -127,61 +130,81 @@ def _attend_kernel(  # noqa: PLR0915
     end = tl.minimum(begin + each, blocks)
 
     member, feature, made = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, VALUES)
-    head = key_head * GROUP + member
-    own = member < GROUP
-    at = query + row * query_token + head[:, None] * query_head + feature[None, :]
+    token = member // GROUP  # of the row's new ones
+    head = key_head * GROUP + member % GROUP
+    own = member < TOKENS * GROUP
+    index = row * TOKENS + token
+    at = query + index[:, None] * query_token + head[:, None] * query_head + feature[None, :]
     exact = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
     asked, query_scale = _scaled_queries(exact, key_exponents)
     highest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS, VALUES), tl.float32)
-    writes = (split == 0) & (length > 0)  # one program handles the newest token
+    writes = (split == 0) & (length > 0)  # one program handles the new tokens
     of_key, of_value = feature < tl.where(writes, WIDTH, 0), made < tl.where(writes, VALUE, 0)
-    newest = tl.load(key + row * key_token + key_head * key_head_stride + feature, mask=of_key, other=0.0)
-    newest_value = tl.load(value + row * value_token + key_head * value_head_stride + made, mask=of_value, other=0.0)
+    new_key = key + row * TOKENS * key_token + key_head * key_head_stride + feature
+    new_value = value + row * TOKENS * value_token + key_head * value_head_stride + made
+    newest = tl.load(new_key, mask=of_key, other=0.0)
+    newest_value = tl.load(new_value, mask=of_value, other=0.0)
     own_page = tl.load(table + row * table_row + tl.maximum(last, 0) // PAGE).to(tl.int64)
     for block in range(begin, end):  # each holds at least one visible key
         place = block * BLOCK + tl.arange(0, BLOCK)
         page = tl.load(table + row * table_row + block * BLOCK // PAGE).to(tl.int64)
-        visible = (place >= first) & (place < last)
+        loaded = (place >= first) & (place < last)
+        visible = loaded[None, :]
+        if WINDOW and TOKENS > 1:
+            visible = visible & (place[None, :] >= (last + 1 + token - window)[:, None])
         keys_at = keys + page * keys_page + key_head * keys_head + (place % PAGE)[None, :] * keys_slot
         values_at = values + page * values_page + key_head * values_head + (place % PAGE)[:, None] * values_slot
         exponents_at = page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
         highest, total, seen = _add_block(
             asked, query_scale, highest, total, seen, keys_at, values_at, key_exponents, value_exponents, exponents_at,
-            visible, visible[None, :], scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP,
+            loaded, visible, scale, softcap, feature, made, WIDTH, VALUE, SOFTCAP,
         )  # fmt: skip
 
     if writes:
-        own_key, own_value = newest, newest_value
-        if key_exponents is not None:
-            own_key, key_exponent = _quantized(newest)
-            own_value, value_exponent = _quantized(newest_value)
-            put_at = own_page * exponents_page + key_head * exponents_head + (last % PAGE) * exponents_slot
-            tl.store(key_exponents + put_at, key_exponent)
-            tl.store(value_exponents + put_at, value_exponent)
-        put_at = keys + own_page * keys_page + key_head * keys_head + (last % PAGE) * keys_slot + feature
-        tl.store(put_at, own_key, mask=feature < WIDTH)
-        put_at = values + own_page * values_page + key_head * values_head + (last % PAGE) * values_slot + made
-        tl.store(put_at, own_value, mask=made < VALUE)
-        own_key, own_value = own_key.to(tl.float32), own_value.to(tl.float32)
-        if key_exponents is not None:
-            own_key *= power_of_two(key_exponent)
-            own_value *= power_of_two(value_exponent)
-        score = tl.sum(exact.to(tl.float32) * own_key[None, :], 1) * scale
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        higher = tl.maximum(highest, score)
-        before, share = tl.exp(highest - higher), tl.exp(score - higher)
-        seen = seen * before[:, None] + share[:, None] * own_value[None, :]
-        total = total * before + share
-        highest = higher
+        for number in tl.static_range(TOKENS):
+            place = last + number
+            if number > 0:
+                newest = tl.load(new_key + number * key_token, mask=feature < WIDTH, other=0.0)
+                newest_value = tl.load(new_value + number * value_token, mask=made < VALUE, other=0.0)
+                own_page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
+            own_key, own_value = newest, newest_value
+            if key_exponents is not None:
+                own_key, key_exponent = _quantized(newest)
+                own_value, value_exponent = _quantized(newest_value)
+                put_at = own_page * exponents_page + key_head * exponents_head + (place % PAGE) * exponents_slot
+                tl.store(key_exponents + put_at, key_exponent)
+                tl.store(value_exponents + put_at, value_exponent)
+            put_at = keys + own_page * keys_page + key_head * keys_head + (place % PAGE) * keys_slot + feature
+            tl.store(put_at, own_key, mask=feature < WIDTH)
+            put_at = values + own_page * values_page + key_head * values_head + (place % PAGE) * values_slot + made
+            tl.store(put_at, own_value, mask=made < VALUE)
+            wide_key, wide_value = own_key.to(tl.float32), own_value.to(tl.float32)
+            if key_exponents is not None:
+                wide_key *= power_of_two(key_exponent)
+                wide_value *= power_of_two(value_exponent)
+            score = tl.sum(exact.to(tl.float32) * wide_key[None, :], 1) * scale
+            if SOFTCAP:
+                score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+            if number > 0:
+                score = tl.where(token >= number, score, float("-inf"))
+            if WINDOW and number < TOKENS - 1:
+                score = tl.where(token - number < window, score, float("-inf"))
+            higher = tl.maximum(highest, score)
+            before, share = tl.exp(highest - higher), tl.exp(score - higher)
+            added = share[:, None] * wide_value[None, :]
+            if number > 0:  # a rejected draft may be NaN
+                added = tl.where((token >= number)[:, None], added, 0.0)
+            seen = seen * before[:, None] + added
+            total = total * before + share
+            highest = higher
 
     heads = tl.num_programs(1) * GROUP
-    at = output + (row * heads + head)[:, None] * VALUE + made[None, :]
+    at = output + (index * heads + head)[:, None] * VALUE + made[None, :]
     held = own[:, None] & (made < VALUE)[None, :]
-    shared_part = (row * heads + head) * SHARED_SPLITS
-    with_shared = member < tl.where(tl.minimum(shared_length, length) > 0, GROUP, 0)
+    shared_part = (index * heads + head) * SHARED_SPLITS
+    with_shared = member < tl.where(tl.minimum(shared_length, length) > 0, TOKENS * GROUP, 0)
     if SPLITS == 1:
         if SHARED_SPLITS > 0:
             highest, total, seen = _join(
@@ -189,7 +212,7 @@ def _attend_kernel(  # noqa: PLR0915
             )
         _finish(highest, total, seen, sinks, head, own, at, held, SINKS)
     else:
-        first_part = (row * heads + head) * SPLITS
+        first_part = (index * heads + head) * SPLITS
         part = first_part + split
         tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=held)
         tl.store(weights + part * 2, highest, mask=own)
@@ -217,11 +240,11 @@ def _shared_kernel(
     query, query_token, query_head, keys, keys_page, keys_slot, keys_head, values, values_page, values_slot,
     values_head, key_exponents, value_exponents, exponents_page, exponents_slot, exponents_head, table, table_row,
     lengths, tiles, shared_pages, parts, weights, scale, softcap, window,
-    AT_ONCE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which GROUP exist.
+    # A program takes AT_ONCE rows of a tile, each with HEADS query heads of a key head, of which TOKENS * GROUP exist.
     key_head, split = tl.program_id(1), tl.program_id(2)
     members = tiles + tl.program_id(0) * AT_ONCE
     leader = tl.load(members).to(tl.int64)
@@ -229,18 +252,20 @@ def _shared_kernel(
         index, feature, made = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, VALUES)
         inside = index < AT_ONCE * HEADS
         row = tl.load(members + index // HEADS, mask=inside, other=-1).to(tl.int64)
-        head = key_head * GROUP + index % HEADS
-        own = (row >= 0) & (index % HEADS < GROUP)
+        token = index % HEADS // GROUP  # of the row's new ones
+        head = key_head * GROUP + index % HEADS % GROUP
+        own = (row >= 0) & (index % HEADS < TOKENS * GROUP)
         its_length = tl.load(lengths + row, mask=own, other=0).to(tl.int32)
         own = own & (its_length > 0)
-        at = query + row[:, None] * query_token + head[:, None] * query_head + feature[None, :]
+        query_index = row * TOKENS + token
+        at = query + query_index[:, None] * query_token + head[:, None] * query_head + feature[None, :]
         asked = tl.load(at, mask=own[:, None] & (feature < WIDTH)[None, :], other=0.0)
         asked, query_scale = _scaled_queries(asked, key_exponents)
         length = tl.load(shared_pages + leader) * PAGE
         first = tl.zeros((ROWS,), tl.int32)
         begin = 0
         if WINDOW:
-            first = tl.maximum(its_length - window, 0)
+            first = tl.maximum(its_length - TOKENS + 1 + token - window, 0)
             begin = tl.min(tl.where(own, first, length)) // BLOCK
         blocks = tl.maximum(length // BLOCK, begin)
         each = tl.cdiv(blocks - begin, SPLITS)
@@ -259,7 +284,7 @@ def _shared_kernel(
                 exponents_at, place >= 0, place[None, :] >= first[:, None], scale, softcap, feature, made, WIDTH,
                 VALUE, SOFTCAP,
             )  # fmt: skip
-        part = (row * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
+        part = (query_index * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
         tl.store(parts + part[:, None] * VALUE + made[None, :], seen, mask=own[:, None] & (made < VALUE)[None, :])
         tl.store(weights + part * 2, highest, mask=own)
         tl.store(weights + part * 2 + 1, total, mask=own)
