@@ -18,7 +18,7 @@ class BatchSharding:
     owners: Sequence[int]
     """The data-parallel rank that holds each sequence."""
     bins: Sequence[Sequence[int]] | None = None
-    """The plan of microbatches, if it was made already. Bin k belongs to data-parallel rank k % ranks."""
+    """The sequences of each microbatch, if they are planned already. Bin k belongs to data-parallel rank k % ranks."""
     budget: int | None = None
     """The token budget that `bins` were planned with."""
 

@@ -22,7 +22,7 @@ class BinPlan:
     lengths: Sequence[int]
     """The length of each sequence after truncation."""
     bins: Sequence[Sequence[int]]
-    """The sequences of each microbatch, its `members`. With r data-parallel ranks, k runs bins k, k + r, k + 2r, …"""
+    """The indices of the sequences of each microbatch. Data-parallel rank r of n runs bins r, r + n, r + 2n, …"""
 
     @cached_property
     def starts(self) -> list[int]:

@@ -97,8 +97,8 @@ def read_content(
             raise ValueError(
                 f'a column is named "{name}", but a microbatch has {name} of its own. Choose another name.'
             )
-        at_depth = re.fullmatch(r"(.+) \+\d+", name)
-        if name in COUNTS or (at_depth and at_depth[1] in ("tokens", *columns)):
+        depth_name = re.fullmatch(r"(.+) \+\d+", name)
+        if name in COUNTS or (depth_name and depth_name[1] in ("tokens", *columns)):
             raise ValueError(f'a column is named "{name}", which is the name of a count. Choose another name.')
         if len(entries) != len(sequences):
             raise ValueError(
@@ -126,7 +126,7 @@ def build_microbatches(
     by_depth = [_build_depth(plan, bin_indices, content, depth) for depth in range(depths + 1)]
     if not depths:
         return by_depth[0]
-    return [replace(first, mtp_microbatches=tuple(mtp)) for first, *mtp in zip(*by_depth, strict=True)]
+    return [replace(microbatch, mtp_microbatches=tuple(mtp)) for microbatch, *mtp in zip(*by_depth, strict=True)]
 
 
 def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
@@ -287,14 +287,14 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept_lengt
                 f"sequence {member} holds {ids.dtype}, but tokens are integers. Give the token ids of a tokenizer."
             )
         tokens.append(_truncate(ids, kept_length).to(tokens[0].device if tokens else None, torch.int64))
-    joined = _concatenate(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    if len(joined) and (joined.numpy() if _numpy_compatible(joined) else joined).min() < 0:
+    all_tokens = _concatenate(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    if len(all_tokens) and (all_tokens.numpy() if _numpy_compatible(all_tokens) else all_tokens).min() < 0:
         member, lowest = next((m, int(ids.min())) for m, ids in zip(members, tokens, strict=True) if ids.min() < 0)
         raise ValueError(
             f"sequence {member} holds token {lowest}, but the least is 0. "
             f"Mark tokens that are not trained on in a column, not in the tokens."
         )
-    return joined
+    return all_tokens
 
 
 def _read_column(

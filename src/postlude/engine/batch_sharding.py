@@ -90,7 +90,7 @@ class LocalBatch:
     def _exchange(
         self, local: Tensor, sizes: Sequence[int], returned_ranks: Sequence[int], *, on_last_stage: bool
     ) -> list[Tensor]:
-        """Returns the values of each of the `returned_ranks`, [sizes[rank], ...] on the CPU, given this rank's.
+        """Returns the values of each of `returned_ranks`, [sizes[rank], ...] on the CPU. `local` are this rank's.
 
         They are sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one
         has a token's value and the others have zeros, so the sum is the value.
@@ -346,8 +346,8 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
     columns = [
         {
             count_name(name, depth): column
-            for depth, at_depth in enumerate((microbatch, *microbatch.mtp_microbatches))
-            for name, column in at_depth.columns.items()
+            for depth, depth_microbatch in enumerate((microbatch, *microbatch.mtp_microbatches))
+            for name, column in depth_microbatch.columns.items()
         }
         for microbatch in microbatches
     ]

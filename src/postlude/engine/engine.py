@@ -61,7 +61,7 @@ class Engine(TrainingProperties):
     critic: adds a value head, initially zero. It is trained, clipped, saved and loaded like every other parameter,
         and is not part of streamed or exported weights.
     mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
-        (`MTP`). With mtp=False they are not loaded, and those of a given pattern are not trained.
+        (`MTP`). With mtp=False they are not loaded, and those of a `ModelConfig` are not trained.
     overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all
         with compute; results are bit-identical, and weights stay gathered for a step. "zero_bubble" defers weight
         gradients into the pipeline's bubble.
@@ -69,7 +69,7 @@ class Engine(TrainingProperties):
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
     weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
         rank shares them.
-    fp8: products of tokens and weights inside blocks are in FP8 e4m3, weight gradients excepted (`ops.fp8`).
+    fp8: GEMMs of blocks are in FP8 e4m3, except those of weight gradients (`ops.fp8`).
     lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
         adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `use` selects one of them.
         Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
@@ -194,7 +194,7 @@ class Engine(TrainingProperties):
     ) -> Result:
         """Runs the batch forward and backward, and accumulates its gradients.
 
-        `counts`: if the step has several batches, pass `engine.count(*batches)` for each. It has the sum of every
+        `counts`: if the step has several batches, pass `engine.count(*batches)` for each. They are the sums of every
         column that a loss is a mean over, and "all_tokens", which routers' auxiliary losses need. `recorder` records a
         timeline of this rank.
 

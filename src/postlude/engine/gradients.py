@@ -29,16 +29,16 @@ def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> T
         pieces = [shard] if shard.numel() <= CHUNK else shard.reshape(-1).split(CHUNK)
         chunks += pieces
         fractions += [1.0 / replicas] * len(pieces)
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    square_sum = torch.zeros((), dtype=torch.float64, device=device)
     if chunks:
         weights = (
             fractions[0]
             if len(set(fractions)) == 1
             else torch.tensor(fractions, dtype=torch.float64).to(device, non_blocking=True)
         )
-        squares += (norms(chunks, torch.float64).square() * weights).sum()
-    dist.all_reduce(squares)
-    return squares.sqrt()
+        square_sum += (norms(chunks, torch.float64).square() * weights).sum()
+    dist.all_reduce(square_sum)
+    return square_sum.sqrt()
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:

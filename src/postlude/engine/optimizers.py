@@ -27,7 +27,7 @@ from postlude.optimizer import SGD, AdamW, OptimizerConfig
 from postlude.options import WeightStorage
 from postlude.sharded_tensors import TensorShard
 
-LARGE = 1 << 22  # numbers of a tensor for which a kernel of its own is worth its launch
+LARGE = 1 << 22  # elements; a tensor with at least so many on a GPU is updated by a kernel launch of its own
 FIRST, SECOND, LOW = "exp_avg", "exp_avg_sq", "low"  # as torch calls the first two
 CODES, SCALES = "_codes", "_scales"
 
@@ -112,10 +112,10 @@ class ShardedAdamW(torch.optim.Optimizer):
             for parameter in updated:
                 if not self.state[parameter]:
                     self.state[parameter] = self._initial_state(parameter)
-            by_torch = [parameter for parameter in updated if self._uses_torch_step(parameter)]
-            self._torch_step(by_torch, hyperparameters)
-            others = [parameter for parameter in updated if not self._uses_torch_step(parameter)]
-            for pieces, work in self._updates(others, hyperparameters):
+            torch_parameters = [parameter for parameter in updated if self._uses_torch_step(parameter)]
+            self._torch_step(torch_parameters, hyperparameters)
+            kernel_parameters = [parameter for parameter in updated if not self._uses_torch_step(parameter)]
+            for pieces, work in self._updates(kernel_parameters, hyperparameters):
                 if pieces[0].device == self._device:
                     work(pieces)
                 else:

@@ -49,7 +49,7 @@ class TrainerScores:
 
     def greedy(self) -> list[tuple[int, float]]:
         """Returns the likeliest token after each prefix and its log-prob: the reply of a sampler with these weights."""
-        return [max(listed.items(), key=lambda item: item[1]) for listed in self.likeliest]
+        return [max(logprobs.items(), key=lambda item: item[1]) for logprobs in self.likeliest]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class Probe:
     ) -> TrainerScores | None:
         """Returns the scores of the earlier weights that the sampler still has, or None."""
         noticeable = NOTICEABLE_FRACTION * self.limit
-        for old in self.earlier:
+        for earlier_scores in self.earlier:
             # The rounding of the sampler is not the trainer's, and hides a small step. It does not hide that the
             # sampler repeats its log-probs to the last bit.
-            repeats = previous is not None and (previous.step, previous.sampled) == (old.step, sampled)
-            if repeats and self.repeatable and _logprob_diff(self.scores, old.greedy()) > noticeable:
-                return old
+            repeats = previous is not None and (previous.step, previous.sampled) == (earlier_scores.step, sampled)
+            if repeats and self.repeatable and _logprob_diff(self.scores, earlier_scores.greedy()) > noticeable:
+                return earlier_scores
         if difference <= noticeable or not self.earlier:
             return None
-        nearest = min(self.earlier, key=lambda old: max(_differences(old, sampled)))
+        nearest = min(self.earlier, key=lambda earlier_scores: max(_differences(earlier_scores, sampled)))
         return nearest if max(_differences(nearest, sampled)) < STALE_FRACTION * difference else None
 
 
@@ -181,9 +181,9 @@ def _logprob_diff(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -
 def _differences(scores: TrainerScores, sampled: Sequence[tuple[int, float]]) -> list[float]:
     """Returns the difference at each position; a lower bound of it for a token that the trainer has not listed."""
     differences = []
-    for listed, (token, logprob) in zip(scores.likeliest, sampled, strict=True):
-        highest, lowest = max(listed.values()), min(listed.values())
+    for likeliest, (token, logprob) in zip(scores.likeliest, sampled, strict=True):
+        highest, lowest = max(likeliest.values()), min(likeliest.values())
         # The sampler gives no token more than `logprob`, and the trainer gives an unlisted one at most `lowest`.
-        token_difference = abs(logprob - listed[token]) if token in listed else logprob - lowest
+        token_difference = abs(logprob - likeliest[token]) if token in likeliest else logprob - lowest
         differences.append(max(token_difference, highest - logprob))
     return differences

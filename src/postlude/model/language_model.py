@@ -176,8 +176,8 @@ class LanguageModel(FSDPUnit):
     ) -> SchedulePlan:
         """Returns the same forward as a plan, in segments that can be interleaved with another microbatch's.
 
-        Weights must already be all-gathered: its steps do not call layers, so FSDP's hooks do not run. It has the steps
-        of the multi-token-prediction depths if the processor has `mtp_options`.
+        Weights must already be all-gathered: its steps do not call layers, so FSDP's hooks do not run. The plan
+        has the steps of the multi-token-prediction depths if the processor has `mtp_options`.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, recorder=recorder)
@@ -191,7 +191,9 @@ class LanguageModel(FSDPUnit):
 
         # The tied embedding is a value that the first step writes and the last one reads, so that its gradients are
         # summed as in a plain forward.
-        layer_steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned(context)]
+        layer_steps = [
+            step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned_steps(context)
+        ]
         output_steps = (
             self._planned_output(processor, processor_context, context)
             if self.stage.last
@@ -217,13 +219,17 @@ class LanguageModel(FSDPUnit):
         reads: tuple[str, ...] = output_names(0)
         mtp_layers = self.mtp.layers if self.has_mtp else ()
         if mtp_options is not None and mtp_layers:
-            depths, mtp_layers = list(self.mtp.planned(context, self._embed, mtp_options)), ()
+            depths, mtp_layers = list(self.mtp.planned_steps(context, self._embed, mtp_options)), ()
             reads += tuple(name for depth in range(self.mtp.depths) for name in output_names(depth + 1))
 
         def output(*values: Any) -> Mapping[str, Any]:  # three per depth (`output_names`), and the context
             (hidden, embedding, context), *mtp_outputs = (values[i : i + 3] for i in range(0, len(reads), 3))
-            computed = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
-            return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, computed)}
+            planned_depths = (
+                PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
+            )
+            return {
+                OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, planned_depths)
+            }
 
         return [
             final_norm_step(0, self.norm, context),
@@ -258,12 +264,12 @@ class LanguageModel(FSDPUnit):
         processor: OutputProcessor,
         processor_context: Any,
         context: ForwardContext,
-        computed: MTPDepths | None = None,
+        planned_depths: MTPDepths | None = None,
     ) -> Any:
-        """Calls the processor with the final states. `computed` are MTP depths that a plan has computed."""
+        """Calls the processor with the final states. `planned_depths` are MTP depths that a plan has computed."""
         inputs = self._output_inputs(hidden, context, embedding)
         if self.has_mtp:
-            depths = computed or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
+            depths = planned_depths or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
             inputs = replace(inputs, hidden=view_for_processor(hidden), mtp=depths)
         return processor(inputs, processor_context)
 
@@ -330,14 +336,14 @@ class LanguageModel(FSDPUnit):
                 continue
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             prefix = next((prefix for prefix in blocks_by_prefix if name.startswith(prefix)), None)
-            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            full_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             if is_adapter(name):
-                reset_adapter(name, full, generator)
+                reset_adapter(name, full_tensor, generator)
             elif prefix is None:
-                reset_parameter(role_of(self, name), full, std, generator, norm=1.0 - self.config.norm_offset)
+                reset_parameter(role_of(self, name), full_tensor, std, generator, norm=1.0 - self.config.norm_offset)
             else:
-                blocks_by_prefix[prefix].reset(name.removeprefix(prefix), full, std, generator)
-            local_shard(parameter).copy_(full[region(parameter)])
+                blocks_by_prefix[prefix].reset(name.removeprefix(prefix), full_tensor, std, generator)
+            local_shard(parameter).copy_(full_tensor[region(parameter)])
         for buffer in self.buffers() if only is None else ():
             buffer.zero_()
 

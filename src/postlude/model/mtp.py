@@ -42,7 +42,7 @@ class MTPDepth(nn.Module):
         self.proj = Linear(2 * size, size, tp=mesh.tp)
         self.layers = nn.ModuleDict(
             {
-                str(layer.index): LogicalLayer(layer, config, mesh, blocks, within=f"mtp.{depth}.layers")
+                str(layer.index): LogicalLayer(layer, config, mesh, blocks, prefix=f"mtp.{depth}.layers")
                 for layer in config.pattern.depth_layers(depth)
             }
         )
@@ -90,13 +90,13 @@ class MTP(nn.ModuleList):
         for number, depth_context in enumerate(contexts[: self.depths]):
             yield cast(MTPDepth, self[number % len(self)]), depth_context
 
-    def planned(self, context: ForwardContext, embed: Embed, mtp_options: MTPOptions) -> Iterator[PlannedStep]:
+    def planned_steps(self, context: ForwardContext, embed: Embed, mtp_options: MTPOptions) -> Iterator[PlannedStep]:
         """Yields the steps of all depths for a schedule plan, after the trunk's `final_norm_step`."""
         for number, (depth, depth_context) in enumerate(self.at_depths(context)):
             first_use = number < len(self)
             yield _join_step(depth, number, depth_context, embed, mtp_options, used_again=self.repeated and first_use)
             for layer in depth.layers.values():
-                first, *others = cast(LogicalLayer, layer).planned(depth_context)
+                first, *others = cast(LogicalLayer, layer).planned_steps(depth_context)
                 completes = first.completes if first_use else ()
                 yield replace(first, completes=completes, used_again=completes if self.repeated else ())
                 yield from others

@@ -224,7 +224,7 @@ class Linear(FP8Layer):
         """[T, in] -> [T, out]."""
         return self._product(hidden, _local_or_none(self.bias))
 
-    def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+    def apply_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
         if self.adapter is not None or self.fp8_weight is not None:
             output: Tensor = self(gated_activation(gate, up, activation))
@@ -388,10 +388,10 @@ class RowLinear(Linear):
             return super().forward(features)
         return self._scatter(self._product(features))
 
-    def of_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+    def apply_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in / tp] both, or of activation(up): [T / tp, out]."""
         if self.tp.group is None or self.adapter is not None:
-            return super().of_gated(gate, up, activation)
+            return super().apply_gated(gate, up, activation)
         return self._scatter(gated_linear(gate, up, activation, local(self.weight), fp8=self.fp8))
 
     def _scatter(self, product: Tensor) -> Tensor:

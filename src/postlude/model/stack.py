@@ -30,10 +30,10 @@ class LogicalLayer(FSDPUnit):
         mesh: Mesh,
         blocks: Mapping[str, type[Block]],
         *,
-        within: str = "layers",
+        prefix: str = "layers",
     ) -> None:
         super().__init__()
-        self.name = f"{within}.{layer.index}"
+        self.name = f"{prefix}.{layer.index}"
         self.block_names = layer.names
         self.blocks = tuple(
             blocks[symbol](config.blocks[symbol], config, f"{self.name}.{name}", mesh)
@@ -47,7 +47,7 @@ class LogicalLayer(FSDPUnit):
         """The steps of all blocks, in order."""
         return tuple(step for block in self.blocks for step in block.steps())
 
-    def planned(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
+    def planned_steps(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
         """Returns the steps for a schedule plan. Call it once per use of the layer."""
         steps = [
             PlannedStep(step, context, owner, f"{self.name} {name}.{step.name}")
@@ -68,7 +68,7 @@ class HybridStack(nn.ModuleDict):
 
     def __init__(self, config: ModelConfig, stage: Stage, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
         for symbol in config.symbols:
-            _check(symbol, config, blocks)
+            _check_block(symbol, config, blocks)
         layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
         super().__init__({str(layer.index): LogicalLayer(layer, config, mesh, blocks) for layer in layers})
 
@@ -79,7 +79,7 @@ class HybridStack(nn.ModuleDict):
         return hidden
 
 
-def _check(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+def _check_block(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
     if symbol not in blocks:
         raise ValueError(
             f"pattern {config.pattern} uses {symbol!r} ({config.pattern.symbols[symbol]}), which has no "

@@ -45,8 +45,8 @@ class PolicyColumns:
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None = None  # None: on-policy, the current log-probs
-    reference: Tensor | None = None
+    old_logprobs: Tensor | None = None  # None: on-policy, the current log-probs
+    reference_logprobs: Tensor | None = None
     positive: Tensor | None = None
     correction: Tensor | None = None
     log_ratio: Tensor | None = None  # sequence-level (GSPO), with gradient; None: per token
@@ -129,11 +129,11 @@ class PolicyGradient:
         has_weight = targets != IGNORE
         columns = self.columns(microbatch, weights, has_weight)
         if self.token_separable:
-            columns, correction_weights = self._with_correction(microbatch, columns, columns.old, has_weight)
+            columns, correction_weights = self._with_correction(microbatch, columns, columns.old_logprobs, has_weight)
             result = head.objective(inputs.hidden, targets, self.token_losses, columns, **options)
             return Loss(result.loss, self.over, self.metrics(microbatch, result.stats, columns, correction_weights))
         stats = head.logprobs(inputs.hidden, targets, **options)
-        old = stats.logprob.detach() if columns.old is None else columns.old
+        old = stats.logprob.detach() if columns.old_logprobs is None else columns.old_logprobs
         columns, correction_weights = self._with_correction(microbatch, columns, old, has_weight)
         if self.ratio == "sequence":
             log_ratios = sequence_mean(microbatch, stats.logprob - old, has_weight)
@@ -159,8 +159,8 @@ class PolicyGradient:
         return PolicyColumns(
             weights,
             read(ADVANTAGES),
-            old=None if self.ratio == "on_policy" else read(OLD),
-            reference=None if self.kl is None else read(REFERENCE),
+            old_logprobs=None if self.ratio == "on_policy" else read(OLD),
+            reference_logprobs=None if self.kl is None else read(REFERENCE),
             positive=read(POSITIVE) if self.positive_nll else None,
         )
 
@@ -169,9 +169,9 @@ class PolicyGradient:
         losses = self.surrogates(logprob, self.log_ratios(logprob, columns).exp(), columns.advantages)
         if columns.correction is not None:
             losses = losses * columns.correction
-        if self.kl is not None and columns.reference is not None:
-            old = logprob.detach() if columns.old is None else columns.old
-            losses = losses + self.kl(logprob, columns.reference, old)
+        if self.kl is not None and columns.reference_logprobs is not None:
+            old = logprob.detach() if columns.old_logprobs is None else columns.old_logprobs
+            losses = losses + self.kl(logprob, columns.reference_logprobs, old)
         if self.entropy and entropy is not None:
             losses = losses - self.entropy * entropy
         if columns.positive is not None:
@@ -182,7 +182,7 @@ class PolicyGradient:
         """Returns log r, [tokens]."""
         if columns.log_ratio is not None:
             return clamp_log_ratio(columns.log_ratio)
-        return clamp_log_ratio(logprob - (logprob.detach() if columns.old is None else columns.old))
+        return clamp_log_ratio(logprob - (logprob.detach() if columns.old_logprobs is None else columns.old_logprobs))
 
     def surrogates(self, logprob: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Returns the surrogate of each token, [tokens]."""
@@ -207,7 +207,7 @@ class PolicyGradient:
         assert stats.entropy is not None
         logprob, entropy = stats.logprob.detach(), stats.entropy.detach()
         advantages, over = columns.advantages, self.over
-        old = logprob if columns.old is None else columns.old
+        old = logprob if columns.old_logprobs is None else columns.old_logprobs
         ratio = self.log_ratios(logprob, columns).detach().exp()
         low, high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
         if self.surrogate == "clip":  # clipping is active only below 1 for A < 0, and above 1 for A > 0
@@ -222,8 +222,8 @@ class PolicyGradient:
             metrics |= {"clip_ratio/low": mean(low.float(), over), "clip_ratio/high": mean(high.float(), over)}
         if self.dual_clip is not None:
             metrics["clip_ratio/dual"] = mean(((advantages < 0) & (ratio > self.dual_clip)).float(), over)
-        if self.kl is not None and columns.reference is not None:
-            metrics["kl"] = mean(estimate_kl(logprob, columns.reference, self.kl.estimator), over)
+        if self.kl is not None and columns.reference_logprobs is not None:
+            metrics["kl"] = mean(estimate_kl(logprob, columns.reference_logprobs, self.kl.estimator), over)
         if ROLLOUT in microbatch.columns:
             metrics |= mismatch_metrics(microbatch.column(ROLLOUT).float(), old, over)
         if correction_weights is not None:

@@ -121,8 +121,8 @@ class _Run:
         self.schedule = rank_schedule(rank=executor.rank, **options)
         self.transfers = transfer_plan(**options)[executor.rank]  # before each entry, and after the last
         actions = [action for entry in self.schedule for action in entry]
-        self.last_of_stage = {action.stage: action for action in actions if action.kind != "F"}
-        self.last_of_pass = {(action.stage, action.microbatch): action for action in actions}
+        self.last_backward_of_stage = {action.stage: action for action in actions if action.kind != "F"}
+        self.last_action_of_pass = {(action.stage, action.microbatch): action for action in actions}
         self.pending = _PendingTransfers(executor, self.microbatches, MAX_PENDING_SENDS if forward_only else None)
 
     def run_entry(self, entry: ScheduleEntry) -> None:
@@ -144,7 +144,7 @@ class _Run:
         return self.recorder.for_microbatch(action.microbatch)
 
     def _is_last_of_pass(self, action: Action) -> bool:
-        return self.last_of_pass[action.stage, action.microbatch] == action
+        return self.last_action_of_pass[action.stage, action.microbatch] == action
 
     def _forward(self, action: Action, hidden: Tensor | None) -> StepGenerator:
         model = self.executor.stages[action.stage]
@@ -159,14 +159,14 @@ class _Run:
     def _backward(self, action: Action, gradient: Tensor | None) -> StepGenerator:
         """Returns the steps of a B or a W."""
         model = self.executor.stages[action.stage]
-        if self.before_last_backward is not None and self.last_of_stage[action.stage] == action:
+        if self.before_last_backward is not None and self.last_backward_of_stage[action.stage] == action:
             self.before_last_backward(model)
         return self.passes[action.stage, action.microbatch].backward(
             action, gradient, partial(self.on_grads_ready, model), is_last=self._is_last_of_pass(action)
         )
 
     def _finish_forward(self, action: Action, output: Any) -> None:
-        """Keeps the last stage's result, and the loss for the backward. Other stages send their output on."""
+        """Stores the last stage's result, and the loss for the backward. Other stages send their output to the next."""
         stage_pass = self.passes[action.stage, action.microbatch]
         if stage_pass.model.stage.last:
             self.results[action.microbatch] = output

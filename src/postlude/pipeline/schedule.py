@@ -37,11 +37,11 @@ ScheduleEntry = tuple[Action, ...]
 def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only: bool = False) -> tuple[Action, ...]:
     """Returns the actions of one rank: warm-up forwards, then forwards and backwards alternating, then the rest.
 
-    Microbatches pass a rank's chunks in groups of pp, so that the first of a group is back from the other ranks when
-    the last has left. If pp does not divide their number, the groups share the remainder evenly: one smaller group
-    would stall every rank, and can deadlock (pp = 4, vpp = 3, 5 microbatches). The largest group is
+    Microbatches pass a rank's chunks in groups of pp, so that the first of a group has passed the other ranks when the
+    rank has sent the last of it. If pp does not divide their number, the groups share the remainder evenly: one smaller
+    group would stall every rank, and can deadlock (pp = 4, vpp = 3, 5 microbatches). The largest group is
     g = ⌈microbatches / max(1, ⌊microbatches / pp⌋)⌉, and a rank has at most this many forwards in flight
-    (that await their backward), each 1/vpp of the rank:
+    (that await their backward), each of one of its vpp stages:
 
         vpp = 1     min(microbatches, pp - rank)
         vpp > 1     min(vpp·microbatches, 2(pp - rank - 1) + (vpp - 1)g + 1)
@@ -93,8 +93,8 @@ def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     Forwards and backwards are as in 1F1B, but each rank defers the weight gradients of as many microbatches as there
     are ranks before it. So earlier ranks get their gradients sooner, and a rank computes deferred weight gradients
     when it would wait for a backward. A rank has as many forwards in flight as in 1F1B, and deferred weight gradients
-    of at most `rank` microbatches when a forward begins: both together at most pp, as rank 0 holds. With at least pp
-    microbatches, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it if
+    of at most `rank` microbatches when a forward begins: together at most pp, as many forwards as rank 0 has. With at
+    least pp microbatches, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it if
     all three take equally long.
     """
     forwards, backwards, _ = _actions(pp, 1, microbatches, rank)

@@ -52,7 +52,7 @@ from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import Task, Tasks
 from postlude.world.agreement import on_rank0
 
-REDUCE: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
+REDUCTIONS: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
 
 
 class GRPOTrainer(Trainer):
@@ -98,8 +98,8 @@ class GRPOTrainer(Trainer):
                 pool_factory=factory,
                 keep_open=self.keep_open,
             )
-            set_tasks = {named_set.name: named_set.tasks for named_set in self.evaluation_sets}
-            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, set_tasks)
+            tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
+            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, tasks_by_set)
             self.held_out = [self.tasks[index] for index in evaluated.held_out.indices]
             self.task_sampler.skip = evaluated
         staleness = config.asynchrony.max_staleness
@@ -248,7 +248,7 @@ class GRPOTrainer(Trainer):
         results = [self.train_minibatch(minibatch) for _ in range(self.config.epochs) for minibatch in minibatches]
         metrics: StepMetrics = dict(advantage_metrics)
         for name in dict.fromkeys(name for result in results for name in result):
-            reduce = REDUCE[self.reductions.get(name, "mean")]
+            reduce = REDUCTIONS[self.reductions.get(name, "mean")]
             metrics[name] = reduce([result[name] for result in results if name in result])
         # The old log-probs are the rollout engine's, so the objective cannot compare the two. The first minibatch can:
         # it trains with the weights that sampled it, so its ratio shows the mismatch of rollout engine and trainer.
@@ -343,10 +343,10 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
 
     warm_start = example if config.warm_start.steps else None
     held_out = config.evaluation if config.evaluation.every else None
-    replay = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
+    routing_checks = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
     return [
         *training_checks(inputs, trial),
-        *(replay if config.replay_routing else []),
+        *(routing_checks if config.replay_routing else []),
         *second_model_check(inputs, "reference_model", config.reference_model),
         *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),

@@ -139,7 +139,7 @@ class Conversations:
         timer: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self.budget, self.timer = engine, budget, timer
-        self._started: deque[TrajectoryGroup] = deque()
+        self._new_groups: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
@@ -154,7 +154,7 @@ class Conversations:
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all trajectories of a group."""
         with self._condition:
-            self._started.append(group)
+            self._new_groups.append(group)
             self._condition.notify_all()
 
     def poll(self, timeout: float) -> list[TrajectoryGroup]:
@@ -190,7 +190,10 @@ class Conversations:
                 with self._condition:
                     self._condition.wait_for(
                         lambda: (
-                            self._closed or self._started or self._waiting_for_engine or self._waiting_for_environment
+                            self._closed
+                            or self._new_groups
+                            or self._waiting_for_engine
+                            or self._waiting_for_environment
                         )
                     )
                 if self._closed:
@@ -205,8 +208,8 @@ class Conversations:
         """Waits briefly for completions and turn results, and continues the conversations that got one."""
         with self.timer("rollout"):
             with self._condition:
-                started, self._started = self._started, deque()
-            for group in started:
+                new_groups, self._new_groups = self._new_groups, deque()
+            for group in new_groups:
                 self._start(group)
             for finished in self.engine.poll(0.0 if self._waiting_for_environment else ENGINE_POLL_SECONDS):
                 self._add_completion(finished)
@@ -281,20 +284,20 @@ class Conversations:
             return True
         score, environment = result.score or Score(0.0), group.source.environment
         try:
-            observed = group.source.encoder.observation(
+            observation_tokens = group.source.encoder.observation(
                 result.observation,
                 trajectory.completions[-1].tokens,
                 chat=is_chat(trajectory.task.prompt),
                 keep_reasoning=environment.keep_reasoning,
             )
         except ValueError as error:  # an invalid observation fails only this trajectory
-            failed, message = environment.failed_reward, f"the environment's observation cannot be read: {error}"
-            trajectory.score = score.plus(Score(failed or 0.0, {}, message, excluded=failed is None))
+            failed_reward, message = environment.failed_reward, f"the environment's observation cannot be read: {error}"
+            trajectory.score = score.plus(Score(failed_reward or 0.0, {}, message, excluded=failed_reward is None))
             return True
-        if len(trajectory.transcript.tokens) + len(observed) + group.sampling.max_new_tokens > self.budget:
+        if len(trajectory.transcript.tokens) + len(observation_tokens) + group.sampling.max_new_tokens > self.budget:
             trajectory.score = score.plus(OVER_BUDGET)
             return True
-        trajectory.transcript.add_observation(observed)
+        trajectory.transcript.add_observation(observation_tokens)
         return False
 
 

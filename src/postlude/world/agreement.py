@@ -41,7 +41,7 @@ def gather_and_decide(
     """
     if not dist.is_initialized():
         return decide([work()])
-    local: tuple[Any, Exception | None] = _attempt(work)
+    local: tuple[Any, Exception | None] = _result_or_error(work)
     is_rank0 = dist.get_rank(group) == 0
     gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_rank0 else None
     dist.gather_object(local, gathered, group=group, group_dst=0)
@@ -51,7 +51,7 @@ def gather_and_decide(
         if failed:
             decision = [(None, failed[0])]
         else:
-            result, error = _attempt(lambda: decide([value for value, _ in gathered]))
+            result, error = _result_or_error(lambda: decide([value for value, _ in gathered]))
             decision = [(result, None if error is None else (0, error))]
     dist.broadcast_object_list(decision, group=group, group_src=0)
     result, failure = decision[0]
@@ -97,7 +97,7 @@ class Rank0Controller(Generic[Argument, Value]):
         if not self.is_rank0:
             self._serve()
             return on_rank0(work, self.group)
-        result, error = _attempt(work)
+        result, error = _result_or_error(work)
         dist.broadcast_object_list([None], group=self.group, group_src=0)  # there are no more calls
 
         def finished() -> Result:
@@ -143,14 +143,14 @@ class Rank0Controller(Generic[Argument, Value]):
 
     def _call(self, argument: Argument) -> list[Value]:
         """Calls the function. Rank 0 gets all results, or raises a rank's exception, which ends its `on_rank0`."""
-        gathered = self.gather(_attempt(lambda: self.function(argument)))
+        gathered = self.gather(_result_or_error(lambda: self.function(argument)))
         for _, error in gathered:
             if error is not None:
                 raise error
         return [value for value, _ in gathered]
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _result_or_error(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
     except Exception as error:

@@ -125,11 +125,11 @@ class AttentionConfig(BlockConfig):
     def check_layout(self, layout: Layout, name: str) -> None:
         """Raises unless each TP rank has its own query heads, and whole key heads or an equal slice of one."""
         if not self._divided_by(layout.tp):
-            others = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
+            possible_degrees = nearest_degrees(layout.tp, filter(self._divided_by, range(1, self.heads + 1)))
             raise ValueError(
                 f"{name} has {self.heads} heads and {self.kv_heads} key heads, which tp={layout.tp} ranks cannot "
                 f"share: tp divides the heads, and either divides the key heads or is a multiple of them. "
-                f"Use tp={others}."
+                f"Use tp={possible_degrees}."
             )
 
     def _divided_by(self, tp: int) -> bool:

@@ -57,23 +57,23 @@ class GatedConfig(BlockConfig):
         )
 
     def features(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Returns the features of both projections, [..., intermediate_size] each, or of `up` alone."""
+        """Returns the intermediate features, [..., intermediate_size], from both projections' outputs, or `up`'s."""
         if self.alpha == 1.0:
-            return gated_activation(*self._bounded(gate, up), self.activation)
-        gate, up = self._bounded(gate, up)
+            return gated_activation(*self._clamp_and_offset(gate, up), self.activation)
+        gate, up = self._clamp_and_offset(gate, up)
         activated = up if gate is None else gate
         activated = activated * (self.alpha * activated).sigmoid()
         return activated if gate is None else activated * up
 
     def apply_down(self, down: Linear | RowLinear, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Returns `down` of the features, without keeping them for the backward where possible."""
+        """Applies `down` to the intermediate features, without keeping them for the backward where possible."""
         if self.alpha == 1.0:
-            return down.of_gated(*self._bounded(gate, up), self.activation)
+            return down.apply_gated(*self._clamp_and_offset(gate, up), self.activation)
         output: Tensor = down(self.features(gate, up))
         return output
 
-    def _bounded(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Applies limit and offset."""
+    def _clamp_and_offset(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Applies `limit` and `up_offset`."""
         if gate is None:
             return gate, up
         if self.limit is not None:

@@ -49,26 +49,26 @@ class ChannelRendezvous(Protocol):
 def open_all(rendezvous: Mapping[str, ChannelRendezvous], timeout: float) -> tuple[dict[str, Channel], dict[str, str]]:
     """Opens channels in parallel. Returns the open ones and the failures, by server."""
     opened: dict[str, Channel] = {}
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
 
-    def attempt(url: str) -> None:
+    def open_channel(url: str) -> None:
         try:
             opened[url] = rendezvous[url].open(timeout)
         except ChannelError as error:
-            failed[url] = str(error)
+            failures[url] = str(error)
 
     if rendezvous:
         with ThreadPoolExecutor(len(rendezvous)) as threads:
-            list(threads.map(attempt, rendezvous))
-    return opened, failed
+            list(threads.map(open_channel, rendezvous))
+    return opened, failures
 
 
 def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> dict[str, str]:
     """Sends bytes through all channels in parallel. Returns the failures by server."""
     failed: dict[str, str] = {}
 
-    def attempt(url: str, action: Callable[[], Any]) -> bool:
-        """Whether there is nothing more to wait for."""
+    def is_finished(url: str, action: Callable[[], Any]) -> bool:
+        """Runs `action` and returns its result; True if the channel failed."""
         try:
             return bool(action())
         except ChannelError as error:
@@ -76,10 +76,10 @@ def send_all(channels: Mapping[str, Channel], data: Tensor, timeout: float) -> d
             return True
 
     for url, channel in channels.items():
-        attempt(url, partial(channel.start_send, data))
+        is_finished(url, partial(channel.start_send, data))
     deadline = time.monotonic() + timeout
     waiting = [url for url in channels if url not in failed]
-    while waiting := [url for url in waiting if not attempt(url, channels[url].is_done)]:
+    while waiting := [url for url in waiting if not is_finished(url, channels[url].is_done)]:
         if time.monotonic() > deadline:
             failed |= dict.fromkeys(waiting, f"did not receive weights within {timeout:g} s")
             break

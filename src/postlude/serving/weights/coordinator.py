@@ -91,14 +91,14 @@ class TransferCoordinator:
             server = self._servers[url]
             server.reload_seconds = time.perf_counter() - self._start_time
             confirm = self.client.pool.confirm(server, self.weights, timeout=self.timeout)
-            self._running[url] = self.client.start(self._attempt(server, confirm))
+            self._running[url] = self.client.start(self._succeeds(server, confirm))
         return self._wait()
 
     def _start_commands(self, commands: Mapping[str, Command]) -> None:
         for url, command in commands.items():
             server = self._servers[url]
             work = server.call(command, timeout=self.timeout)
-            self._running[url] = self.client.start(self._attempt(server, work))
+            self._running[url] = self.client.start(self._succeeds(server, work))
 
     def _wait(self, failures: Mapping[str, str] | None = None) -> list[str]:
         """Waits for all commands. Returns the servers that still take part, without those whose channels failed."""
@@ -120,7 +120,7 @@ class TransferCoordinator:
 
             self.client.run(fail())
 
-    async def _attempt(self, server: RemoteServer, work: Coroutine[Any, Any, None]) -> bool:
+    async def _succeeds(self, server: RemoteServer, work: Coroutine[Any, Any, None]) -> bool:
         """Returns whether `work` succeeded; a failure is reported to the pool."""
         try:
             await work

@@ -63,7 +63,7 @@ class WeightSync(ABC):
         """Metrics of the last sync, on rank 0."""
         self._comparison: ChecksumComparison | None = None
         self._probe: Probe | None = None
-        self._count = 0
+        self._sync_count = 0
 
     @property
     def client(self) -> GenerationClient:
@@ -101,14 +101,14 @@ class WeightSync(ABC):
         return self.version != version
 
     def _compare_checksums(self) -> None:
-        self._count += 1
+        self._sync_count += 1
         every = self.options.checksum_every
-        if every and (self._count - 1) % every == 0:
+        if every and (self._sync_count - 1) % every == 0:
             start = time.perf_counter()
-            on_rank0(self._compare, self.group)
+            on_rank0(self._compare_on_rank0, self.group)
             self.metrics["servers/check_seconds"] = time.perf_counter() - start
 
-    def _compare(self) -> None:
+    def _compare_on_rank0(self) -> None:
         self._comparison = self._comparison or ChecksumComparison(self.client.pool)
         self.client.wait_for_reload()
         if self._comparison.is_possible():
