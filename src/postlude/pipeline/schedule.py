@@ -94,8 +94,8 @@ def zero_bubble(*, pp: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     are ranks before it. So earlier ranks get their gradients sooner, and a rank computes deferred weight gradients
     when it would wait for a backward. A rank has as many forwards in flight as in 1F1B, and deferred weight gradients
     of at most `rank` microbatches when a forward begins: together at most pp, as many forwards as rank 0 has. With at
-    least pp microbatches, the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of it if
-    all three take equally long.
+    least pp microbatches the bubble is (pp - 1)(F + max(0, B - W)), and that of 1F1B is (pp - 1)(F + B + W): a third of
+    it if all three take equally long.
     """
     forwards, backwards, _ = _actions(pp, 1, microbatches, rank)
     deferred = [Action("W", backward.stage, backward.microbatch) for backward in backwards]

@@ -45,7 +45,7 @@ class Block(nn.Module):
     roles: ClassVar[Mapping[str, Role]] = {}
     """The roles of the block's own parameters, and of those of submodules without roles."""
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "attention"}
-    """The LoRA group of each linear layer by name, or of all others (""). Any module may have it; the innermost applies."""
+    """The LoRA groups of its linear layers by name, "" for others. Any module may have it; the innermost applies."""
     supports_decoding: ClassVar[bool] = False
     """Whether it can decode with a cache (`context.decode_state`)."""
     batch_invariant: ClassVar[bool] = False  # whether decoding gives the bits of its forward: `ops/batch_invariant.py`
