@@ -67,8 +67,8 @@ def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
         gpu.tma
         and all(width >= 16 and width.bit_count() == 1 for width in widths)
         and all(
-            (each.stride(0) | each.stride(1)) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
-            for each in (query, key, value)
+            (tensor.stride(0) | tensor.stride(1)) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+            for tensor in (query, key, value)
         )
     )
     return _tiles(max(widths) > 128, tma, gpu.shared_memory >= LARGE)
@@ -97,9 +97,9 @@ def triton_attention(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """See `postlude.ops.attention.PackedAttention`. There is at least one sequence."""
-    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
-    asked = AttentionCall.of((query, key, value), queries, keys, scale, window, softcap, tiles)
-    output: Tensor = _Attention.apply(query, key, value, sinks, asked)
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    call = AttentionCall.of((query, key, value), queries, keys, scale, window, softcap, tiles)
+    output: Tensor = _Attention.apply(query, key, value, sinks, call)
     return output
 
 
@@ -118,19 +118,19 @@ def _cut(packing: Packing, step: int) -> tuple[Array, Array]:
 def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, position of the first query."""
     sequence, offset = _cut(queries, step)
-    (first, count), (key, asked) = (_laid(packing, sequence) for packing in (queries, keys))
-    left, place = count - offset, asked - count + offset
-    seen = np.minimum(place + np.minimum(left, step), (window or keys.max_length) + step)
-    return _longest_first(seen, first + offset, left, key, place)
+    (first, count), (key, key_count) = (_laid(packing, sequence) for packing in (queries, keys))
+    rows_left, position = count - offset, key_count - count + offset
+    visible_keys = np.minimum(position + np.minimum(rows_left, step), (window or keys.max_length) + step)
+    return _longest_first(visible_keys, first + offset, rows_left, key, position)
 
 
 def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 6]: first row, rows to the sequence's end, position, first query row, queries, keys before the first."""
     sequence, offset = _cut(keys, step)
-    (first, count), (key, asked) = (_laid(packing, sequence) for packing in (queries, keys))
-    before = asked - count
-    seeing = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
-    return _longest_first(seeing, key + offset, asked - offset, offset, first, count, before)
+    (first, count), (key, key_count) = (_laid(packing, sequence) for packing in (queries, keys))
+    before = key_count - count
+    query_count = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
+    return _longest_first(query_count, key + offset, key_count - offset, offset, first, count, before)
 
 
 def _laid(packing: Packing, sequence: Array) -> tuple[Array, Array]:
@@ -145,12 +145,12 @@ def _longest_first(work: Array, *columns: Array) -> Array:
 
 def _table(make: Any, queries: Packing, keys: Packing, window: int | None, step: int) -> Tensor:
     """Returns the table on the device. It is made once for all layers with the same packing, window and step."""
-    asked = (make.__name__, keys.lengths, window, step)
-    if asked not in queries.tables:
-        queries.tables[asked] = to_device(
+    table_key = (make.__name__, keys.lengths, window, step)
+    if table_key not in queries.tables:
+        queries.tables[table_key] = to_device(
             torch.from_numpy(make(queries, keys, window, step)), queries.cu_seqlens.device
         )
-    table: Tensor = queries.tables[asked]
+    table: Tensor = queries.tables[table_key]
     return table
 
 
@@ -168,18 +168,18 @@ def _forward(
     """Returns the output [T, heads, v] and the lse, fp32 [T, heads]."""
     (tokens, heads, _), group = query.shape, query.shape[1] // key.shape[1]
     rows, columns, warps, stages, tma = tile
-    how = Tile(rows, columns, warps, stages, bool(tma))
-    pack = _packed_heads(group, how.rows)
+    tile_sizes = Tile(rows, columns, warps, stages, bool(tma))
+    pack = _packed_heads(group, tile_sizes.rows)
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-    read = _read(key, how.keys, 1, how), _read(value, how.keys, 1, how)
+    read = _read(key, tile_sizes.keys, 1, tile_sizes), _read(value, tile_sizes.keys, 1, tile_sizes)
     _launch_forward(
         (heads // pack * len(table), 1, 1),
         (query, *read, sinks, output, lse, table),
         (scale, window or 0, softcap or 1.0),
-        (*_laid_out(query, key, value), *_constants(query, value, group, pack, how, window, softcap)),
-        how.warps,
-        num_stages=how.stages,
+        (*_laid_out(query, key, value), *_constants(query, value, group, pack, tile_sizes, window, softcap)),
+        tile_sizes.warps,
+        num_stages=tile_sizes.stages,
     )
     return output, lse
 
@@ -216,8 +216,8 @@ class AttentionCall:
         tiles: Tiles | None = None,
     ) -> AttentionCall:
         """Builds the call for `inputs` (query, key, value), with the tiles for their widths unless given."""
-        seen = None if window is not None and window >= keys.max_length else window
-        return cls(queries, keys, scale, seen, softcap, tiles or tiles_for(*inputs))
+        needed_window = None if window is not None and window >= keys.max_length else window
+        return cls(queries, keys, scale, needed_window, softcap, tiles or tiles_for(*inputs))
 
     @property
     def numbers(self) -> tuple[float, int, float]:
@@ -226,24 +226,33 @@ class AttentionCall:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, asked: AttentionCall, *, operator: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    attention_call: AttentionCall,
+    *,
+    operator: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [T, heads, v] and the lse, fp32 [T, heads].
 
     Selective recompute needs the call as a torch `operator`, which takes the host longer than a plain call.
     """
-    group, rated = query.shape[1] // key.shape[1], (asked.scale, asked.window, asked.softcap)
+    group, score_options = (
+        query.shape[1] // key.shape[1],
+        (attention_call.scale, attention_call.window, attention_call.softcap),
+    )
     if is_batch_invariant():
         step = invariant_attention.ROWS // invariant_attention.packed_heads(group)
-        table = _table(_query_table, asked.queries, asked.keys, asked.window, step)
-        output, lse = torch.ops.postlude.invariant_attention(query, key, value, sinks, table, *rated)
+        table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, step)
+        output, lse = torch.ops.postlude.invariant_attention(query, key, value, sinks, table, *score_options)
         return output, lse
-    tile = asked.tiles.forward
+    tile = attention_call.tiles.forward
     pack = _packed_heads(group, tile.rows)
-    table = _table(_query_table, asked.queries, asked.keys, asked.window, tile.rows // pack)
-    how = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
+    table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, tile.rows // pack)
+    tile_sizes = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
     call = torch.ops.postlude.attention if operator else _forward
-    output, lse = call(query, key, value, sinks, table, *rated, how)
+    output, lse = call(query, key, value, sinks, table, *score_options, tile_sizes)
     return output, lse
 
 
@@ -255,66 +264,68 @@ def backward(
     output: Tensor,
     lse: Tensor,
     gradient: Tensor,
-    asked: AttentionCall,
-    for_value: Tensor | None = None,
+    call: AttentionCall,
+    grad_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of query, key, value and sinks. `for_value` may be given, dense within a token."""
-    queries, keys, window, softcap = asked.queries, asked.keys, asked.window, asked.softcap
+    """Returns the gradients of query, key, value and sinks. `grad_value` may be given, dense within a token."""
+    queries, keys, window, softcap = call.queries, call.keys, call.window, call.softcap
     gradient = gradient.contiguous()
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    for_query, for_key = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key))
-    if for_value is None:
-        for_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    grad_query, grad_key = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key)
+    )
+    if grad_value is None:
+        grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     delta = torch.empty_like(lse)  # Σ output · its gradient
     laid_out = _laid_out(query, key, value)
 
-    tile = asked.tiles.queries
+    tile = call.tiles.queries
     pack = _packed_heads(group, tile.rows)
     table = _table(_query_table, queries, keys, window, tile.rows // pack)
     _launch_query_gradient(
         (heads // pack * len(table), 1, 1),
         (
             *(query, _read(key, tile.keys, 1, tile), _read(value, tile.keys, 1, tile)),
-            *(output, gradient, lse, delta, for_query, table),
+            *(output, gradient, lse, delta, grad_query, table),
         ),
-        asked.numbers,
+        call.numbers,
         (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
         tile.warps,
         num_stages=tile.stages,
     )
-    tile = asked.tiles.keys
+    tile = call.tiles.keys
     pack = _packed_heads(group, tile.rows)
     table = _table(_key_table, queries, keys, window, tile.keys)
-    read = [_read(each, tile.rows // pack, pack, tile) for each in (query, gradient)]
+    read = [_read(tensor, tile.rows // pack, pack, tile) for tensor in (query, gradient)]
     _launch_key_gradient(
         (key.shape[1] * len(table), 1, 1),
-        (read[0], key, value, read[1], lse, delta, for_key, for_value, table),
-        asked.numbers,
-        (for_value.stride(0), *laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+        (read[0], key, value, read[1], lse, delta, grad_key, grad_value, table),
+        call.numbers,
+        (grad_value.stride(0), *laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
         tile.warps,
         num_stages=tile.stages,
     )
-    for_sinks = None
+    grad_sinks = None
     if sinks is not None:
-        sunk = (sinks.float() - lse).exp()  # [T, heads], the sink's share of the softmax
-        for_sinks = -(sunk * delta).sum(0).to(sinks.dtype)
-    return for_query, for_key, for_value, for_sinks
+        sink_share = (sinks.float() - lse).exp()  # [T, heads], the sink's share of the softmax
+        grad_sinks = -(sink_share * delta).sum(0).to(sinks.dtype)
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, asked: AttentionCall
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> Tensor:
-        output, lse = forward(query, key, value, sinks, asked)
+        output, lse = forward(query, key, value, sinks, call)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        ctx.asked = asked
+        ctx.call = call
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        return *backward(query, key, value, sinks, output, lse, gradients[0], ctx.asked), None
+        return *backward(query, key, value, sinks, output, lse, gradients[0], ctx.call), None
 
 
 def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:
@@ -335,7 +346,7 @@ def _constants(
 ) -> tuple[int, ...]:
     """Returns the kernels' constants from WIDTH on."""
     width, value_width = query.shape[-1], value.shape[-1]
-    wide, value_wide = (max(16, 1 << (each - 1).bit_length()) for each in (width, value_width))
+    wide, value_wide = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     tiles = (pack, tile.rows // pack, tile.keys)
     return (width, value_width, wide, value_wide, group, *tiles, window is not None, softcap is not None, tile.tma)
 

@@ -15,13 +15,13 @@ UNSEEN = tl.constexpr(-1.0e30)  # finite: a tile may hide all its keys from a qu
 
 
 @triton.jit
-def _load(base, row, row_stride, real, feature, WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):
-    """Loads [rows, WIDE]: zero past the features and, where MASKED, in rows that are not real."""
+def _load(base, row, row_stride, valid, feature, WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):
+    """Loads [rows, WIDE]: zero past the features and, where MASKED, in rows that are not valid."""
     at = base + row[:, None] * row_stride + feature[None, :]
     if WIDTH != WIDE:
-        loaded = tl.load(at, mask=real[:, None] & (feature < WIDTH)[None, :], other=0.0)
+        loaded = tl.load(at, mask=valid[:, None] & (feature < WIDTH)[None, :], other=0.0)
     elif MASKED:
-        loaded = tl.load(at, mask=real[:, None], other=0.0)
+        loaded = tl.load(at, mask=valid[:, None], other=0.0)
     else:
         loaded = tl.load(at)
     return loaded
@@ -29,88 +29,88 @@ def _load(base, row, row_stride, real, feature, WIDTH: tl.constexpr, WIDE: tl.co
 
 @triton.jit
 def _load_keys(
-    base, row, head, first, place, stride, length, feature,
+    base, row, head, first, key_position, stride, length, feature,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Loads [KEYS, WIDE]: the keys from position `first` on of a sequence that starts at `row`."""
     if TMA:
-        loaded = base.load([row + first, head, 0]).reshape(place.shape[0], WIDE)
+        loaded = base.load([row + first, head, 0]).reshape(key_position.shape[0], WIDE)
     else:
-        lane = tl.arange(0, place.shape[0])
+        lane = tl.arange(0, key_position.shape[0])
         loaded = _load(
-            base + first * tl.cast(stride, tl.int64), lane, stride, place < length, feature, WIDTH, WIDE, MASKED
+            base + first * tl.cast(stride, tl.int64), lane, stride, key_position < length, feature, WIDTH, WIDE, MASKED
         )
     return loaded
 
 
 @triton.jit
-def _rate(product, scale, softcap, SOFTCAP: tl.constexpr):
+def _scores(product, scale, softcap, SOFTCAP: tl.constexpr):
     """Returns scores and the factor that brings them to base 2. The compiler fuses the factor with what follows."""
     if SOFTCAP:
-        rated, factor = softcap * (2.0 * tl.sigmoid(product * (2.0 * scale / softcap)) - 1.0), LOG2E
+        scores, factor = softcap * (2.0 * tl.sigmoid(product * (2.0 * scale / softcap)) - 1.0), LOG2E
     else:
-        rated, factor = product, scale * LOG2E
-    return rated, factor
+        scores, factor = product, scale * LOG2E
+    return scores, factor
 
 
 @triton.jit
-def _bend(rated, softcap, SOFTCAP: tl.constexpr):
+def _softcap_slope(scores, softcap, SOFTCAP: tl.constexpr):
     """Returns the derivative of the score with respect to the score without a softcap."""
     if SOFTCAP:
-        share = rated * (1.0 / softcap)
-        bent = 1.0 - share * share
+        share = scores * (1.0 / softcap)
+        slope = 1.0 - share * share
     else:
-        bent = 1.0
-    return bent
+        slope = 1.0
+    return slope
 
 
 @triton.jit
-def _seen(at, place, window, WINDOW: tl.constexpr):
-    """Returns whether a query at position `at` sees the key at `place`; both broadcast."""
-    seen = place <= at
+def _is_visible(query_position, key_position, window, WINDOW: tl.constexpr):
+    """Returns whether a query at `query_position` sees the key at `key_position`; both broadcast."""
+    visible = key_position <= query_position
     if WINDOW:
-        seen &= place > at - window
-    return seen
+        visible &= key_position > query_position - window
+    return visible
 
 
 @triton.jit
 def _forward_tiles(
-    state, total, top, query, keys, key_stride, values, value_stride, key_row, key_of, at, start, stop, length,
-    scale, window, softcap,
+    state, total, maximum, query, keys, key_stride, values, value_stride, key_row, key_of, query_position, start, stop,
+    length, scale, window, softcap,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Attends to keys from `start` to `stop`. Every query sees all of them unless MASKED."""
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     for first in range(start, stop, KEYS):
-        place = first + tl.arange(0, KEYS)
+        key_position = first + tl.arange(0, KEYS)
         key = _load_keys(
-            keys, key_row, key_of, first, place, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
+            keys, key_row, key_of, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
         )  # fmt: skip
-        rated, factor = _rate(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
+        scores, factor = _scores(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
         if MASKED:
-            seen = _seen(at[:, None], place[None, :], window, WINDOW)
-            rated = tl.where(seen, rated, UNSEEN)
-        higher = tl.maximum(top, tl.max(rated, 1) * factor)
-        weight = tl.exp2(rated * factor - higher[:, None])
+            visible = _is_visible(query_position[:, None], key_position[None, :], window, WINDOW)
+            scores = tl.where(visible, scores, UNSEEN)
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        weight = tl.exp2(scores * factor - new_maximum[:, None])
         if MASKED:  # and where a query has seen nothing yet, the product above, which is not rounded, may win
-            weight = tl.where(seen, weight, 0.0)
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(weight, 1)
+            weight = tl.where(visible, weight, 0.0)
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weight, 1)
         value = _load_keys(
-            values, key_row, key_of, first, place, value_stride, length, value_feature,
+            values, key_row, key_of, first, key_position, value_stride, length, value_feature,
             VALUE, VALUE_WIDE, MASKED, TMA,
         )  # fmt: skip
-        state = tl.dot(weight.to(value.dtype), value, state * kept[:, None])
-        top = higher
-    return state, total, top
+        state = tl.dot(weight.to(value.dtype), value, state * decay[:, None])
+        maximum = new_maximum
+    return state, total, maximum
 
 
 @triton.jit
-def _key_borders(position, shown, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns bounds of the keys that `shown` queries from `position` on see: the first, in whole tiles; the first and
-    the end of those that all these queries see; the end of all."""
-    start, full, full_stop, stop = 0, 0, (position + 1) // KEYS * KEYS, position + shown
+def _key_borders(position, queries, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Returns bounds of the keys that so many `queries` from `position` on see: the first, in whole tiles; the first
+    and the end of those that all these queries see; the end of all."""
+    start, full, full_stop, stop = 0, 0, (position + 1) // KEYS * KEYS, position + queries
     if WINDOW:
         start = tl.maximum(position - window + 1, 0) // KEYS * KEYS
         full = tl.minimum((tl.maximum(stop - window, 0) + KEYS - 1) // KEYS * KEYS, stop)
@@ -131,9 +131,9 @@ def _query_borders(
     full_stop, stop = count, count
     if WINDOW:
         stop = tl.minimum(count, tl.maximum(position + KEYS - 1 + window - before, start))
-        whole = tl.maximum(position + window - before - full, 0) // QUERIES * QUERIES
+        full_length = tl.maximum(position + window - before - full, 0) // QUERIES * QUERIES
         full = tl.minimum(full, stop)
-        full_stop = tl.minimum(full + whole, stop)
+        full_stop = tl.minimum(full + full_length, stop)
     return start, full, full_stop, stop
 
 
@@ -149,14 +149,14 @@ def forward_kernel(
     """Computes the output and lse of one tile of queries."""
     parts = heads // PACK
     entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
-    first, left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
     key_of = part * PACK // GROUP
-    real, at = row < left, position + row
+    valid, query_position = row < rows_left, position + row
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     query += first.to(tl.int64) * query_stride
-    asked = _load(query, row * query_stride + head * query_head, 1, real, feature, WIDTH, WIDE, True)
+    query_tile = _load(query, row * query_stride + head * query_head, 1, valid, feature, WIDTH, WIDE, True)
     keys, values = key, value
     if not TMA:
         keys += key_row.to(tl.int64) * key_stride + key_of * key_head
@@ -164,55 +164,55 @@ def forward_kernel(
 
     state = tl.zeros((QUERIES * PACK, VALUE_WIDE), tl.float32)
     if sinks is None:
-        top = tl.full((QUERIES * PACK,), UNSEEN, tl.float32)
+        maximum = tl.full((QUERIES * PACK,), UNSEEN, tl.float32)
         total = tl.zeros((QUERIES * PACK,), tl.float32)
     else:
-        top = tl.load(sinks + head).to(tl.float32) * LOG2E
+        maximum = tl.load(sinks + head).to(tl.float32) * LOG2E
         total = tl.full((QUERIES * PACK,), 1.0, tl.float32)
-    borders = _key_borders(position, tl.minimum(left, QUERIES), window, KEYS, WINDOW)
+    borders = _key_borders(position, tl.minimum(rows_left, QUERIES), window, KEYS, WINDOW)
     for part in tl.static_range(0 if WINDOW else 1, 3):
-        state, total, top = _forward_tiles(
-            state, total, top, asked, keys, key_stride, values, value_stride, key_row, key_of, at,
+        state, total, maximum = _forward_tiles(
+            state, total, maximum, query_tile, keys, key_stride, values, value_stride, key_row, key_of, query_position,
             borders[part], borders[part + 1], borders[3], scale, window, softcap,
             WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
-    place = (first + row).to(tl.int64) * heads + head
-    tl.store(lse + place, (top + tl.log2(total)) * (1.0 / LOG2E), mask=real)
+    index = (first + row).to(tl.int64) * heads + head
+    tl.store(lse + index, (maximum + tl.log2(total)) * (1.0 / LOG2E), mask=valid)
     state = state / total[:, None]
-    held = real[:, None] & (value_feature < VALUE)[None, :]
-    tl.store(output + place[:, None] * VALUE + value_feature[None, :], state.to(output.dtype.element_ty), mask=held)
+    mask = valid[:, None] & (value_feature < VALUE)[None, :]
+    tl.store(output + index[:, None] * VALUE + value_feature[None, :], state.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _query_gradient_tiles(
-    state, query, gradient, lse, delta, keys, key_stride, values, value_stride, key_row, key_of, at, start, stop,
-    length, scale, window, softcap,
+    state, query, gradient, lse, delta, keys, key_stride, values, value_stride, key_row, key_of, query_position, start,
+    stop, length, scale, window, softcap,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     for first in range(start, stop, KEYS):
-        place = first + tl.arange(0, KEYS)
+        key_position = first + tl.arange(0, KEYS)
         key = _load_keys(
-            keys, key_row, key_of, first, place, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
+            keys, key_row, key_of, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
         )  # fmt: skip
         value = _load_keys(
-            values, key_row, key_of, first, place, value_stride, length, value_feature,
+            values, key_row, key_of, first, key_position, value_stride, length, value_feature,
             VALUE, VALUE_WIDE, MASKED, TMA,
         )  # fmt: skip
-        rated, factor = _rate(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
-        weight = tl.exp2(rated * factor - lse[:, None])
+        scores, factor = _scores(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
+        weight = tl.exp2(scores * factor - lse[:, None])
         if MASKED:
-            weight = tl.where(_seen(at[:, None], place[None, :], window, WINDOW), weight, 0.0)
+            weight = tl.where(_is_visible(query_position[:, None], key_position[None, :], window, WINDOW), weight, 0.0)
         by_weight = tl.dot(gradient, tl.trans(value))
-        by_score = weight * (by_weight - delta[:, None]) * _bend(rated, softcap, SOFTCAP)
+        by_score = weight * (by_weight - delta[:, None]) * _softcap_slope(scores, softcap, SOFTCAP)
         state = tl.dot(by_score.to(key.dtype), key, state)
     return state
 
 
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def query_gradient_kernel(
-    query, key, value, output, gradient, lse, delta, for_query, table, scale, window, softcap,
+    query, key, value, output, gradient, lse, delta, grad_query, table, scale, window, softcap,
     query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
     value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
@@ -222,42 +222,42 @@ def query_gradient_kernel(
     """Computes the gradient of one tile of queries, and `delta`, Σ output · gradient, for the other kernel."""
     parts = heads // PACK
     entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
-    first, left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
     key_of = part * PACK // GROUP
-    real, at = row < left, position + row
+    valid, query_position = row < rows_left, position + row
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     query += first.to(tl.int64) * query_stride
-    asked = _load(query, row * query_stride + head * query_head, 1, real, feature, WIDTH, WIDE, True)
-    place = (first + row).to(tl.int64) * heads + head
-    upstream = _load(gradient, place, VALUE, real, value_feature, VALUE, VALUE_WIDE, True)
-    made = _load(output, place, VALUE, real, value_feature, VALUE, VALUE_WIDE, True)
-    own_delta = tl.sum(made.to(tl.float32) * upstream.to(tl.float32), 1)
-    tl.store(delta + place, own_delta, mask=real)
-    own_lse = tl.load(lse + place, mask=real, other=float("inf")) * LOG2E
+    query_tile = _load(query, row * query_stride + head * query_head, 1, valid, feature, WIDTH, WIDE, True)
+    index = (first + row).to(tl.int64) * heads + head
+    upstream = _load(gradient, index, VALUE, valid, value_feature, VALUE, VALUE_WIDE, True)
+    output_tile = _load(output, index, VALUE, valid, value_feature, VALUE, VALUE_WIDE, True)
+    own_delta = tl.sum(output_tile.to(tl.float32) * upstream.to(tl.float32), 1)
+    tl.store(delta + index, own_delta, mask=valid)
+    own_lse = tl.load(lse + index, mask=valid, other=float("inf")) * LOG2E
     keys, values = key, value
     if not TMA:
         keys += key_row.to(tl.int64) * key_stride + key_of * key_head
         values += key_row.to(tl.int64) * value_stride + key_of * value_head
 
     state = tl.zeros((QUERIES * PACK, WIDE), tl.float32)
-    borders = _key_borders(position, tl.minimum(left, QUERIES), window, KEYS, WINDOW)
+    borders = _key_borders(position, tl.minimum(rows_left, QUERIES), window, KEYS, WINDOW)
     for part in tl.static_range(0 if WINDOW else 1, 3):
         state = _query_gradient_tiles(
-            state, asked, upstream, own_lse, own_delta, keys, key_stride, values, value_stride, key_row, key_of, at,
-            borders[part], borders[part + 1], borders[3], scale, window, softcap,
+            state, query_tile, upstream, own_lse, own_delta, keys, key_stride, values, value_stride, key_row, key_of,
+            query_position, borders[part], borders[part + 1], borders[3], scale, window, softcap,
             WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
-    held = real[:, None] & (feature < WIDTH)[None, :]
-    at_output = for_query + place[:, None] * WIDTH + feature[None, :]
-    tl.store(at_output, (state * scale).to(for_query.dtype.element_ty), mask=held)
+    mask = valid[:, None] & (feature < WIDTH)[None, :]
+    at_output = grad_query + index[:, None] * WIDTH + feature[None, :]
+    tl.store(at_output, (state * scale).to(grad_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _key_gradient_tiles(
-    for_key, for_value, key, value, query, query_stride, query_head, gradient, lse, delta, query_row, place, head,
-    heads, before, start, stop, count, scale, window, softcap,
+    grad_key, grad_value, key, value, query, query_stride, query_head, gradient, lse, delta, query_row, key_position,
+    head, heads, before, start, stop, count, scale, window, softcap,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, PACK: tl.constexpr,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -267,38 +267,38 @@ def _key_gradient_tiles(
     own_head = head + lane % PACK
     for first in range(start, stop, QUERIES):
         row = first + lane // PACK
-        real = row < count
+        valid = row < count
         at = row * heads + own_head
         if TMA:
-            asked = query.load([query_row + first, head, 0]).reshape(QUERIES * PACK, WIDE)
+            query_tile = query.load([query_row + first, head, 0]).reshape(QUERIES * PACK, WIDE)
             upstream = gradient.load([query_row + first, head, 0]).reshape(QUERIES * PACK, VALUE_WIDE)
         else:
             shift = lane // PACK
-            asked = _load(
+            query_tile = _load(
                 query + first * tl.cast(query_stride, tl.int64), shift * query_stride + own_head * query_head, 1,
-                real, feature, WIDTH, WIDE, True,
+                valid, feature, WIDTH, WIDE, True,
             )  # fmt: skip
             upstream = _load(
                 gradient + first * tl.cast(heads, tl.int64) * VALUE, shift * heads + own_head, VALUE,
-                real, value_feature, VALUE, VALUE_WIDE, True,
+                valid, value_feature, VALUE, VALUE_WIDE, True,
             )  # fmt: skip
-        own_lse = tl.load(lse + at, mask=real, other=float("inf")) * LOG2E  # what is not real weighs nothing
-        own_delta = tl.load(delta + at, mask=real, other=0.0)
-        rated, factor = _rate(tl.dot(key, tl.trans(asked)), scale, softcap, SOFTCAP)  # [KEYS, rows]
-        weight = tl.exp2(rated * factor - own_lse[None, :])
+        own_lse = tl.load(lse + at, mask=valid, other=float("inf")) * LOG2E  # rows that are not valid have weight zero
+        own_delta = tl.load(delta + at, mask=valid, other=0.0)
+        scores, factor = _scores(tl.dot(key, tl.trans(query_tile)), scale, softcap, SOFTCAP)  # [KEYS, rows]
+        weight = tl.exp2(scores * factor - own_lse[None, :])
         if MASKED:
-            weight = tl.where(_seen((before + row)[None, :], place[:, None], window, WINDOW), weight, 0.0)
-        for_value = tl.dot(weight.to(upstream.dtype), upstream, for_value)
+            weight = tl.where(_is_visible((before + row)[None, :], key_position[:, None], window, WINDOW), weight, 0.0)
+        grad_value = tl.dot(weight.to(upstream.dtype), upstream, grad_value)
         by_weight = tl.dot(value, tl.trans(upstream))
-        by_score = weight * (by_weight - own_delta[None, :]) * _bend(rated, softcap, SOFTCAP)
-        for_key = tl.dot(by_score.to(asked.dtype), asked, for_key)
-    return for_key, for_value
+        by_score = weight * (by_weight - own_delta[None, :]) * _softcap_slope(scores, softcap, SOFTCAP)
+        grad_key = tl.dot(by_score.to(query_tile.dtype), query_tile, grad_key)
+    return grad_key, grad_value
 
 
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def key_gradient_kernel(
-    query, key, value, gradient, lse, delta, for_key, for_value, table, scale, window, softcap,
-    for_value_stride: tl.constexpr, query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr,
+    query, key, value, gradient, lse, delta, grad_key, grad_value, table, scale, window, softcap,
+    grad_value_stride: tl.constexpr, query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr,
     key_head: tl.constexpr, value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -307,17 +307,17 @@ def key_gradient_kernel(
     """Computes the gradients of one tile of keys and values, over all heads that share them."""
     kv_heads = heads // GROUP
     entry, key_of = table + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
-    first, left, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    first, rows_left, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     query_row, count, before = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     lane = tl.arange(0, KEYS)
-    real, place = lane < left, position + lane
+    valid, key_position = lane < rows_left, position + lane
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     own_key = _load(
-        key + first.to(tl.int64) * key_stride + key_of * key_head, lane, key_stride, real, feature, WIDTH, WIDE, True
+        key + first.to(tl.int64) * key_stride + key_of * key_head, lane, key_stride, valid, feature, WIDTH, WIDE, True
     )
     own_value = _load(
         value + first.to(tl.int64) * value_stride + key_of * value_head,
-        lane, value_stride, real, value_feature, VALUE, VALUE_WIDE, True,
+        lane, value_stride, valid, value_feature, VALUE, VALUE_WIDE, True,
     )  # fmt: skip
     if not TMA:
         query += query_row.to(tl.int64) * query_stride
@@ -332,14 +332,14 @@ def key_gradient_kernel(
         for part in tl.static_range(3 if WINDOW else 2):
             key_state, value_state = _key_gradient_tiles(
                 key_state, value_state, own_key, own_value, query, query_stride, query_head, gradient, lse, delta,
-                query_row, place, key_of * GROUP + pack * PACK, heads, before, borders[part], borders[part + 1], count,
-                scale, window, softcap,
+                query_row, key_position, key_of * GROUP + pack * PACK, heads, before, borders[part], borders[part + 1],
+                count, scale, window, softcap,
                 WIDTH, VALUE, WIDE, VALUE_WIDE, PACK, QUERIES, WINDOW, SOFTCAP, part != 1, TMA,
             )  # fmt: skip
     row = (first + lane).to(tl.int64)[:, None]
-    held = real[:, None] & (feature < WIDTH)[None, :]
+    mask = valid[:, None] & (feature < WIDTH)[None, :]
     at = (row * kv_heads + key_of) * WIDTH + feature[None, :]
-    tl.store(for_key + at, (key_state * scale).to(for_key.dtype.element_ty), mask=held)
-    held = real[:, None] & (value_feature < VALUE)[None, :]
-    at = row * for_value_stride + key_of * VALUE + value_feature[None, :]
-    tl.store(for_value + at, value_state.to(for_value.dtype.element_ty), mask=held)
+    tl.store(grad_key + at, (key_state * scale).to(grad_key.dtype.element_ty), mask=mask)
+    mask = valid[:, None] & (value_feature < VALUE)[None, :]
+    at = row * grad_value_stride + key_of * VALUE + value_feature[None, :]
+    tl.store(grad_value + at, value_state.to(grad_value.dtype.element_ty), mask=mask)
