@@ -21,15 +21,15 @@ TILE, WIDEST, WARPS = 2048, 1024, 4  # numbers a program takes, and the most of 
 
 def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
     """See `gated_activation`."""
-    right = as_rows(up)
-    left = right if gate is None else as_rows(gate)
-    output = contiguous_like(right)
-    count, width = right.shape
-    at_once, columns = _tile(width)
-    strides = left.stride(0), right.stride(0)
-    constants = (*strides, width, activation, gate is not None, at_once, columns)
-    grid = -(-count // at_once), -(-width // columns), 1
-    _forward(grid, (left, right, output), (count,), constants, WARPS)
+    up_rows = as_rows(up)
+    gate_rows = up_rows if gate is None else as_rows(gate)
+    output = contiguous_like(up_rows)
+    count, width = up_rows.shape
+    tile_rows, columns = _tile(width)
+    strides = gate_rows.stride(0), up_rows.stride(0)
+    constants = (*strides, width, activation, gate is not None, tile_rows, columns)
+    grid = -(-count // tile_rows), -(-width // columns), 1
+    _forward(grid, (gate_rows, up_rows, output), (count,), constants, WARPS)
     return output if up.ndim == 2 else output.view(up.shape)
 
 
@@ -40,21 +40,21 @@ def backward(
 
     Writes the output of `forward` to `features`, dense like `up`. It may share memory with `gradient`.
     """
-    right, arrived = as_rows(up), as_rows(gradient)
-    left = right if gate is None else as_rows(gate)
-    count, width = right.shape
+    up_rows, grad_rows = as_rows(up), as_rows(gradient)
+    gate_rows = up_rows if gate is None else as_rows(gate)
+    count, width = up_rows.shape
     if gate is None:
-        of_left = of_right = contiguous_like(right)
+        grad_gate = grad_up = contiguous_like(up_rows)
     else:
-        of_left, of_right = right.new_empty(count, 2 * width).split(width, 1)
-    at_once, columns = _tile(width)
-    strides = (left.stride(0), right.stride(0), arrived.stride(0), of_left.stride(0))
-    constants = (*strides, width, activation, gate is not None, at_once, columns)
-    tensors = (left, right, arrived, of_left, of_right, features)
-    _backward((-(-count // at_once), -(-width // columns), 1), tensors, (count,), constants, WARPS)
+        grad_gate, grad_up = up_rows.new_empty(count, 2 * width).split(width, 1)
+    tile_rows, columns = _tile(width)
+    strides = (gate_rows.stride(0), up_rows.stride(0), grad_rows.stride(0), grad_gate.stride(0))
+    constants = (*strides, width, activation, gate is not None, tile_rows, columns)
+    tensors = (gate_rows, up_rows, grad_rows, grad_gate, grad_up, features)
+    _backward((-(-count // tile_rows), -(-width // columns), 1), tensors, (count,), constants, WARPS)
     if up.ndim != 2:
-        of_left, of_right = of_left.view(up.shape), of_right.view(up.shape)
-    return None if gate is None else of_left, of_right
+        grad_gate, grad_up = grad_gate.view(up.shape), grad_up.view(up.shape)
+    return None if gate is None else grad_gate, grad_up
 
 
 @functools.cache
@@ -101,35 +101,35 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    held = (row < rows) & (column < WIDTH)
-    left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    result, _ = activated(left, ACTIVATION)
+    mask = (row < rows) & (column < WIDTH)
+    gate_value = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    result, _ = activated(gate_value, ACTIVATION)
     if GATED:
-        result *= tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=held)
+        result *= tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
-    gate, up, gradient, of_gate, of_up, features, rows,
+    gate, up, gradient, grad_gate, grad_up, features, rows,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    held = (row < rows) & (column < WIDTH)
-    left = tl.load(gate + row * GATE_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    arrived = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-    result, slope = activated(left, ACTIVATION)
+    mask = (row < rows) & (column < WIDTH)
+    gate_value = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+    result, slope = activated(gate_value, ACTIVATION)
     at = row * RESULT_STRIDE + column
     if GATED:
-        right = tl.load(up + row * UP_STRIDE + column, mask=held, other=0.0).to(tl.float32)
-        tl.store(of_up + at, (arrived * result).to(of_up.dtype.element_ty), mask=held)
-        arrived *= right
-        result *= right
+        up_value = tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_up + at, (grad * result).to(grad_up.dtype.element_ty), mask=mask)
+        grad *= up_value
+        result *= up_value
     if features is not None:
-        tl.store(features + row * WIDTH + column, result.to(features.dtype.element_ty), mask=held)
-    tl.store(of_gate + at, (arrived * slope).to(of_gate.dtype.element_ty), mask=held)
+        tl.store(features + row * WIDTH + column, result.to(features.dtype.element_ty), mask=mask)
+    tl.store(grad_gate + at, (grad * slope).to(grad_gate.dtype.element_ty), mask=mask)
 
 
 _forward, _backward = Launcher(_forward_kernel), Launcher(_backward_kernel)

@@ -247,8 +247,8 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, interpreted: bool) -
 def why_unmeasured(name: str, gpu: GPU) -> str | None:
     """Why "auto" does not take the kernel `name` on this GPU; None where it was measured, and with the override."""
     kernel = KERNELS[name]
-    if (why := _unfit(name, gpu, 0)) is not None:
-        return why
+    if (reason := _unfit(name, gpu, 0)) is not None:
+        return reason
     if os.environ.get(OVERRIDE) == "1":
         return None
     if not was_measured(name, version_of("triton")):
@@ -318,16 +318,16 @@ def dotted(release: Release) -> str:
     return ".".join(map(str, release))
 
 
-def warn_of_fallback(name: str, why: str) -> None:
+def warn_of_fallback(name: str, reason: str) -> None:
     """Warns, once for each reason, that a GPU goes without the kernel `name`, and what that costs."""
-    _log_once(logging.WARNING, name, f"{why}. The cost: {KERNELS[name].cost}")
+    _log_once(logging.WARNING, name, f"{reason}. The cost: {KERNELS[name].cost}")
 
 
 @functools.cache
-def _log_once(level: int, name: str, why: str) -> None:
-    log.log(level, "%s uses the torch backend: %s", name, why)
+def _log_once(level: int, name: str, reason: str) -> None:
+    log.log(level, "%s uses the torch backend: %s", name, reason)
 
 
 @functools.cache
-def _warn_once(why: str) -> None:
-    log.warning("operations run without Triton's kernels, and slower: %s", why)
+def _warn_once(reason: str) -> None:
+    log.warning("operations run without Triton's kernels, and slower: %s", reason)

@@ -57,9 +57,9 @@ def backward(
 
 @triton.jit
 def _rows(tensor, token_stride, channel_stride, token, tokens, channel, channels):
-    held = ((token >= 0) & (token < tokens))[:, None] & (channel < channels)[None, :]
+    mask = ((token >= 0) & (token < tokens))[:, None] & (channel < channels)[None, :]
     at = tensor + token.to(tl.int64)[:, None] * token_stride + channel[None, :] * channel_stride
-    return tl.load(at, mask=held, other=0.0).to(tl.float32)
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -84,12 +84,12 @@ def _sums(
 @triton.jit
 def _taps(kernel, bias, tap, channel, channels, K: tl.constexpr):
     # [rows, CHANNELS]: a row for each tap, then the bias or zeros.
-    own = (channel < channels)[None, :]
+    mask = (channel < channels)[None, :]
     at = kernel + tap[:, None] * channels + channel[None, :]
-    taps = tl.load(at, mask=(tap < K)[:, None] & own, other=0.0).to(tl.float32)
+    taps = tl.load(at, mask=(tap < K)[:, None] & mask, other=0.0).to(tl.float32)
     if bias is not None:
         at = bias + channel[None, :] + tap[:, None] * 0
-        taps += tl.load(at, mask=(tap == K)[:, None] & own, other=0.0).to(tl.float32)
+        taps += tl.load(at, mask=(tap == K)[:, None] & mask, other=0.0).to(tl.float32)
     return taps
 
 
@@ -110,16 +110,16 @@ def _forward_kernel(
     if SILU:
         sums *= tl.sigmoid(sums)
     at = output + token.to(tl.int64)[:, None] * channels + channel[None, :]
-    held = (token < tokens)[:, None] & (channel < channels)[None, :]
-    tl.store(at, sums.to(output.dtype.element_ty), mask=held)
+    mask = (token < tokens)[:, None] & (channel < channels)[None, :]
+    tl.store(at, sums.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _token_row(tensor, token_stride, channel_stride, token, tokens, channel, channels):
     # One token's channels, as they are stored; zeros where there is no such token.
-    held = tl.where((token >= 0) & (token < tokens), channels, 0)
+    valid_channels = tl.where((token >= 0) & (token < tokens), channels, 0)
     at = tensor + token.to(tl.int64) * token_stride + channel * channel_stride
-    return tl.load(at, mask=channel < held, other=0.0)
+    return tl.load(at, mask=channel < valid_channels, other=0.0)
 
 
 @Kernel

@@ -33,19 +33,19 @@ def _add_rows_kernel(
     before = tl.load(tokens + tl.maximum(start - 1, 0))
     if (start == 0) | (before != token):
         feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-        held = feature < WIDTH
+        mask = feature < WIDTH
         added = tl.zeros((FEATURES,), tl.float32)
-        more = 1
-        while more > 0:
+        continues = 1
+        while continues > 0:
             index = start + tl.arange(0, ROWS)
-            same = tl.load(tokens + index, mask=index < count, other=-1) == token
-            row = tl.load(order + index, mask=same, other=0)
+            is_same_token = tl.load(tokens + index, mask=index < count, other=-1) == token
+            row = tl.load(order + index, mask=is_same_token, other=0)
             values = gradient + row[:, None] * WIDTH + feature[None, :]
-            added += tl.sum(tl.load(values, mask=same[:, None] & held[None, :], other=0.0).to(tl.float32), 0)
+            added += tl.sum(tl.load(values, mask=is_same_token[:, None] & mask[None, :], other=0.0).to(tl.float32), 0)
             start += ROWS
-            more = tl.min(same.to(tl.int32), 0)
+            continues = tl.min(is_same_token.to(tl.int32), 0)
         at = total + token * WIDTH + feature
-        tl.store(at, tl.load(at, mask=held, other=0.0) + added, mask=held)
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + added, mask=mask)
 
 
 _add_rows = Launcher(_add_rows_kernel)

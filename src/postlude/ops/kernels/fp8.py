@@ -115,12 +115,12 @@ def _quantize_rows_kernel(
         tl.store(values + row * VALUES_STRIDE + column, rounded, mask=column < WIDTH)
     else:
         if bits is None:
-            many = tl.zeros([BLOCK], dtype=tl.int32)
+            row_amax = tl.zeros([BLOCK], dtype=tl.int32)
             for start in range(0, WIDTH, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 numbers = tl.load(matrix + row * STRIDE + column, mask=column < WIDTH, other=0.0)
-                many = tl.maximum(many, _magnitude_bits(numbers))
-            largest = tl.max(many, 0)
+                row_amax = tl.maximum(row_amax, _magnitude_bits(numbers))
+            largest = tl.max(row_amax, 0)
         else:
             largest = tl.load(bits + row)
         scale, inverse = _scale(largest)
@@ -143,9 +143,9 @@ def _column_amax_kernel(
     largest = tl.zeros([AT_ONCE, COLUMNS], dtype=tl.int32)
     for start in range(0, ROWS_OF_PART, AT_ONCE):
         row = (part * ROWS_OF_PART + start + tl.arange(0, AT_ONCE)).to(tl.int64)
-        held = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
+        mask = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
         at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]
-        largest = tl.maximum(largest, _magnitude_bits(tl.load(matrices + at, mask=held, other=0.0)))
+        largest = tl.maximum(largest, _magnitude_bits(tl.load(matrices + at, mask=mask, other=0.0)))
     tl.store(partial + (matrix * PARTS + part) * WIDTH + column, tl.max(largest, 0), mask=column < WIDTH)
 
 
@@ -158,9 +158,9 @@ def _quantize_columns_kernel(
     row = (tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
-    held = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
+    mask = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
     at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]
-    numbers = tl.load(matrices + at, mask=held, other=0.0).to(tl.float32)
+    numbers = tl.load(matrices + at, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = _scale(tl.load(bits + matrix * WIDTH + column, mask=column < WIDTH, other=0))
     rounded = tl.trans((numbers * inverse[None, :]).to(values.dtype.element_ty))
     at = matrix * VALUES_MATRIX_STRIDE + column[:, None] * VALUES_STRIDE + row[None, :]

@@ -110,15 +110,15 @@ class GatedDeltaCall:
         self.inverse = make(tokens, heads, chunk) if keep else None
         self.states = make(self.table.count, heads, key_width, width)  # at each chunk's start
 
-    def _tile(self, width: int, most: int) -> int:
-        """Returns the columns of a tile. In half precision always `most`: Triton 3.6 compiles narrow ones wrongly."""
-        return most if self.value.itemsize == 2 else min(most, max(16, triton.next_power_of_2(width)))
+    def _tile(self, width: int, widest: int) -> int:
+        """Returns the columns of a tile. In half precision always `widest`: Triton 3.6 compiles narrow ones wrongly."""
+        return widest if self.value.itemsize == 2 else min(widest, max(16, triton.next_power_of_2(width)))
 
     def sized(self, kernel: str) -> tuple[int, dict[str, Any]]:
         """Returns how many slices a kernel cuts the values into, and its constants."""
-        most, warps, stages = SETTINGS[kernel]
+        widest, warps, stages = SETTINGS[kernel]
         width = self.value.shape[-1]
-        values = self._tile(width, most)
+        values = self._tile(width, widest)
         return triton.cdiv(width, values), {**self.sizes, "VALUES": values, "num_warps": warps, "num_stages": stages}
 
     def run(self, last_states: bool) -> Tensor:
@@ -168,11 +168,11 @@ class GatedDeltaCall:
             last_states, self.cu_seqlens, self.table.first, self.table.order, **sizes,
         )  # fmt: skip
         inputs = (self.query, self.key, self.value, self.log_decay, self.beta)
-        found = tuple(torch.empty_like(each) for each in inputs)
+        gradients = tuple(torch.empty_like(tensor) for tensor in inputs)
         _, sizes = self.sized("gradients")
         kernels.gradients_kernel[(self.table.count * self.key_heads,)](
             self.query, self.key, self.value, self.beta, self.total, self.inverse, self.written, self.states, output,
-            written, ahead, *found, self.table.starts, self.table.stops, self.scale, **sizes,
+            written, ahead, *gradients, self.table.starts, self.table.stops, self.scale, **sizes,
             NORMALISE=self.normalise,
         )  # fmt: skip
-        return found
+        return gradients

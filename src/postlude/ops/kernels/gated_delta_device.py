@@ -36,10 +36,10 @@ def _turned(base, rows, columns, stride, count, width):
 
 
 @triton.jit
-def _put(base, rows, columns, stride, count, width, values):
+def _store_tile(base, rows, columns, stride, count, width, values):
     inside = (rows[:, None] < count) & (columns[None, :] < width)
-    where = base + rows[:, None] * stride + columns[None, :]
-    tl.store(where, values.to(base.dtype.element_ty), mask=inside)
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def _product(left, right):
 @triton.jit
 def _between(total, rows, count):
     """Returns D [C, C], zero above the diagonal and in padding."""
-    kept = (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)
-    apart = tl.where(kept, total[:, None] - total[None, :], 0.0).to(tl.float32)
-    return tl.where(kept, tl.exp(apart), 0.0)
+    mask = (rows[:, None] >= rows[None, :]) & (rows[:, None] < count)
+    apart = tl.where(mask, total[:, None] - total[None, :], 0.0).to(tl.float32)
+    return tl.where(mask, tl.exp(apart), 0.0)
 
 
 @triton.jit
@@ -81,15 +81,15 @@ def _inverse_of_one_plus(lower, rows, CHUNK: tl.constexpr):
     count: tl.constexpr = CHUNK // _BLOCK
     block = tl.arange(0, count)
     row = tl.arange(0, _BLOCK)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    parts = tl.sum(tl.where(same, tl.reshape(lower, (count, _BLOCK, count, _BLOCK)), 0.0), 2)
+    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    parts = tl.sum(tl.where(is_diagonal, tl.reshape(lower, (count, _BLOCK, count, _BLOCK)), 0.0), 2)
     solved = tl.zeros((count, _BLOCK, _BLOCK), tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None]
     for index in range(1, _BLOCK):
-        here = row[None, :, None] == index
-        factors = tl.sum(tl.where(here, parts, 0.0), 1)
-        found = tl.sum(factors[:, :, None] * solved, 1)
-        solved = tl.where(here, solved - found[:, None, :], solved)
-    inverse = tl.reshape(tl.where(same, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
+        is_row = row[None, :, None] == index
+        factors = tl.sum(tl.where(is_row, parts, 0.0), 1)
+        correction = tl.sum(factors[:, :, None] * solved, 1)
+        solved = tl.where(is_row, solved - correction[:, None, :], solved)
+    inverse = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     size: tl.constexpr = _BLOCK
     if CHUNK >= 32:
         inverse = _joined(inverse, lower, rows, size)
@@ -133,19 +133,19 @@ def solve_kernel(
     until = tl.exp((tl.sum(decays, 0) - sums).to(tl.float32))
     tl.store(leaving + at, until * over, mask=inside)
 
-    alike = _product(keys, tl.trans(keys)) * over[:, None] * over[None, :] * _between(sums, rows, count)
-    lower = tl.where(rows[:, None] > rows[None, :], step[:, None] * alike, 0.0)
+    similarity = _product(keys, tl.trans(keys)) * over[:, None] * over[None, :] * _between(sums, rows, count)
+    lower = tl.where(rows[:, None] > rows[None, :], step[:, None] * similarity, 0.0)
     solved = _inverse_of_one_plus(lower, rows, CHUNK)
     if inverse is not None:
-        _put(inverse + first * CHUNK, rows, rows, HEADS * CHUNK, count, CHUNK, solved)
+        _store_tile(inverse + first * CHUNK, rows, rows, HEADS * CHUNK, count, CHUNK, solved)
     since = tl.exp(sums.to(tl.float32))
-    found = _product((solved * (step * since * over)[None, :]).to(keys.dtype), keys)
-    _put(reading + first * KEY, rows, across, HEADS * KEY, count, KEY, found)
+    reading_rows = _product((solved * (step * since * over)[None, :]).to(keys.dtype), keys)
+    _store_tile(reading + first * KEY, rows, across, HEADS * KEY, count, KEY, reading_rows)
     weights = (solved * step[None, :]).to(keys.dtype)
     for begin in range(0, VALUE, VALUES):
         columns = begin + tl.arange(0, VALUES)
         values = _tile(value + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
-        _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(weights, values))
+        _store_tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(weights, values))
 
 
 @Kernel
@@ -170,17 +170,17 @@ def states_kernel(
         count = tl.minimum(end - start, CHUNK)
         first = start * HEADS + head
         key_head = start * KEY_HEADS + head // (HEADS // KEY_HEADS)
-        _put(states + ((before + index) * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
-        found = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
+        _store_tile(states + ((before + index) * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
+        writes = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
         weights = _tile(reading + first * KEY, rows, keys, HEADS * KEY, count, KEY)
-        found -= _product(weights, state.to(weights.dtype))
-        _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, found)
-        left = tl.load(leaving + first + rows * HEADS, mask=rows < count, other=0.0)
+        writes -= _product(weights, state.to(weights.dtype))
+        _store_tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, writes)
+        leaving_rows = tl.load(leaving + first + rows * HEADS, mask=rows < count, other=0.0)
         across = tl.exp(tl.load(total + first + (count - 1) * HEADS).to(tl.float32))
         turned = _turned(key + key_head * KEY, rows, keys, KEY_HEADS * KEY, count, KEY)
-        state = state * across + _product(turned, (found * left[:, None]).to(turned.dtype))
+        state = state * across + _product(turned, (writes * leaving_rows[:, None]).to(turned.dtype))
     if last is not None:
-        _put(last + (sequence * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
+        _store_tile(last + (sequence * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
 
 
 @Kernel
@@ -202,13 +202,13 @@ def outputs_kernel(
     known = _tile(key + key_head * KEY, rows, keys, KEY_HEADS * KEY, count, KEY)
     sums = tl.load(total + first + rows * HEADS, mask=rows < count, other=0.0)
     over = _over(queries, NORMALISE) * scale
-    seen = _product(queries, tl.trans(known)) * over[:, None] * _over(known, NORMALISE)[None, :]
-    seen *= _between(sums, rows, count)
+    scores = _product(queries, tl.trans(known)) * over[:, None] * _over(known, NORMALISE)[None, :]
+    scores *= _between(sums, rows, count)
     state = _tile(states + (chunk.to(tl.int64) * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE)
-    found = _product(queries, state) * (over * tl.exp(sums.to(tl.float32)))[:, None]
+    outputs = _product(queries, state) * (over * tl.exp(sums.to(tl.float32)))[:, None]
     wrote = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
-    found += _product(seen.to(wrote.dtype), wrote)
-    _put(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, found)
+    outputs += _product(scores.to(wrote.dtype), wrote)
+    _store_tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, outputs)
 
 
 @Kernel
@@ -230,14 +230,14 @@ def seen_back_kernel(
     sums = tl.load(total + first + rows * HEADS, mask=rows < count, other=0.0)
     over = _over(queries, NORMALISE) * scale
     tl.store(entering + first + rows * HEADS, over * tl.exp(sums.to(tl.float32)), mask=rows < count)
-    kept = (rows[:, None] <= rows[None, :]) & (rows[None, :] < count)
-    apart = tl.where(kept, sums[None, :] - sums[:, None], 0.0).to(tl.float32)
-    seen = _product(known, tl.trans(queries)) * _over(known, NORMALISE)[:, None] * over[None, :]
-    seen = tl.where(kept, seen * tl.exp(apart), 0.0).to(known.dtype)
+    mask = (rows[:, None] <= rows[None, :]) & (rows[None, :] < count)
+    apart = tl.where(mask, sums[None, :] - sums[:, None], 0.0).to(tl.float32)
+    scores = _product(known, tl.trans(queries)) * _over(known, NORMALISE)[:, None] * over[None, :]
+    scores = tl.where(mask, scores * tl.exp(apart), 0.0).to(known.dtype)
     for begin in range(0, VALUE, VALUES):
         columns = begin + tl.arange(0, VALUES)
-        given = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
-        _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(seen, given))
+        grad_output = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
+        _store_tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, _product(scores, grad_output))
 
 
 @Kernel
@@ -265,19 +265,19 @@ def states_back_kernel(
         count = tl.minimum(end - start, CHUNK)
         first = start * HEADS + head
         key_head = start * KEY_HEADS + head // (HEADS // KEY_HEADS)
-        _put(ahead + ((before + index) * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
+        _store_tile(ahead + ((before + index) * HEADS + head) * (KEY * VALUE), keys, columns, VALUE, KEY, VALUE, state)
         known = _tile(key + key_head * KEY, rows, keys, KEY_HEADS * KEY, count, KEY)
-        left = tl.load(leaving + first + rows * HEADS, mask=rows < count, other=0.0)
-        found = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
-        found += _product(known, state.to(known.dtype)) * left[:, None]
-        _put(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, found)
+        leaving_rows = tl.load(leaving + first + rows * HEADS, mask=rows < count, other=0.0)
+        writes = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
+        writes += _product(known, state.to(known.dtype)) * leaving_rows[:, None]
+        _store_tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, writes)
         entered = tl.load(entering + first + rows * HEADS, mask=rows < count, other=0.0)
-        given = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
+        grad_output = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE).to(tl.float32)
         queries = _turned(query + key_head * KEY, rows, keys, KEY_HEADS * KEY, count, KEY)
         weights = _turned(reading + first * KEY, rows, keys, HEADS * KEY, count, KEY)
         across = tl.exp(tl.load(total + first + (count - 1) * HEADS).to(tl.float32))
-        state = state * across + _product(queries, (given * entered[:, None]).to(queries.dtype))
-        state -= _product(weights, found.to(weights.dtype))
+        state = state * across + _product(queries, (grad_output * entered[:, None]).to(queries.dtype))
+        state -= _product(weights, writes.to(weights.dtype))
 
 
 @Kernel
@@ -318,9 +318,9 @@ def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
     count = tl.load(stops + chunk) - start
     rows, keys = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     inside = rows < count
-    here = (start * KEY_HEADS + key_head) * KEY
-    queries = _tile(query + here, rows, keys, KEY_HEADS * KEY, count, KEY)
-    known = _tile(key + here, rows, keys, KEY_HEADS * KEY, count, KEY)
+    key_start = (start * KEY_HEADS + key_head) * KEY
+    queries = _tile(query + key_start, rows, keys, KEY_HEADS * KEY, count, KEY)
+    known = _tile(key + key_start, rows, keys, KEY_HEADS * KEY, count, KEY)
     query_over, key_over = _over(queries, NORMALISE), _over(known, NORMALISE)
     query_gradient = tl.zeros((CHUNK, KEYS), tl.float32)  # of the query of length one, as of the key's
     key_gradient = tl.zeros((CHUNK, KEYS), tl.float32)
@@ -330,8 +330,8 @@ def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
         at = first + rows * HEADS
         matrix = (chunk.to(tl.int64) * HEADS + head) * (KEY * VALUE)
         sums = tl.load(total + at, mask=inside, other=0.0)
-        whole = tl.load(total + first + (count - 1) * HEADS)
-        since, until = tl.exp(sums.to(tl.float32)), tl.exp((whole - sums).to(tl.float32))
+        total_decay = tl.load(total + first + (count - 1) * HEADS)
+        since, until = tl.exp(sums.to(tl.float32)), tl.exp((total_decay - sums).to(tl.float32))
         step = tl.load(beta + at, mask=inside, other=0.0).to(tl.float32)
         solve = _turned(inverse + first * CHUNK, rows, rows, HEADS * CHUNK, count, CHUNK)
 
@@ -344,21 +344,21 @@ def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
         by_state = tl.zeros((KEYS,), tl.float32)
         for begin in range(0, VALUE, VALUES):
             columns = begin + tl.arange(0, VALUES)
-            given = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
+            grad_output = _tile(output + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
             wrote = _tile(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
             wrote_turned = _turned(written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
             of_wrote = _tile(of_written + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
             solved = _product(solve, of_wrote)
-            _put(of_value + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, solved * step[:, None])
+            _store_tile(of_value + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE, solved * step[:, None])
             values = _tile(value + first * VALUE, rows, columns, HEADS * VALUE, count, VALUE)
             by_value += tl.sum(solved * values.to(tl.float32), 1)
             solved_here = solved.to(known.dtype)
-            pairs_seen += _product(given, wrote_turned)
+            pairs_seen += _product(grad_output, wrote_turned)
             pairs_alike -= _product(solved_here, wrote_turned)
             state = _turned(states + matrix, keys, columns, VALUE, KEY, VALUE)
             after = _turned(ahead + matrix, keys, columns, VALUE, KEY, VALUE)
             by_state += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0)
-            part = _product(given, state)
+            part = _product(grad_output, state)
             by_query += tl.sum(part * queries.to(tl.float32), 1)
             query_gradient += part * (since * scale)[:, None]
             part = _product(solved_here, state)
@@ -372,29 +372,29 @@ def gradients_kernel(  # noqa: PLR0915 - its numbers stay in registers
         pairs_seen *= between
         pairs_alike = tl.where(rows[:, None] > rows[None, :], pairs_alike * between, 0.0)
         known_turned = tl.trans(known)
-        seen = _product(queries, known_turned) * (query_over * scale)[:, None] * key_over[None, :]
-        alike = _product(known, known_turned) * key_over[:, None] * key_over[None, :]
-        of_step = by_value - since * key_over * by_key + tl.sum(pairs_alike * alike, 1)
+        scores = _product(queries, known_turned) * (query_over * scale)[:, None] * key_over[None, :]
+        similarity = _product(known, known_turned) * key_over[:, None] * key_over[None, :]
+        of_step = by_value - since * key_over * by_key + tl.sum(pairs_alike * similarity, 1)
         tl.store(of_beta + at, of_step.to(of_beta.dtype.element_ty), mask=inside)
 
         # A token's g is part of D_ij where j is before it and i is not; of e^G from it on, of e^{G_C − G} before it.
-        pairs = pairs_seen * seen + pairs_alike * alike * step[:, None]
+        pairs = pairs_seen * scores + pairs_alike * similarity * step[:, None]
         before = tl.cumsum(pairs, 1) - pairs
         reads = since * (query_over * scale * by_query - step * key_over * by_key)
         leaves = until * key_over * by_left
         decays = tl.where(rows[:, None] >= rows[None, :], reads[:, None] + before, leaves[:, None])
-        of_sum = tl.sum(decays, 0) + tl.exp(whole.to(tl.float32)) * tl.sum(by_state, 0)
+        of_sum = tl.sum(decays, 0) + tl.exp(total_decay.to(tl.float32)) * tl.sum(by_state, 0)
         tl.store(of_decay + at, of_sum.to(of_decay.dtype.element_ty), mask=inside)
 
         query_gradient += _product((pairs_seen * (key_over * scale)[None, :]).to(known.dtype), known)
-        both = pairs_alike * step[:, None]
-        both = (both + tl.trans(both)) * key_over[None, :]
-        key_gradient += _product(both.to(known.dtype), known)
+        pairs_step = pairs_alike * step[:, None]
+        pairs_step = (pairs_step + tl.trans(pairs_step)) * key_over[None, :]
+        key_gradient += _product(pairs_step.to(known.dtype), known)
         turned = tl.trans(pairs_seen) * (query_over * scale)[None, :]
         key_gradient += _product(turned.to(known.dtype), queries)
 
     if NORMALISE:
         query_gradient = _through_unit(query_gradient, queries, query_over)
         key_gradient = _through_unit(key_gradient, known, key_over)
-    _put(of_query + here, rows, keys, KEY_HEADS * KEY, count, KEY, query_gradient)
-    _put(of_key + here, rows, keys, KEY_HEADS * KEY, count, KEY, key_gradient)
+    _store_tile(of_query + key_start, rows, keys, KEY_HEADS * KEY, count, KEY, query_gradient)
+    _store_tile(of_key + key_start, rows, keys, KEY_HEADS * KEY, count, KEY, key_gradient)

@@ -63,7 +63,7 @@ def forward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `attend_rows` of packed sequences [T, heads, v] and the lse, fp32 [T, heads]."""
-    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     score_config = ScoreConfig(scale=scale, window=window, softcap=softcap, sinks=sinks)
     return attend_rows(query, key, value, tiles, score_config, lse=lse), lse
@@ -174,19 +174,19 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     tile, parts = tl.program_id(0).to(tl.int64), tl.cdiv(GROUP, PACK)
     kv_head = tl.program_id(1) // parts
     if table is None:
-        first, left = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1).to(tl.int32)
+        first, rows_left = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1).to(tl.int32)
         key_row, position = tl.load(tiles + tile * 4 + 2).to(tl.int64), tl.load(tiles + tile * 4 + 3).to(tl.int32)
     else:  # `tiles` are the rows' lengths, 0 in an idle row
         length = tl.load(tiles + tile).to(tl.int32)
-        first, left, position, key_row = tile, tl.minimum(length, 1), length - 1, tile * 0
+        first, rows_left, position, key_row = tile, tl.minimum(length, 1), length - 1, tile * 0
     lane = tl.arange(0, ROWS)
     row, member = lane // PACK, tl.program_id(1) % parts * PACK + lane % PACK
     head = kv_head * GROUP + member
-    real = (row < left) & (member < GROUP)
+    real = (row < rows_left) & (member < GROUP)
     at = position + row
     feature, value_feature, slot = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE), tl.arange(0, KEYS)
     query_at = query + (first + row)[:, None] * query_token + head[:, None] * query_head + feature[None, :]
-    asked = tl.load(query_at, mask=real[:, None] & (feature < WIDTH)[None, :], other=0.0)
+    query_tile = tl.load(query_at, mask=real[:, None] & (feature < WIDTH)[None, :], other=0.0)
     keys += kv_head * key_head
     values += kv_head * value_head
     state = tl.zeros((ROWS, VALUE_WIDE), tl.float32)
@@ -196,7 +196,7 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     else:
         top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
         total = tl.full((ROWS,), 1.0, tl.float32)
-    stop = position + tl.minimum(left, ROWS // PACK)
+    stop = position + tl.minimum(rows_left, ROWS // PACK)
     start = tl.maximum(position - window + 1, 0) // KEYS * KEYS if WINDOW else 0
     for begin in range(start, stop, KEYS):
         place = begin + slot
@@ -211,26 +211,26 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
             )
         key_at = keys + key_base + slot[:, None] * key_slot + feature[None, :]
         key = tl.load(key_at, mask=inside[:, None] & (feature < WIDTH)[None, :], other=0.0)
-        rated = tl.dot(asked, tl.trans(key), input_precision="ieee")
+        rated = tl.dot(query_tile, tl.trans(key), input_precision="ieee")
         if SOFTCAP:
             rated, factor = softcap * (2.0 * tl.sigmoid(rated * (2.0 * scale / softcap)) - 1.0), LOG2E
         else:
             factor = scale * LOG2E
-        seen = place[None, :] <= at[:, None]
+        visible = place[None, :] <= at[:, None]
         if WINDOW:
-            seen &= place[None, :] > at[:, None] - window
-        rated = tl.where(seen, rated, UNSEEN)
+            visible &= place[None, :] > at[:, None] - window
+        rated = tl.where(visible, rated, UNSEEN)
         higher = tl.maximum(top, tl.max(rated, 1) * factor)
-        weight = tl.where(seen, tl.exp2(rated * factor - higher[:, None]), 0.0)
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(weight, 1)
+        weight = tl.where(visible, tl.exp2(rated * factor - higher[:, None]), 0.0)
+        decay = tl.exp2(top - higher)
+        total = total * decay + tl.sum(weight, 1)
         value_at = values + value_base + slot[:, None] * value_slot + value_feature[None, :]
         value = tl.load(value_at, mask=inside[:, None] & (value_feature < VALUE)[None, :], other=0.0)
-        state = tl.dot(weight.to(value.dtype), value, state * kept[:, None], input_precision="ieee")
+        state = tl.dot(weight.to(value.dtype), value, state * decay[:, None], input_precision="ieee")
         top = higher
     place_of = (first + row) * HEADS + head
     if lse is not None:
         tl.store(lse + place_of, (top + tl.log2(total)) * (1.0 / LOG2E), mask=real)
-    held = real[:, None] & (value_feature < VALUE)[None, :]
+    mask = real[:, None] & (value_feature < VALUE)[None, :]
     result = (state / total[:, None]).to(output.dtype.element_ty)
-    tl.store(output + place_of[:, None] * VALUE + value_feature[None, :], result, mask=held)
+    tl.store(output + place_of[:, None] * VALUE + value_feature[None, :], result, mask=mask)

@@ -64,7 +64,7 @@ def tile_for(count: int, columns: int, dtype: torch.dtype, shared_memory: int) -
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, tile: Tile | None = None) -> Tensor:
     """Computes `output` [T, out] = `rows` [T, in] · `weight`ᵀ [out, in] + `bias` [out], summed in fp32."""
     (count, width), features = rows.shape, weight.shape[0]
-    rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
+    rows, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (rows, weight))
     if tile is None:
         tile = tile_for(count, features, rows.dtype, gpu_of(rows.device).shared_memory)
     if count and features:
@@ -81,7 +81,7 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, tile: Tile | N
     Rows are sorted by expert and `counts` [E] has the rows of each. The host does not wait for them.
     """
     (count, width), (experts, features, _) = rows.shape, weight.shape
-    rows, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (rows, weight))
+    rows, weight = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (rows, weight))
     output = torch.empty(count, features, dtype=rows.dtype, device=rows.device)
     if tile is None:
         tile = tile_for(count // experts, features, rows.dtype, gpu_of(rows.device).shared_memory)

@@ -36,7 +36,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-        device = next(each.device for each in arguments if isinstance(each, Tensor))
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         if is_current(device):
             return self.function[grid](*arguments, **options)
         with torch.cuda.device(device):
@@ -72,32 +72,32 @@ class Launcher:
         """Launches `grid` programs on the device of the tensors. `options` are Triton's."""
         device, addresses = None, 0
         dtypes: list[torch.dtype | None] = []
-        given: list[Any] = []
+        values: list[Any] = []
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 address = tensor.data_ptr()
                 device, addresses = tensor.device, addresses | address
                 dtypes.append(tensor.dtype)
-                given.append(address)  # a tensor would make Triton ask the driver whether the device can read it
+                values.append(address)  # a tensor would make Triton ask the driver whether the device can read it
             else:
                 dtypes.append(None if tensor is None else tensor.base.dtype)
-                given.append(tensor)
+                values.append(tensor)
         assert device is not None  # there is a tensor
         if not is_current(device):
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, constants, warps, **options)
             return
         key = (constants, warps, *options.values(), device, *dtypes)
-        found = self._compiled.get(key)
-        if found is None or addresses % ALIGNED:
+        launch = self._compiled.get(key)
+        if launch is None or addresses % ALIGNED:
             compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, **options)
             # The interpreter compiles nothing.
             if compiled is not None and addresses % ALIGNED == 0 and launches_fast(version_of("triton")):
                 self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
-        run, function, metadata = found
+        run, function, metadata = launch
         stream = driver.active.get_current_stream(device.index)
-        run(*grid, stream, function, metadata, None, None, None, *given, *numbers, *constants)
+        run(*grid, stream, function, metadata, None, None, None, *values, *numbers, *constants)
 
 
 @functools.cache

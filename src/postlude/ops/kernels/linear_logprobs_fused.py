@@ -74,9 +74,9 @@ def join_tiles(partial: Tensor, columns: slice, targets: Tensor, state: Tensor, 
     Writes `results`, if given, from the state.
     """
     _, tiles, count = partial.shape
-    made = (None, None, None) if results is None else (results.logprob, results.entropy, results.normalizer)
+    outputs = (None, None, None) if results is None else (results.logprob, results.entropy, results.normalizer)
     numbers = (tiles, count, columns.stop, state.stride(0))
-    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state, *made), numbers, (columns.start == 0, 32, 32), 4)
+    _join((triton.cdiv(count, 32), 1, 1), (partial, targets, state, *outputs), numbers, (columns.start == 0, 32, 32), 4)
 
 
 def differentiate(
@@ -128,9 +128,9 @@ def products_of(
     """Returns products [ROWS, COLUMNS] of the rows from `row` on and the columns from `column` on."""
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(tl.cdiv(features, FEATURES)):
-        left = hidden.load([row, step * FEATURES])
+        hidden_tile = hidden.load([row, step * FEATURES])
         right = weight.load([column, step * FEATURES])
-        products = tl.dot(left, right.T, products, input_precision="ieee")
+        products = tl.dot(hidden_tile, right.T, products, input_precision="ieee")
     return products
 
 
@@ -167,10 +167,10 @@ def _accumulate_kernel(
         logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
         # Only tiles that hold a target do this: with few features every instruction shows.
         target = tl.load(targets + row, mask=live, other=-1)
-        held = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
-        if tl.max(held.to(tl.int32), 0) > 0:
+        has_target = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
+        if tl.max(has_target.to(tl.int32), 0) > 0:
             at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
-            tl.store(state + 3 * state_stride + row, at_target, mask=held)
+            tl.store(state + 3 * state_stride + row, at_target, mask=has_target)
         if first + COLUMNS > stop:
             logit = tl.where(column < stop, logit, _LOWEST)
         maximum = tl.max(logit, 1)
@@ -195,11 +195,11 @@ def _join_kernel(
     moment = tl.zeros((TILES, ROWS), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        held = (tile < tiles)[:, None] & live[None, :]
+        mask = (tile < tiles)[:, None] & live[None, :]
         place = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
         maximum, total, moment = _merge(
-            maximum, total, moment, tl.load(place, mask=held, other=_LOWEST),
-            tl.load(place + plane, mask=held, other=0.0), tl.load(place + 2 * plane, mask=held, other=0.0),
+            maximum, total, moment, tl.load(place, mask=mask, other=_LOWEST),
+            tl.load(place + plane, mask=mask, other=0.0), tl.load(place + 2 * plane, mask=mask, other=0.0),
         )  # fmt: skip
     # Until here each lane has its own; now they are joined, then with what the state held before.
     highest = tl.max(maximum, 0)

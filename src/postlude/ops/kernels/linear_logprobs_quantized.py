@@ -93,8 +93,8 @@ def decode(
     With `masked`, minus infinity was among the logits and gets no gradient.
     """
     arriving = upstream.logprob, upstream.entropy, upstream.lse
-    made = results.state, results.normalizer, results.entropy
-    tensors = (*arriving, codes, partial, rows.targets, rows.factor, *made)
+    result_tensors = results.state, results.normalizer, results.entropy
+    tensors = (*arriving, codes, partial, rows.targets, rows.factor, *result_tensors)
     strides = (0 if row is None else row.stride(0) for row in arriving)
     inner = 1.0 if rows.inner is None else rows.inner
     numbers = (codes.shape[0], results.state.stride(0), *strides, inner)
@@ -145,10 +145,10 @@ def _logits(products, row, first, count, stop, targets, scale, inner, bias, stat
         products += tl.load(bias + column, mask=column < stop, other=0.0)
     logit, _ = scaled(products, scale[:, None], inner, bias, SOFTCAP)
     target = tl.load(targets + row, mask=live, other=-1)
-    held = live & (target >= first) & (target < tl.minimum(first + columns, stop))
-    if tl.max(held.to(tl.int32), 0) > 0:
+    has_target = live & (target >= first) & (target < tl.minimum(first + columns, stop))
+    if tl.max(has_target.to(tl.int32), 0) > 0:
         at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
-        tl.store(state + 3 * state_stride + row, at_target, mask=held)
+        tl.store(state + 3 * state_stride + row, at_target, mask=has_target)
     if first + columns > stop:
         logit = tl.where(column < stop, logit, _LOWEST)
     return logit

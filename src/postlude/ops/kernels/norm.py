@@ -108,11 +108,11 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    held = (row < rows) & (column < WIDTH)
+    mask = (row < rows) & (column < WIDTH)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
-    value = tl.load(vectors + row * STRIDE + column, mask=held, other=0.0).to(tl.float32)
+    value = tl.load(vectors + row * STRIDE + column, mask=mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
-    tl.store(output + row * WIDTH + column, (value * inverse * scale).to(output.dtype.element_ty), mask=held)
+    tl.store(output + row * WIDTH + column, (value * inverse * scale).to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _backward_kernel(
         if beside is not None:
             result += other.to(tl.float32)
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + first
-        held = (row < rows) & (column < WIDTH)
-        tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=held)
+        mask = (row < rows) & (column < WIDTH)
+        tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=mask)
         of_weight += arrived * normed
     at = partial + program.to(tl.int64) * WIDTH + tl.arange(0, BLOCK)
     tl.store(at, tl.sum(of_weight, 0), mask=tl.arange(0, BLOCK) < WIDTH)
@@ -173,12 +173,12 @@ def _sum_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for from_row in range(start, stop, ROWS):
         row = from_row + tl.arange(0, ROWS)[:, None]
-        held = (row < stop) & (column < WIDTH)[None, :]
-        total += tl.load(partial + row * WIDTH + column[None, :], mask=held, other=0.0)
-    found = tl.sum(total, 0)
+        mask = (row < stop) & (column < WIDTH)[None, :]
+        total += tl.load(partial + row * WIDTH + column[None, :], mask=mask, other=0.0)
+    column_sum = tl.sum(total, 0)
     if ADDS:
-        found += tl.load(sums + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(sums + column, found.to(sums.dtype.element_ty), mask=column < WIDTH)
+        column_sum += tl.load(sums + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(sums + column, column_sum.to(sums.dtype.element_ty), mask=column < WIDTH)
 
 
 _forward, _backward, _sum = Launcher(_forward_kernel), Launcher(_backward_kernel), Launcher(_sum_kernel)

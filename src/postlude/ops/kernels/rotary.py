@@ -33,10 +33,10 @@ def forward(
     """See `rotate_heads`."""
     query, key = _laid_out(query), _laid_out(key)
     outputs = contiguous_like(query), contiguous_like(key)
-    (of_query, of_key), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
+    (query_programs, key_programs), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
     tensors = (query, key, *table, *(weights or (None, None)), *outputs)
-    constants = (*_strides(query), *_strides(key), of_query, *sizes)
-    grid = query.shape[0], of_query + of_key, 1
+    constants = (*_strides(query), *_strides(key), query_programs, *sizes)
+    grid = query.shape[0], query_programs + key_programs, 1
     _forward(grid, tensors, (eps, offset), constants, WARPS)
     return outputs
 
@@ -50,31 +50,31 @@ def backward(
     offset: float,
     gradients: tuple[Tensor, Tensor],
     totals: tuple[Tensor | None, Tensor | None],
-    room: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key and both weights. Without weights, query and key are not needed.
 
-    The gradients of query and key are columns of one tensor: of `room` if given, dense [T, enough heads, width]. With
+    The gradients of query and key are columns of one tensor: of `output` if given, dense [T, enough heads, width]. With
     `totals` the weights' gradients are added to them instead of being returned.
     """
-    arrived = _laid_out(gradients[0]), _laid_out(gradients[1])
-    (tokens, heads, width), both = arrived[0].shape, arrived[0].shape[1] + arrived[1].shape[1]
-    room = arrived[0].new_empty(tokens, both, width) if room is None else room
-    outputs = room[:, :heads], room[:, heads:both]
-    query, key = arrived if query is None or key is None else (_laid_out(query), _laid_out(key))
-    (of_query, of_key), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
+    grads = _laid_out(gradients[0]), _laid_out(gradients[1])
+    (tokens, heads, width), total_heads = grads[0].shape, grads[0].shape[1] + grads[1].shape[1]
+    output = grads[0].new_empty(tokens, total_heads, width) if output is None else output
+    outputs = output[:, :heads], output[:, heads:total_heads]
+    query, key = grads if query is None or key is None else (_laid_out(query), _laid_out(key))
+    (query_programs, key_programs), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
     programs = min(tokens, BACK_PROGRAMS * multiprocessors(query.device))
-    grid: Grid = (programs, of_query + of_key, 1)
+    grid: Grid = (programs, query_programs + key_programs, 1)
     partial = None
     if weights is not None:
         partial = torch.empty((grid[0] * grid[1], width), dtype=torch.float32, device=query.device)
-    tensors = (query, key, *arrived, *table, *(weights or (None, None)), *outputs, partial)
-    strides = (*_strides(query), *_strides(key), *_strides(arrived[0]), *_strides(arrived[1]), room.stride(0))
-    _backward(grid, tensors, (tokens, eps, offset), (*strides, of_query, *sizes), WARPS)
+    tensors = (query, key, *grads, *table, *(weights or (None, None)), *outputs, partial)
+    strides = (*_strides(query), *_strides(key), *_strides(grads[0]), *_strides(grads[1]), output.stride(0))
+    _backward(grid, tensors, (tokens, eps, offset), (*strides, query_programs, *sizes), WARPS)
     if weights is None or partial is None:
         return *outputs, None, None
-    of_weights = sum_partial(partial, (programs * of_query, programs * of_key), weights, totals)
-    return *outputs, of_weights[0], of_weights[1]
+    grad_weights = sum_partial(partial, (programs * query_programs, programs * key_programs), weights, totals)
+    return *outputs, grad_weights[0], grad_weights[1]
 
 
 def _laid_out(heads: Tensor) -> Tensor:
@@ -87,35 +87,35 @@ def _strides(heads: Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _tiles(heads: int, kv_heads: int, width: int, turned: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+def _tiles(heads: int, kv_heads: int, width: int, rotated: int) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Returns how many programs share a token's queries and its keys, and the kernels' constants from HEADS on."""
-    half, rest = triton.next_power_of_2(turned // 2), width - turned
-    block = triton.next_power_of_2(rest) if rest else 0
-    at_once = max(1, min(TILE // (2 * half + block), triton.next_power_of_2(max(heads, kv_heads))))
-    sizes = (heads, kv_heads, width, turned // 2, at_once, half, block)
-    return (-(-heads // at_once), -(-kv_heads // at_once)), sizes
+    half, unrotated = triton.next_power_of_2(rotated // 2), width - rotated
+    block = triton.next_power_of_2(unrotated) if unrotated else 0
+    heads_per_tile = max(1, min(TILE // (2 * half + block), triton.next_power_of_2(max(heads, kv_heads))))
+    sizes = (heads, kv_heads, width, rotated // 2, heads_per_tile, half, block)
+    return (-(-heads // heads_per_tile), -(-kv_heads // heads_per_tile)), sizes
 
 
 @triton.jit
 def _head(
-    vectors, row_at, row_held,
+    vectors, row_at, row_mask,
     HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The tiles of heads at `row_at` [AT_ONCE, 1]. The last is unused where all features are rotated.
     pair = tl.arange(0, HALF_BLOCK)[None, :]
-    held = row_held & (pair < HALF)
-    first = tl.load(vectors + row_at + pair, mask=held, other=0.0)
-    second = tl.load(vectors + row_at + HALF + pair, mask=held, other=0.0)
-    rest = first
+    mask = row_mask & (pair < HALF)
+    first = tl.load(vectors + row_at + pair, mask=mask, other=0.0)
+    second = tl.load(vectors + row_at + HALF + pair, mask=mask, other=0.0)
+    unrotated = first
     if REST_BLOCK:
         other = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        rest = tl.load(vectors + row_at + other, mask=row_held & (other < WIDTH), other=0.0)
-    return first, second, rest
+        unrotated = tl.load(vectors + row_at + other, mask=row_mask & (other < WIDTH), other=0.0)
+    return first, second, unrotated
 
 
 @triton.jit
-def _wide(first, second, rest):
-    return first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+def _wide(first, second, unrotated):
+    return first.to(tl.float32), second.to(tl.float32), unrotated.to(tl.float32)
 
 
 @triton.jit
@@ -124,30 +124,30 @@ def _weights(
 ):
     # A norm's weight as the tiles of one head.
     row = tl.arange(0, 1)[:, None]
-    first, second, rest = _head(weight, row, row == 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-    first, second, rest = _wide(first, second, rest)
-    return first + offset, second + offset, rest + offset
+    first, second, unrotated = _head(weight, row, row == 0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    first, second, unrotated = _wide(first, second, unrotated)
+    return first + offset, second + offset, unrotated + offset
 
 
 @triton.jit
 def _store_head(
-    vectors, row_at, row_held, first, second, rest,
+    vectors, row_at, row_mask, first, second, unrotated,
     HALF: tl.constexpr, WIDTH: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.arange(0, HALF_BLOCK)[None, :]
-    held = row_held & (pair < HALF)
-    tl.store(vectors + row_at + pair, first.to(vectors.dtype.element_ty), mask=held)
-    tl.store(vectors + row_at + HALF + pair, second.to(vectors.dtype.element_ty), mask=held)
+    mask = row_mask & (pair < HALF)
+    tl.store(vectors + row_at + pair, first.to(vectors.dtype.element_ty), mask=mask)
+    tl.store(vectors + row_at + HALF + pair, second.to(vectors.dtype.element_ty), mask=mask)
     if REST_BLOCK:
         other = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        tl.store(vectors + row_at + other, rest.to(vectors.dtype.element_ty), mask=row_held & (other < WIDTH))
+        tl.store(vectors + row_at + other, unrotated.to(vectors.dtype.element_ty), mask=row_mask & (other < WIDTH))
 
 
 @triton.jit
-def _summed(first, second, rest, REST_BLOCK: tl.constexpr):
+def _summed(first, second, unrotated, REST_BLOCK: tl.constexpr):
     total = tl.sum(first + second, 1)
     if REST_BLOCK:
-        total += tl.sum(rest, 1)
+        total += tl.sum(unrotated, 1)
     return total[:, None]
 
 
@@ -159,23 +159,23 @@ def _rotate(
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = block * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-    held = head < heads
+    mask = head < heads
     at = token * token_stride + head * head_stride
-    first, second, rest = _head(vectors, at, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-    first, second, rest = _wide(first, second, rest)
+    first, second, unrotated = _head(vectors, at, mask, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    first, second, unrotated = _wide(first, second, unrotated)
     if weight is not None:
-        squares = _summed(first * first, second * second, rest * rest, REST_BLOCK)
+        squares = _summed(first * first, second * second, unrotated * unrotated, REST_BLOCK)
         inverse = tl.rsqrt(squares / WIDTH + eps)
-        by_first, by_second, by_rest = _weights(weight, offset, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+        by_first, by_second, by_unrotated = _weights(weight, offset, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
         first *= inverse * by_first
         second *= inverse * by_second
-        rest *= inverse * by_rest
+        unrotated *= inverse * by_unrotated
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     c = tl.load(cos + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
     to = (token * heads + head) * WIDTH
-    turned_first, turned_second = first * c - second * s, second * c + first * s
-    _store_head(output, to, held, turned_first, turned_second, rest, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    rotated_first, rotated_second = first * c - second * s, second * c + first * s
+    _store_head(output, to, mask, rotated_first, rotated_second, unrotated, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
 
 
 @triton.jit(do_not_specialize=["eps", "offset"])
@@ -209,7 +209,7 @@ def _rotate_back(
 ):  # fmt: skip
     # `partial` [WIDTH] belongs to this program.
     head = block * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-    held = head < heads
+    mask = head < heads
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     of_first = tl.zeros((AT_ONCE, HALF_BLOCK), tl.float32)
     of_second = tl.zeros((AT_ONCE, HALF_BLOCK), tl.float32)
@@ -222,12 +222,12 @@ def _rotate_back(
     step = tl.num_programs(0)
     token = tl.program_id(0).to(tl.int64)
     arriving, also_arriving, rest_arriving = _head(
-        gradient, token * gradient_token + head * gradient_head, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
+        gradient, token * gradient_token + head * gradient_head, mask, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
     )
     coming, also_coming, rest_coming = arriving, also_arriving, rest_arriving
     if weight is not None:
         coming, also_coming, rest_coming = _head(
-            vectors, token * token_stride + head * head_stride, held, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
+            vectors, token * token_stride + head * head_stride, mask, HALF, WIDTH, HALF_BLOCK, REST_BLOCK
         )
     for _ in range(tl.program_id(0), tokens, step):
         c = tl.load(cos + token * 2 * HALF + pair, mask=pair < HALF, other=0.0)
@@ -255,7 +255,7 @@ def _rotate_back(
             second = inverse * (second_scaled - second_value * along)
             rest = inverse * (rest_scaled - rest_value * along)
         to = token * output_token + head * WIDTH
-        _store_head(output, to, held, first, second, rest, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+        _store_head(output, to, mask, first, second, rest, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
         token = after
     if weight is not None:
         pair = tl.arange(0, HALF_BLOCK)

@@ -65,14 +65,14 @@ def _above(logits, temperature, total, vocab, bounds, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _search(logits, temperature, total, vocab, wanted, counted, TOKENS: tl.constexpr):
-    # The lowest number with less than `wanted` above it: tokens where they are `counted`, else probability.
+def _search(logits, temperature, total, vocab, target_mass, counted, TOKENS: tl.constexpr):
+    # The lowest number with less than `target_mass` above it: tokens where they are `counted`, else probability.
     base = tl.full((), -(1 << 31), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)
     for _ in range(8):
         bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
         count, mass = _above(logits, temperature, total, vocab, bounds.to(tl.int32), TOKENS)
-        base += tl.sum((tl.where(counted, count, mass) >= wanted).to(tl.int64), 0) * step
+        base += tl.sum((tl.where(counted, count, mass) >= target_mass).to(tl.int64), 0) * step
         step = step >> 4
     return base.to(tl.int32)
 

@@ -111,7 +111,9 @@ class Scan(NamedTuple):
         x, A, B, C, gradient = self.x, self.A, self.B, self.C, _dense(gradient)
         tokens, heads, _ = x.shape
         states, ahead = self.states(), self.ahead(gradient)
-        of_x, of_B, of_C = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, B, C))
+        grad_x, grad_B, grad_C = (
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, B, C)
+        )
         of_dt = torch.empty(tokens, heads, dtype=torch.float32, device=x.device)
         of_A, of_D, through = (of_dt.new_empty(self.chunks, heads) for _ in range(3))
         parts = of_dt.new_empty(5, *self.steps.shape[1:])
@@ -119,7 +121,7 @@ class Scan(NamedTuple):
         read = (x, *x.stride()[:2], B, *B.stride()[:2], C, *C.stride()[:2], gradient, *gradient.stride()[:2])
         read = (*read, self.sequence, self.steps, states, ahead)
         kernels.heads_gradient[(heads * self.chunks,)](
-            *(*read, D, of_x, of_D, parts, through), tokens, self.chunks,
+            *(*read, D, grad_x, of_D, parts, through), tokens, self.chunks,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **options, **_launch(HEADS_GRADIENT),
         )  # fmt: skip
         kernels.rates[(triton.cdiv(heads, STEP_HEADS) * self.chunks,)](
@@ -127,11 +129,11 @@ class Scan(NamedTuple):
             HEADS=STEP_HEADS, num_warps=4,
         )  # fmt: skip
         blocks = self.chunks * (self.length // self.sizes["BLOCK"])
-        for of_b, out in ((False, of_C), (True, of_B)):
+        for of_b, out in ((False, grad_C), (True, grad_B)):
             kernels.groups_gradient[(B.shape[1] * blocks,)](
                 *(*read, out), tokens, self.chunks, OF_B=of_b, **options, **_launch(GROUPS_GRADIENT),
             )  # fmt: skip
-        return of_x, of_dt, of_A.sum(0), of_B, of_C, of_D.sum(0)
+        return grad_x, of_dt, of_A.sum(0), grad_B, grad_C, of_D.sum(0)
 
 
 def _launch(chosen: tuple[int, int]) -> dict[str, int]:

@@ -22,26 +22,26 @@ def steps(dt, A, steps, tokens, heads, dt_token, padded, LENGTH: tl.constexpr, H
     along = tl.cdiv(heads, HEADS)
     place = tl.program_id(0) // along * LENGTH + tl.arange(0, LENGTH)
     head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
-    held = (place < tokens)[:, None] & (head < heads)[None, :]
-    step = tl.load(dt + place.to(tl.int64)[:, None] * dt_token + head[None, :], mask=held, other=0.0)
+    mask = (place < tokens)[:, None] & (head < heads)[None, :]
+    step = tl.load(dt + place.to(tl.int64)[:, None] * dt_token + head[None, :], mask=mask, other=0.0)
     rate = tl.load(A + head, mask=head < heads, other=0.0)
     passed = tl.cumsum(step.to(tl.float64) * rate.to(tl.float64)[None, :], 0)
     high = passed.to(tl.float32)
     low = (passed - high.to(tl.float64)).to(tl.float32)
     plane = tl.cast(heads, tl.int64) * padded
     out = steps + head.to(tl.int64)[None, :] * padded + place[:, None]
-    own = (head < heads)[None, :]
-    tl.store(out, step.to(tl.float32), mask=own)
-    tl.store(out + plane, high, mask=own)
-    tl.store(out + 2 * plane, low, mask=own)
+    head_mask = (head < heads)[None, :]
+    tl.store(out, step.to(tl.float32), mask=head_mask)
+    tl.store(out + plane, high, mask=head_mask)
+    tl.store(out + 2 * plane, low, mask=head_mask)
 
 
 @triton.jit
 def _tile(tensor, token_stride, other_stride, other, place, tokens, column, COLUMNS: tl.constexpr):
     # Rows are tokens, of one head or group.
-    held = (place < tokens)[:, None] & (column < COLUMNS)[None, :]
+    mask = (place < tokens)[:, None] & (column < COLUMNS)[None, :]
     start = tensor + tl.cast(other, tl.int64) * other_stride
-    return tl.load(start + place.to(tl.int64)[:, None] * token_stride + column[None, :], mask=held, other=0.0)
+    return tl.load(start + place.to(tl.int64)[:, None] * token_stride + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def _borders(sequence, start, tokens, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _exp(logarithm, kept):
-    # What is not kept may be far above 0.
-    return tl.exp(tl.where(kept, logarithm, float("-inf")))
+def _exp(logarithm, mask):
+    # Where the mask is False it may be far above 0.
+    return tl.exp(tl.where(mask, logarithm, float("-inf")))
 
 
 @Kernel
@@ -95,16 +95,16 @@ def states(
             chunk = chunks - 1 - turn
         chunk = tl.cast(chunk, tl.int32)
         place = chunk * LENGTH + tl.arange(0, LENGTH)
-        at, held = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
-        tl.store(at, state.to(states.dtype.element_ty), mask=held)
-        own = tl.load(sequence + place, mask=place < tokens, other=-1)
+        at, mask = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
+        tl.store(at, state.to(states.dtype.element_ty), mask=mask)
+        own_sequence = tl.load(sequence + place, mask=place < tokens, other=-1)
         before, last = _borders(sequence, chunk * LENGTH, tokens, LENGTH)
         dt = _step(steps, head, place, padded)
         high, low = _passed(steps, head, place, padded, HEADS)
         end_high, end_low = _passed(steps, head, chunk * LENGTH + LENGTH - 1, padded, HEADS)
-        weight = _exp(high + low, own == before)  # a token's y reads the state before the chunk
+        weight = _exp(high + low, own_sequence == before)  # a token's y reads the state before the chunk
         if not BACK:  # a token's x is written to the state after it
-            weight = _exp((end_high - high) + (end_low - low), own == last) * dt
+            weight = _exp((end_high - high) + (end_low - low), own_sequence == last) * dt
         key = _tile(keys, key_token, key_group, head // SHARE, place, tokens, n, STATE)
         value = _tile(values, value_token, value_head, head, place, tokens, p, WIDTH)
         weighted = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
@@ -129,8 +129,8 @@ def outputs(
     own_t = tl.load(sequence + t, mask=t < tokens, other=-1)
     high_t, low_t = _passed(steps, head, t, padded, HEADS)
     c = _tile(C, C_token, C_group, group, t, tokens, n, STATE)
-    at, held = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
-    state = tl.load(at, mask=held, other=0.0)
+    at, mask = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
+    state = tl.load(at, mask=mask, other=0.0)
     sums = tl.dot(c, state, input_precision="ieee") * _exp(high_t + low_t, own_t == before)[:, None]
     for first in range(chunk * LENGTH, (block + 1) * BLOCK, BLOCK):
         s = first + tl.arange(0, BLOCK)
@@ -139,8 +139,8 @@ def outputs(
         high, low = _passed(steps, head, s, padded, HEADS)
         b = _tile(B, B_token, B_group, group, s, tokens, n, STATE)
         value = _tile(x, x_token, x_head, head, s, tokens, p, WIDTH)
-        seen = (own_t[:, None] == own_s[None, :]) & (t[:, None] >= s[None, :])
-        decay = _exp((high_t[:, None] - high[None, :]) + (low_t[:, None] - low[None, :]), seen)
+        visible = (own_t[:, None] == own_s[None, :]) & (t[:, None] >= s[None, :])
+        decay = _exp((high_t[:, None] - high[None, :]) + (low_t[:, None] - low[None, :]), visible)
         pairs = tl.dot(c, tl.trans(b), input_precision="ieee") * (decay * dt[None, :])
         sums = tl.dot(pairs.to(value.dtype), value, sums, input_precision="ieee")
     if D is not None:
@@ -195,10 +195,10 @@ def heads_gradient(  # noqa: PLR0915
     start = chunk * LENGTH
     before, last = _borders(sequence, start, tokens, LENGTH)
     end_high, end_low = _passed(steps, head, start + LENGTH - 1, padded, HEADS)
-    at, held = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
-    state = tl.load(at, mask=held, other=0.0)
-    at, held = _state_at(ahead, chunk, head, n, p, HEADS, STATE, WIDTH)
-    after = tl.load(at, mask=held, other=0.0)
+    at, mask = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
+    state = tl.load(at, mask=mask, other=0.0)
+    at, mask = _state_at(ahead, chunk, head, n, p, HEADS, STATE, WIDTH)
+    after = tl.load(at, mask=mask, other=0.0)
     inner = tl.sum(state.to(tl.float32) * after.to(tl.float32)) * _exp(end_high + end_low, before == last)
     tl.store(through + chunk * HEADS + head, inner)
     place = tl.arange(0, BLOCK)
@@ -221,12 +221,12 @@ def heads_gradient(  # noqa: PLR0915
         tl.store(out + 2 * plane, tl.cumsum(seen_before, 0, reverse=True))
         read = tl.sum(tl.dot(c, state, input_precision="ieee") * arriving.to(tl.float32), 1)
         tl.store(out + 3 * plane, read * _exp(high + low, own_s == before))
-        left = _exp((end_high - high) + (end_low - low), own_s == last)
-        pushed = tl.dot(b, after, input_precision="ieee") * left[:, None]  # the gradient of dt · x
+        decay_to_end = _exp((end_high - high) + (end_low - low), own_s == last)
+        pushed = tl.dot(b, after, input_precision="ieee") * decay_to_end[:, None]  # the gradient of dt · x
         tl.store(out, tl.sum(pushed * wide, 1) * dt)
 
-        seen = (own_s[:, None] == own_s[None, :]) & (place[:, None] <= place[None, :])
-        decay = _exp((high[None, :] - high[:, None]) + (low[None, :] - low[:, None]), seen)
+        visible = (own_s[:, None] == own_s[None, :]) & (place[:, None] <= place[None, :])
+        decay = _exp((high[None, :] - high[:, None]) + (low[None, :] - low[:, None]), visible)
         pairs = tl.dot(b, tl.trans(c), input_precision="ieee") * decay  # [s, t]
         pushed = tl.dot(pairs.to(value.dtype), arriving, pushed, input_precision="ieee")
         pairs *= tl.dot(value, tl.trans(arriving), input_precision="ieee") * dt[:, None]
@@ -269,26 +269,26 @@ def rates(steps, parts, through, A, of_dt, of_A, tokens, heads, padded, LENGTH: 
     along = tl.cdiv(heads, HEADS)
     head = tl.program_id(0) % along * HEADS + tl.arange(0, HEADS)
     chunk = tl.program_id(0) // along
-    own = head < heads
+    head_mask = head < heads
     inside = tl.arange(0, LENGTH)
     plane = tl.cast(heads, tl.int64) * padded
     at = head.to(tl.int64)[:, None] * padded + chunk * LENGTH + inside[None, :]
-    held = own[:, None] & (inside >= 0)[None, :]
-    behind = own[:, None] & (inside > 0)[None, :]
-    start = tl.load(through + chunk * heads + head, mask=own, other=0.0)
+    mask = head_mask[:, None] & (inside >= 0)[None, :]
+    behind = head_mask[:, None] & (inside > 0)[None, :]
+    start = tl.load(through + chunk * heads + head, mask=head_mask, other=0.0)
     written = tl.load(parts + at - 1, mask=behind, other=0.0)
-    read = tl.load(parts + 3 * plane + at, mask=held, other=0.0)
+    read = tl.load(parts + 3 * plane + at, mask=mask, other=0.0)
     pairs = tl.load(parts + plane + at - 1, mask=behind, other=0.0) + tl.load(
-        parts + 2 * plane + at, mask=held, other=0.0
+        parts + 2 * plane + at, mask=mask, other=0.0
     )
     rate = tl.cumsum(written, 1) + tl.cumsum(read, 1, reverse=True) + pairs + start[:, None]
-    step = tl.load(steps + at, mask=held, other=0.0)
-    tl.store(of_A + chunk * heads + head, tl.sum(step * rate, 1), mask=own)
-    rate *= tl.load(A + head, mask=own, other=0.0).to(tl.float32)[:, None]
-    rate += tl.load(parts + 4 * plane + at, mask=held, other=0.0)
+    step = tl.load(steps + at, mask=mask, other=0.0)
+    tl.store(of_A + chunk * heads + head, tl.sum(step * rate, 1), mask=head_mask)
+    rate *= tl.load(A + head, mask=head_mask, other=0.0).to(tl.float32)[:, None]
+    rate += tl.load(parts + 4 * plane + at, mask=mask, other=0.0)
     token = chunk * LENGTH + inside
     out = of_dt + token.to(tl.int64)[None, :] * heads + head[:, None]
-    tl.store(out, rate, mask=own[:, None] & (token < tokens)[None, :])
+    tl.store(out, rate, mask=head_mask[:, None] & (token < tokens)[None, :])
 
 
 @Kernel
@@ -335,7 +335,7 @@ def groups_gradient(  # noqa: PLR0915
     start = chunk * LENGTH
     row = block * BLOCK + tl.arange(0, BLOCK)
     before, last = _borders(sequence, start, tokens, LENGTH)
-    own = tl.load(sequence + row, mask=row < tokens, other=-1)
+    own_sequence = tl.load(sequence + row, mask=row < tokens, other=-1)
     sums = tl.zeros((BLOCK, N), tl.float32)
     for head in range(group * SHARE, (group + 1) * SHARE):
         dt = _step(steps, head, row, padded)
@@ -343,13 +343,13 @@ def groups_gradient(  # noqa: PLR0915
         if OF_B:
             end_high, end_low = _passed(steps, head, start + LENGTH - 1, padded, HEADS)
             rows = _tile(x, x_token, x_head, head, row, tokens, p, WIDTH)
-            weight = _exp((end_high - high) + (end_low - low), own == last) * dt
-            at, held = _state_at(ahead, chunk, head, n, p, HEADS, STATE, WIDTH)
+            weight = _exp((end_high - high) + (end_low - low), own_sequence == last) * dt
+            at, mask = _state_at(ahead, chunk, head, n, p, HEADS, STATE, WIDTH)
         else:
             rows = _tile(gradient, gradient_token, gradient_head, head, row, tokens, p, WIDTH)
-            weight = _exp(high + low, own == before)
-            at, held = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
-        state = tl.load(at, mask=held, other=0.0)
+            weight = _exp(high + low, own_sequence == before)
+            at, mask = _state_at(states, chunk, head, n, p, HEADS, STATE, WIDTH)
+        state = tl.load(at, mask=mask, other=0.0)
         weighted = (rows.to(tl.float32) * weight[:, None]).to(rows.dtype)
         sums = tl.dot(weighted, tl.trans(state), sums, input_precision="ieee")
     begin, end = start, (block + 1) * BLOCK
@@ -361,7 +361,7 @@ def groups_gradient(  # noqa: PLR0915
         ordered = row[:, None] >= column[None, :]
         if OF_B:
             ordered = row[:, None] <= column[None, :]
-        seen = ordered & (own[:, None] == other[None, :])
+        visible = ordered & (own_sequence[:, None] == other[None, :])
         pairs = tl.zeros((BLOCK, BLOCK), tl.float32)
         for head in range(group * SHARE, (group + 1) * SHARE):
             dt = _step(steps, head, row, padded)
@@ -370,11 +370,11 @@ def groups_gradient(  # noqa: PLR0915
             high_other, low_other = _passed(steps, head, column, padded, HEADS)
             between = (high[:, None] - high_other[None, :]) + (low[:, None] - low_other[None, :])
             if OF_B:
-                weight = _exp(-between, seen) * dt[:, None]
+                weight = _exp(-between, visible) * dt[:, None]
                 rows = _tile(x, x_token, x_head, head, row, tokens, p, WIDTH)
                 columns = _tile(gradient, gradient_token, gradient_head, head, column, tokens, p, WIDTH)
             else:
-                weight = _exp(between, seen) * dt_other[None, :]
+                weight = _exp(between, visible) * dt_other[None, :]
                 rows = _tile(gradient, gradient_token, gradient_head, head, row, tokens, p, WIDTH)
                 columns = _tile(x, x_token, x_head, head, column, tokens, p, WIDTH)
             pairs += tl.dot(rows, tl.trans(columns), input_precision="ieee") * weight
