@@ -132,7 +132,7 @@ def test_an_engine_computes_on_its_ranks_device() -> None:
         assert {parameter.device.type for parameter in engine.parameters.values()} == {"cpu"}
 
 
-def where() -> tuple[str, str, str, str]:
+def rank_device() -> tuple[str, str, str, str]:
     engine = Engine("tiny-dense") if dist.get_world_size() == 1 else None
     with ranks() as rank:
         return dist.get_backend(), str(rank.device), str(engine.device if engine else group_device()), default_device()
@@ -141,10 +141,10 @@ def where() -> tuple[str, str, str, str]:
 @pytest.mark.gpu
 def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog) -> None:
     with ranks(), caplog.at_level(logging.WARNING):
-        assert where() == ("nccl", "cuda:0", "cuda:0", "cuda")
+        assert rank_device() == ("nccl", "cuda:0", "cuda:0", "cuda")
     assert not caplog.records
     count = torch.cuda.device_count()
-    results = launch(where, nproc=count + 1)
+    results = launch(rank_device, nproc=count + 1)
     assert [result[:3] for result in results] == [
         ("gloo", f"cuda:{rank % count}", f"cuda:{rank % count}") for rank in range(count + 1)
     ]

@@ -26,7 +26,7 @@ FEW = ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu", "--dtype", "fl
 SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
 
 
-def here(
+def run_generate(
     prompts: Sequence[object], sampling: SamplingParams | Sequence[SamplingParams], n: int = 1
 ) -> list[list[Completion]]:
     tokenizer = load_tokenizer("tiny-dense")
@@ -35,7 +35,7 @@ def here(
     return Generator(load_model("tiny-dense").eval(), tokenizer).generate(tokens, sampling, n=n)
 
 
-def asked(text: str, system: str | None = None) -> list[dict[str, str]]:
+def make_messages(text: str, system: str | None = None) -> list[dict[str, str]]:
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
@@ -44,7 +44,7 @@ def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[
     words = ["generate", "tiny-dense", "--prompt", "Hi", "--prompt", "Ho", "--n", "2", "--json", "--system", "Sing."]
     assert main([*words, *FEW]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    groups = here([asked("Hi", "Sing."), asked("Ho", "Sing.")], SAMPLING, n=2)
+    groups = run_generate([make_messages("Hi", "Sing."), make_messages("Ho", "Sing.")], SAMPLING, n=2)
     assert [row["tokens"] for row in rows] == [completion.tokens for group in groups for completion in group]
     assert [row["text"] for row in rows] == [completion.text for group in groups for completion in group]
     assert [(row["prompt"], row["number"], row["seed"]) for row in rows] == [
@@ -62,7 +62,7 @@ def test_an_answer_ends_with_any_token_that_the_generation_config_says(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer("tiny-dense")
-    ((completion,),) = here([asked("Hi")], SAMPLING)
+    ((completion,),) = run_generate([make_messages("Hi")], SAMPLING)
     last = completion.tokens[2]
     export_hf(load_model("tiny-dense"), tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_a_prompt_comes_from_standard_input_and_may_stay_as_it_is(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon"))
     assert main(["generate", "tiny-dense", "--plain", *words, *FEW]) == 0
-    ((completion,),) = here(["Once upon"], SAMPLING)
+    ((completion,),) = run_generate(["Once upon"], SAMPLING)
     assert capsys.readouterr().out == f"{completion.text}\n"
 
 
@@ -107,9 +107,13 @@ def test_a_conversation_goes_on_until_it_is_reset(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAnd?\n/reset\nHi\n/what\n"))
     assert main(["chat", "tiny-dense", "--system", "Sing.", *FEW]) == 0
-    ((first,),) = here([asked("Hi", "Sing.")], [replace(SAMPLING, seed=5)])
-    messages = [*asked("Hi", "Sing."), {"role": "assistant", "content": str(first.text)}, *asked("And?")]
-    ((second,),) = here([messages], [replace(SAMPLING, seed=7)])
+    ((first,),) = run_generate([make_messages("Hi", "Sing.")], [replace(SAMPLING, seed=5)])
+    messages = [
+        *make_messages("Hi", "Sing."),
+        {"role": "assistant", "content": str(first.text)},
+        *make_messages("And?"),
+    ]
+    ((second,),) = run_generate([messages], [replace(SAMPLING, seed=7)])
     out = capsys.readouterr().out
     assert out.startswith(f"{first.text}\n{second.text}\n{first.text}\n")
     assert "/what is not a command" in out
@@ -131,7 +135,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
 
     monkeypatch.setattr(Session, "step", interrupted)
     cut = talk.reply("Hi")
-    ((completion,),) = here([asked("Hi")], [replace(sampling, seed=4)])
+    ((completion,),) = run_generate([make_messages("Hi")], [replace(sampling, seed=4)])
     assert str(completion.text).startswith(cut)
     assert talk.messages[-1] == {"role": "assistant", "content": cut}
     assert talk.reply("And?") in capsys.readouterr().out
@@ -146,5 +150,5 @@ def test_a_prompt_that_has_no_room_is_said_and_the_conversation_goes_on(
     out = capsys.readouterr().out
     assert "max_batch_tokens is 96" in out
     assert "/reset starts a new conversation" in out
-    ((completion,),) = here([asked("Hi")], [replace(SAMPLING, seed=4)])
+    ((completion,),) = run_generate([make_messages("Hi")], [replace(SAMPLING, seed=4)])
     assert out.endswith(f"{completion.text}\n")

@@ -138,7 +138,7 @@ def test_buffers_are_neither_read_too_soon_nor_filled_again(
 def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
     shape, buckets = (64, 3), []
 
-    def made() -> Iterator[tuple[str, Tensor]]:
+    def make_tensors() -> Iterator[tuple[str, Tensor]]:
         for number in range(6):
             bucket = torch.full((2, *shape), float(number))
             alive = weakref.ref(bucket.untyped_storage())
@@ -149,7 +149,7 @@ def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
             buckets.append(alive() is not None)
 
     expected = {f"{number}.{index}": TensorInfo(torch.float32, shape) for number in range(6) for index in range(2)}
-    write(tmp_path / "file", expected, made(), staging_bytes=100)
+    write(tmp_path / "file", expected, make_tensors(), staging_bytes=100)
     assert buckets == [False] * 6
 
 
@@ -233,7 +233,7 @@ def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path)
     """Each tensor is let go of at once, and the next is made in its memory while it may still be on its way."""
     shape = (1 << 22,)
 
-    def made() -> Iterator[tuple[str, Tensor]]:
+    def make_tensors() -> Iterator[tuple[str, Tensor]]:
         for number in range(40):
             yield str(number), torch.full(shape, float(number), device="cuda")
 
@@ -241,7 +241,10 @@ def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     write(
-        tmp_path / "file", {str(n): TensorInfo(torch.float32, shape) for n in range(40)}, made(), staging_bytes=1 << 20
+        tmp_path / "file",
+        {str(n): TensorInfo(torch.float32, shape) for n in range(40)},
+        make_tensors(),
+        staging_bytes=1 << 20,
     )
     assert torch.cuda.max_memory_allocated() - before <= 2 * 4 * shape[0]
     for name, tensor in load_file(tmp_path / "file").items():

@@ -83,7 +83,7 @@ def tokenizer(gguf: Path):
     return load_tokenizer(gguf)
 
 
-def asked(tokenizer, question: str) -> list[int]:
+def encode_question(tokenizer, question: str) -> list[int]:
     chat = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
 
@@ -108,7 +108,7 @@ def test_export_of_the_real_model_loads_in_transformers(model, hf_model, tmp_pat
 
 @pytest.mark.thorough  # as tiny models show
 def test_generated_answers_equal_transformers(tokenizer, model, hf_model) -> None:
-    prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), asked(tokenizer, "Name three colours.")]
+    prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), encode_question(tokenizer, "Name three colours.")]
     generator = Generator(model, tokenizer, max_sequences=2)
     answered = generator.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, answered, strict=True):
@@ -167,7 +167,7 @@ def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None
     Log-probs are near: the file's weights have 4 bits, and llama.cpp rounds what they are multiplied with to 8 bits
     where the generator computes in fp32. Of 32 tokens the largest difference was 0.13, the mean 0.04.
     """
-    partial_turn = [*asked(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
+    partial_turn = [*encode_question(tokenizer, "Hello"), *tokenizer("Hello! How can")["input_ids"]]
     prompts = [*(tokenizer(text)["input_ids"] for text in (TEXTS[1], "1, 2, 3, 4, 5, 6, 7,")), partial_turn]
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
     expected = Generator(model, tokenizer).generate(prompts, greedy)
@@ -196,7 +196,7 @@ def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None
 
 @pytest.mark.thorough  # as tiny models show
 def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, model) -> None:
-    prompt = asked(tokenizer, "Name three colours of the rainbow.")
+    prompt = encode_question(tokenizer, "Name three colours of the rainbow.")
     generator = Generator(model, tokenizer)
     answered = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
     for completion, expected in zip(answered[0], teacher_forced(model, [prompt], answered, 0.7), strict=True):

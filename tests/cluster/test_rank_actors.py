@@ -68,11 +68,11 @@ def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
     """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
     states: list[bool] = []
 
-    def made(logs: Path, *, single_machine: bool) -> RayLauncher:
+    def make_launcher(logs: Path, *, single_machine: bool) -> RayLauncher:
         states.append(single_machine)
         raise ValueError("seen")
 
-    monkeypatch.setattr(driver, "RayLauncher", made)
+    monkeypatch.setattr(driver, "RayLauncher", make_launcher)
     for address in ("local", "auto"):
         assert grpo(place, "run", "--ray", address) == 2
         assert "postlude grpo: seen" in capsys.readouterr().err

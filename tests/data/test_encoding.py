@@ -37,7 +37,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def whole(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], list[int], list[tuple[int, str, int]]]:
+def all_chunks(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], list[int], list[tuple[int, str, int]]]:
     read_chunks = list(chunks)
     columns = [
         np.concatenate([getattr(chunk, name) for chunk in read_chunks]).tolist()
@@ -49,10 +49,10 @@ def whole(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], list[in
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing() -> None:
     encoder = Encoder(tokenizer=byte_tokenizer(), max_length=100)
-    alone = whole(encode(encoder, "conversation", TALKS, NAMES, processes=1))
+    alone = all_chunks(encode(encoder, "conversation", TALKS, NAMES, processes=1))
     assert alone[3]  # some do not fit
     assert len(alone[2]) + len(alone[3]) == len(TALKS)
-    assert whole(encode(encoder, "conversation", TALKS, NAMES, processes=3)) == alone
+    assert all_chunks(encode(encoder, "conversation", TALKS, NAMES, processes=3)) == alone
     encoded_rows = [
         encoder.encode_rows("conversation", [row], [name])[0] for row, name in zip(TALKS, NAMES, strict=True)
     ]

@@ -47,7 +47,7 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def said(content: str, **more: Any) -> dict[str, Any]:
+def assistant_turn(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
@@ -67,7 +67,7 @@ def tokenizer(template: str) -> Any:
     return fast
 
 
-def shown(chat_encoder: Encoder, encoded: EncodedSequence) -> str:
+def trained_text(chat_encoder: Encoder, encoded: EncodedSequence) -> str:
     """The text of a sequence, with what is learned in «»."""
     text, tokens = "", []
     for place, (token, mask) in enumerate(zip(encoded.tokens, encoded.mask, strict=True)):
@@ -78,12 +78,22 @@ def shown(chat_encoder: Encoder, encoded: EncodedSequence) -> str:
     return text
 
 
-TALK = [user("Two?"), said("2 🙂"), user("Three?"), said("3")]
-THOUGHT = [user("Two?"), said("<think>\nhm\n</think>\n\n2"), user("Three?"), said("<think>\noh\n</think>\n\n3")]
-APART = [user("Two?"), said("2", reasoning_content="hm"), user("Three?"), said("3", reasoning_content="oh")]
+TALK = [user("Two?"), assistant_turn("2 🙂"), user("Three?"), assistant_turn("3")]
+THOUGHT = [
+    user("Two?"),
+    assistant_turn("<think>\nhm\n</think>\n\n2"),
+    user("Three?"),
+    assistant_turn("<think>\noh\n</think>\n\n3"),
+]
+APART = [
+    user("Two?"),
+    assistant_turn("2", reasoning_content="hm"),
+    user("Three?"),
+    assistant_turn("3", reasoning_content="oh"),
+]
 ASKED = "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "<|im_end|>\n<|im_start|>user\nThree?<|im_end|>\n<|im_start|>assistant\n"
-USES_TOOL = [user("Two?"), said("look"), {"role": "tool", "content": "2"}, said("2")]
+USES_TOOL = [user("Two?"), assistant_turn("look"), {"role": "tool", "content": "2"}, assistant_turn("2")]
 CASES: dict[str, tuple[str, Any, list[str]]] = {
     "qwen3": (
         QWEN3,
@@ -121,7 +131,12 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
     ),
     "qwen3, thoughts around a tool": (  # which it keeps: one sequence has both turns
         QWEN3,
-        [user("Two?"), said("look", thinking="hm"), {"role": "tool", "content": "2"}, said("2", thinking="oh")],
+        [
+            user("Two?"),
+            assistant_turn("look", thinking="hm"),
+            {"role": "tool", "content": "2"},
+            assistant_turn("2", thinking="oh"),
+        ],
         [
             ASKED
             + "«<think>\nhm\n</think>\n\nlook<|im_end|>»\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
@@ -155,7 +170,7 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
     ),
     "r1, as it was sampled": (
         R1,
-        [user("Two?"), said("hm\n</think>\n\n2")],
+        [user("Two?"), assistant_turn("hm\n</think>\n\n2")],
         ["<s><U>Two?<A><think>\n«hm\n</think>\n\n2<eos>»"],
     ),
     "r1, no thoughts": (
@@ -200,10 +215,10 @@ def test_a_turn_is_learned_as_it_is_written_when_it_is_the_last(case: str) -> No
     template, messages, expected = CASES[case]
     chat_encoder = Encoder(tokenizer=tokenizer(template))
     encoded_turns = chat_encoder.conversation(messages)
-    assert [shown(chat_encoder, encoded) for encoded in encoded_turns] == expected
+    assert [trained_text(chat_encoder, encoded) for encoded in encoded_turns] == expected
     (last,) = Encoder(tokenizer=chat_encoder.tokenizer, turns="last").conversation(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    assert shown(chat_encoder, last).split("«")[-1] == expected[-1].split("«")[-1]
+    assert trained_text(chat_encoder, last).split("«")[-1] == expected[-1].split("«")[-1]
     # Each turn follows exactly what a rollout begins from.
     sequences = encoded_turns if len(encoded_turns) == len(turns) else encoded_turns * len(turns)
     for index, encoded in zip(turns, sequences, strict=True):
@@ -216,7 +231,7 @@ def test_a_turn_is_learned_as_it_is_written_when_it_is_the_last(case: str) -> No
 def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
     chat_encoder = Encoder(tokenizer=tokenizer(template))
     pair = chat_encoder.preference(THOUGHT[:3], "3", "4")
-    turns = [chat_encoder.conversation([*THOUGHT[:3], said(answer)])[-1] for answer in ("3", "4")]
+    turns = [chat_encoder.conversation([*THOUGHT[:3], assistant_turn(answer)])[-1] for answer in ("3", "4")]
     if template == PHI3:  # earlier turns are in the same sequence there
         assert [side.tokens for side in pair] == [turn.tokens for turn in turns]
     else:

@@ -16,7 +16,7 @@ SPECIAL = ("<s>", "<sep>", "<sep>>", " <lean>", "<wide>")
 WORDS = ("a", "ab", " ", "  ", "\n", "the cat", "Ünder", "<", ">", "s>", "<se", "bab", *SPECIAL)
 
 
-def made(prefix: bool) -> PreTrainedTokenizerFast:
+def build_tokenizer(prefix: bool) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.BPE(unk_token="?"))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = (
@@ -32,7 +32,7 @@ def made(prefix: bool) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_join_to_the_tokens_of_the_whole(prefix: bool) -> None:
-    tokenizer, drawn = made(prefix), random.Random(0)
+    tokenizer, drawn = build_tokenizer(prefix), random.Random(0)
     texts_encoded: list[str] = []
 
     def encode(texts: list[str]) -> list[list[int]]:

@@ -418,7 +418,9 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def attempt(group: Any, directory: str, hf: PretrainedConfig, layout: str, optimizer: Any) -> tuple[str, bool, bool]:
+def load_in_layout(
+    group: Any, directory: str, hf: PretrainedConfig, layout: str, optimizer: Any
+) -> tuple[str, bool, bool]:
     """What `load` says to a used engine and to a fresh one, and whether they are what they were. They go on."""
     engine, fresh = (build(layout, hf, optimizer=optimizer) for _ in range(2))
     train(engine, [1])
@@ -435,7 +437,7 @@ def attempt(group: Any, directory: str, hf: PretrainedConfig, layout: str, optim
 def refused(
     ranks: Any, directory: Path, *, hf: PretrainedConfig = DENSE, layout: str = "pp=2", optimizer: Any = None
 ) -> str:
-    answers = ranks(size(layout), attempt, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
+    answers = ranks(size(layout), load_in_layout, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
     assert all(answer == answers[0] for answer in answers)
     complaint, unchanged, still_trains = answers[0]
     assert unchanged

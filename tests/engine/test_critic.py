@@ -34,13 +34,13 @@ def value(inputs: OutputInputs) -> Loss:
     return ValueLoss(clip=None, over="mask")(dataclasses.replace(inputs, microbatch=microbatch))
 
 
-def both(inputs: OutputInputs) -> Loss:
+def policy_and_value(inputs: OutputInputs) -> Loss:
     return policy(inputs) + 0.5 * value(inputs)
 
 
 def both_unless_empty(inputs: OutputInputs) -> Loss:
     """A microbatch of no tokens has a loss that depends on nothing."""
-    return both(inputs) if len(inputs.microbatch) else Loss(torch.zeros(()))
+    return policy_and_value(inputs) if len(inputs.microbatch) else Loss(torch.zeros(()))
 
 
 def size(layout: str) -> int:
@@ -94,7 +94,7 @@ def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(
     assert critic is not None
     losses, shares = [], []
     for seed in range(4):
-        losses.append(plain.backward(batch(seed, lengths), both))
+        losses.append(plain.backward(batch(seed, lengths), policy_and_value))
         assert critic.weight.grad is not None
         shares.append(float(critic.weight.grad.norm()))
         plain.step(DAMPED.lr * DAMPED.schedule.factor(seed))
@@ -158,22 +158,26 @@ def save_and_go_on(
     engine = build(layout, hf, critic=True)
     train(engine, [1, 2], first)
     engine.save(directory)
-    return engine.values(batch(9)), train(engine, [3, 4, 5], both)
+    return engine.values(batch(9)), train(engine, [3, 4, 5], policy_and_value)
 
 
 def load_and_go_on(group: Any, layout: str, hf: PretrainedConfig, directory: str) -> tuple[list[Tensor], list[float]]:
     engine = build(layout, hf, critic=True, seed=1)
     engine.load(directory)
-    return engine.values(batch(9)), train(engine, [3, 4, 5], both)
+    return engine.values(batch(9)), train(engine, [3, 4, 5], policy_and_value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hf", "before", "after", "first"),
     [
-        pytest.param(DENSE, "pp=2", "tp=2", both, id="pp=2 -> tp=2"),
-        pytest.param(DENSE, "dp_shard=2", "pp=2", both, id="dp_shard=2 -> pp=2", marks=pytest.mark.thorough),
-        pytest.param(DENSE, "tp=2", "dp_shard=2", both, id="tp=2 -> dp_shard=2", marks=pytest.mark.thorough),
+        pytest.param(DENSE, "pp=2", "tp=2", policy_and_value, id="pp=2 -> tp=2"),
+        pytest.param(
+            DENSE, "dp_shard=2", "pp=2", policy_and_value, id="dp_shard=2 -> pp=2", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            DENSE, "tp=2", "dp_shard=2", policy_and_value, id="tp=2 -> dp_shard=2", marks=pytest.mark.thorough
+        ),
         pytest.param(
             DENSE, "dp_shard=2", "cp=2", policy, id="saved before the critic learned", marks=pytest.mark.thorough
         ),
@@ -228,7 +232,7 @@ def test_a_checkpoint_with_a_critic_and_one_without_are_not_the_same(
 
 def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bool]:
     engine = build(layout, DENSE, critic=True)
-    train(engine, [1, 2], both)
+    train(engine, [1, 2], policy_and_value)
     engine.export_hf(directory)
     sampler = LanguageModel(engine.config)
     engine.copy_weights(sampler)

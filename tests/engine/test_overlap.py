@@ -49,7 +49,7 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def both(
+def with_and_without_overlap(
     group: Any, layout: str, source: ModelConfig, steps: int, options: dict[str, Any]
 ) -> list[tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]]:
     """Losses and metrics of every step, the first step's gradients and the last one's weights: plain, overlapped."""
@@ -89,7 +89,7 @@ LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2":
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,cp=2,ep=2", marks=pytest.mark.thorough)])
 def test_a_few_steps(ranks: Any, layout: str) -> None:
-    assert_one(ranks(LAYOUTS[layout], both, layout, config("[GE][*E]/[*E]"), 2, {}))
+    assert_one(ranks(LAYOUTS[layout], with_and_without_overlap, layout, config("[GE][*E]/[*E]"), 2, {}))
 
 
 @pytest.mark.thorough
@@ -101,7 +101,7 @@ def test_a_few_steps(ranks: Any, layout: str) -> None:
 )
 def test_experts_in_two_depths(ranks: Any, layout: str, trunk: str, tied: bool, recompute: str) -> None:
     source = config(f"{trunk}/[*E]/[*E]", tied_head=tied)
-    assert_one(ranks(4, both, layout, source, 2, {"recompute": recompute}))
+    assert_one(ranks(4, with_and_without_overlap, layout, source, 2, {"recompute": recompute}))
 
 
 @pytest.mark.thorough
@@ -110,7 +110,7 @@ def test_experts_in_two_depths(ranks: Any, layout: str, trunk: str, tied: bool, 
 def test_a_depth_with_experts_that_is_repeated(ranks: Any, layout: str, options: dict[str, Any]) -> None:
     """Where gradients wait for the last microbatch, FSDP sums a plain step's in two: before its last one, and after."""
     source = config("[*E]{2}/[*E]/[*E]", mtp_repeated=True)
-    assert_one(ranks(LAYOUTS[layout], both, layout, source, 2, options))
+    assert_one(ranks(LAYOUTS[layout], with_and_without_overlap, layout, source, 2, options))
 
 
 def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
@@ -156,7 +156,7 @@ def test_gradients_accumulate_and_evaluations_use_gathered_weights(ranks: Any, l
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
 def test_in_bf16(ranks: Any, layout: str) -> None:
     """Where gradients of single microbatches are bf16, and their sums fp32."""
-    assert_one(ranks(2, both, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
+    assert_one(ranks(2, with_and_without_overlap, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
 
 
 def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
@@ -194,7 +194,7 @@ def test_a_pass_leaves_no_activation_alive(ranks: Any, overlap: Any) -> None:
 def test_a_few_steps_of_stages_cut_by_hand_that_recompute(ranks: Any) -> None:
     """A short form of the 100 steps below: cuts in the pattern, two stages a rank, and cheap results made again."""
     source = config("[*E]|[*-][*E]|[M-]|[*E]")
-    assert_one(ranks(2, both, "pp=2,vpp=2", source, 2, {"recompute": "selective"}))
+    assert_one(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 2, {"recompute": "selective"}))
 
 
 @pytest.mark.thorough
@@ -206,7 +206,7 @@ def test_100_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> Non
         layout = layout.replace(",vpp=2", "")  # it has as many layers as a pipeline of two has stages
     size, options = LAYOUTS.get(layout, 4), {"recompute": recompute}
     patience = 900  # 200 steps of four ranks, which may have two cores
-    assert_one(ranks(size, both, layout, config(pattern), 100, options, patience=patience))
+    assert_one(ranks(size, with_and_without_overlap, layout, config(pattern), 100, options, patience=patience))
 
 
 @pytest.mark.gpu
@@ -217,4 +217,10 @@ def test_on_a_gpu(pattern: str, tied: bool, recompute: str) -> None:
     experts = replace(EXPERTS, intermediate_size=32)
     sizes: dict[str, Any] = {"hidden_size": 64, "tied_head": tied, "blocks": {"E": experts}}
     with started(device="cuda"):
-        assert_one([both(None, "", small_config(pattern, **sizes), 3, {"recompute": recompute, "device": "cuda"})])
+        assert_one(
+            [
+                with_and_without_overlap(
+                    None, "", small_config(pattern, **sizes), 3, {"recompute": recompute, "device": "cuda"}
+                )
+            ]
+        )

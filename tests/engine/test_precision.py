@@ -46,7 +46,7 @@ def draw(model: LanguageModel) -> None:
     local_shard(weight).copy_(drawn[region(weight)])
 
 
-def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
+def dtypes_in_forward(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
     """What the router and the value head of a model in bf16 are given, use, answer and learn."""
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
@@ -104,7 +104,7 @@ def seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
 def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
     full_model = LanguageModel(CONFIG, value_head=True)
     draw(full_model)
-    everyone = ranks(Layout.parse(layout).world_size, seen, layout, recompute)
+    everyone = ranks(Layout.parse(layout).world_size, dtypes_in_forward, layout, recompute)
     for name in PROMISED:
         expected = full_model.get_parameter(name).detach()
         learned = torch.zeros_like(expected)

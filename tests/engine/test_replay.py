@@ -147,7 +147,7 @@ def complaints(group: Any, input_batch: Batch) -> str:
 
 
 def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
-    def given(change: Any) -> Batch:
+    def changed_batch(change: Any) -> Batch:
         return replace(batch(), columns={"routing": [change(experts) for experts in batch().columns["routing"]]})
 
     def with_expert(routing: Tensor) -> Tensor:
@@ -160,4 +160,4 @@ def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
         (lambda routing: routing[:-1], 'column "routing" has 24 values for sequence 3, which has 25 tokens'),
         (lambda routing: routing.float(), "torch.float32, but experts have numbers"),
     ):
-        assert message in ranks(1, complaints, given(change))[0]
+        assert message in ranks(1, complaints, changed_batch(change))[0]

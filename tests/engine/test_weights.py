@@ -58,7 +58,7 @@ def unstacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def theirs(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
+def transformers_tensors(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
     """The model after one plain load, through transformers: its state dict, less a head that is the embedding."""
     export_hf(load_model(hf), directory)
     state = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict())
@@ -73,7 +73,7 @@ def theirs(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     directory = tmp_path_factory.mktemp("theirs")
-    return {name: theirs(hf, directory / name) for name, hf in SOURCES.items()}
+    return {name: transformers_tensors(hf, directory / name) for name, hf in SOURCES.items()}
 
 
 SOURCES = {"tied": TIED, "moe": MOE, "odd": ODD, "odd moe": ODD_MOE}

@@ -21,7 +21,7 @@ from tests.model.small import sequences, small_config
 LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12, 19, 23)
 
 
-def both(group: Any, layout: str, source: ModelConfig, options: dict[str, Any]) -> list[Any]:
+def with_and_without_zero_bubble(group: Any, layout: str, source: ModelConfig, options: dict[str, Any]) -> list[Any]:
     """Losses, log-probs and metrics of two steps, the first one's gradients and the last one's weights."""
     results = []
     overlap: Overlap
@@ -65,7 +65,11 @@ def test_ranks_run_the_very_turns_that_are_planned(ranks: Any) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_two_steps_in_packed_microbatches_of_unequal_length(ranks: Any, recompute: str) -> None:
-    assert_one(ranks(2, both, "pp=2", small_config("[*-][*-]", tied_head=True), {"recompute": recompute}))
+    assert_one(
+        ranks(
+            2, with_and_without_zero_bubble, "pp=2", small_config("[*-][*-]", tied_head=True), {"recompute": recompute}
+        )
+    )
 
 
 @pytest.mark.thorough
@@ -86,10 +90,10 @@ def test_two_steps_in_packed_microbatches_of_unequal_length(ranks: Any, recomput
     ],
 )
 def test_every_layout(ranks: Any, size: int, layout: str, pattern: str, options: dict[str, Any]) -> None:
-    assert_one(ranks(size, both, layout, config(pattern), options))
+    assert_one(ranks(size, with_and_without_zero_bubble, layout, config(pattern), options))
 
 
 @pytest.mark.thorough
 def test_a_depth_that_is_repeated(ranks: Any) -> None:
     """Its stage puts off nothing, and has Ws all the same."""
-    assert_one(ranks(2, both, "pp=2", config("[*-][*E]/[*-]/[*-]", mtp_repeated=True), {}))
+    assert_one(ranks(2, with_and_without_zero_bubble, "pp=2", config("[*-][*E]/[*-]/[*-]", mtp_repeated=True), {}))

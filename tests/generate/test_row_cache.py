@@ -168,7 +168,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         """Query, key and value [3, T, 2, WIDTH] of all tokens."""
         return cache.attend("attention", *tokens, scores), cache.recur("scan", (tokens[0],), step, scan)
 
-    def both(length: int) -> tuple[list[Tensor], list[Tensor]]:
+    def attended_and_scanned(length: int) -> tuple[list[Tensor], list[Tensor]]:
         """By definition, after the first tokens of each sequence."""
         packing = Packing.from_lengths([length])
         firsts = [wholes[:, row, :length] for row in range(3)]
@@ -188,7 +188,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         cache.accept(kept_rows)
         lengths = lengths + kept_rows
         for row, (length, count) in enumerate(zip(lengths.tolist(), stays, strict=True)):
-            for output, full_output in zip(actual, both(length), strict=True):
+            for output, full_output in zip(actual, attended_and_scanned(length), strict=True):
                 assert_equal(output[row, :count], full_output[row][-count:], f"row {row} at {length}")
 
 

@@ -36,7 +36,7 @@ def sharp(seed: int = 0, device: str = "cpu") -> LanguageModel:
 N = 2  # answers a request
 
 
-def asked(count: int) -> list[Request]:
+def make_requests(count: int) -> list[Request]:
     """Requests of uneven lengths, each prompt twice."""
     source = random.Random(1)
     prompts = [tuple(source.randrange(256) for _ in range(source.randrange(1, 16))) for _ in range(count // 2)] * 2
@@ -75,7 +75,7 @@ def done(session: Session) -> dict[tuple[int, int], Completion]:
 
 @WAYS
 def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
-    model, requests = sharp(device=device), asked(6)
+    model, requests = sharp(device=device), make_requests(6)
     expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
     assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
@@ -83,7 +83,7 @@ def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generato
 
 def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
     model, session = sharp(), Session(Generator(sharp()))
-    for request in asked(4):
+    for request in make_requests(4):
         assert finished(session, [request]) == generated(Generator(model), [request])
 
 
@@ -139,7 +139,7 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], devi
 
 @WAYS
 def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator], device: str) -> None:
-    model, requests = sharp(device=device), asked(6)
+    model, requests = sharp(device=device), make_requests(6)
     expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))
     request_ids = [session.add(request) for request in requests]

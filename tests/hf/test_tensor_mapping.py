@@ -53,7 +53,7 @@ NAMES = {
 FAMILY = Family("without_processes", lambda hf: CONFIG, lambda config: NAMES)
 
 
-def ours() -> dict[str, Tensor]:
+def postlude_tensors() -> dict[str, Tensor]:
     counter = itertools.count(1)
     return {
         name: torch.tensor([float(next(counter)) for _ in range(torch.Size(shape).numel())]).view(shape)
@@ -61,7 +61,7 @@ def ours() -> dict[str, Tensor]:
     }
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hf_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     mapped = {}
     for hf_tensor in map_to_hf(FAMILY, CONFIG, SHAPES.items()).values():
         mapped[hf_tensor.name] = torch.full(hf_tensor.shape, -1.0)
@@ -71,8 +71,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_each_element_is_where_its_mapping_puts_it() -> None:
-    tensors = ours()
-    hf_tensors = whole(tensors)
+    tensors = postlude_tensors()
+    hf_tensors = to_hf_tensors(tensors)
     prefix = "model.layers.0."
     fused, query, key = (
         hf_tensors[prefix + "fused.weight"],
@@ -95,8 +95,8 @@ def test_each_element_is_where_its_mapping_puts_it() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int, dimension: int) -> None:
-    tensors = ours()
-    hf_tensors = whole(tensors)
+    tensors = postlude_tensors()
+    hf_tensors = to_hf_tensors(tensors)
     summed = {name: torch.zeros_like(tensor) for name, tensor in hf_tensors.items()}
     for rank, (name, tensor) in itertools.product(range(ranks), tensors.items()):
         cut = dimension if dimension < tensor.ndim else 0

@@ -127,10 +127,10 @@ def test_logits_and_logprobs_apply_the_same_scale_and_softcap() -> None:
     expected = logits.log_softmax(-1)
     entropy_expected = -(expected.exp() * expected).sum(-1)
 
-    def both(inputs: OutputInputs, context: None):
+    def logprob_stats(inputs: OutputInputs, context: None):
         return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
 
-    stats = model(microbatch, output_processor=both)
+    stats = model(microbatch, output_processor=logprob_stats)
     has_target = microbatch.targets >= 0
     assert_equal(
         stats.logprob[has_target], expected.gather(-1, microbatch.targets.clamp_min(0)[:, None])[:, 0][has_target]

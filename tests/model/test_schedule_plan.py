@@ -223,13 +223,13 @@ def test_any_result_passes_as_it_is() -> None:
     model = LanguageModel(small_config("[*E]"))
     results: list[Result] = []
 
-    def whole(inputs: OutputInputs, context: Any) -> Result:
+    def result_processor(inputs: OutputInputs, context: Any) -> Result:
         loss = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.sum()
         results.append(Result(loss, {"context": context, "index": inputs.microbatch.index}))
         return results[-1]
 
     marker = object()
-    plan = model.build_schedule_plan(batch()[0], output_processor=whole, output_processor_context=marker)
+    plan = model.build_schedule_plan(batch()[0], output_processor=result_processor, output_processor_context=marker)
     result = plan.forward()
     assert result is results[0]
     assert result.nested["context"] is marker

@@ -148,7 +148,7 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
     (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
     p = logprobs.exp().detach()
 
-    def found(estimator: Any, gradient: Any) -> torch.Tensor:
+    def gradient_of(estimator: Any, gradient: Any) -> torch.Tensor:
         penalty = ReferenceKL(coefficient=1.0, estimator=estimator, gradient=gradient)
         old = logprobs.detach()  # the tokens are the policy's own
         return torch.autograd.grad((p * penalty(logprobs, reference, old)).sum(), logits, retain_graph=True)[0]
@@ -159,8 +159,8 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
         ("k3", "importance"),
         ("k2", "estimator"),
     ):
-        torch.testing.assert_close(found(estimator, gradient), expected)
-    assert (found("k3", "estimator") - expected).abs().max() > 0.01  # biased, as documented
+        torch.testing.assert_close(gradient_of(estimator, gradient), expected)
+    assert (gradient_of("k3", "estimator") - expected).abs().max() > 0.01  # biased, as documented
     exact = (p * (logprobs - reference)).sum()
     torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k3")).sum(), exact)
     torch.testing.assert_close((p * estimate_kl(logprobs, reference, "k1")).sum(), exact)
@@ -245,8 +245,8 @@ def test_an_objective_from_a_file(tmp_path: Path) -> None:
 
 
 def test_an_objective_is_a_function_of_the_output_inputs() -> None:
-    def mine(inputs: OutputInputs) -> Loss:
+    def custom_objective(inputs: OutputInputs) -> Loss:
         return SFT()(inputs) + 0.5 * SFT(over="mask")(inputs)
 
-    (loss,) = run(mine, mask=[1.0, 0.0, 1.0, 1.0])
+    (loss,) = run(custom_objective, mask=[1.0, 0.0, 1.0, 1.0])
     assert [part.over for part in loss.terms()] == ["tokens", "mask"]

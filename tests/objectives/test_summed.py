@@ -102,7 +102,7 @@ def whole_model() -> LanguageModel:
 
 
 @functools.cache
-def given(case: str) -> tuple[list[Tensor], list[Columns]]:
+def make_inputs(case: str) -> tuple[list[Tensor], list[Columns]]:
     """Returns the inputs [length] and the columns [length], or [length, K], of each sequence: targets are random."""
     generator = torch.Generator().manual_seed(7)
     model = whole_model()
@@ -138,7 +138,7 @@ def logprobs(tokens: Tensor, targets: Tensor) -> Tensor:
 def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
     loss_name, settings, _ = CASES[case]
     model, total, outputs = whole_model(), torch.zeros((), dtype=torch.float64), []
-    for tokens, columns in zip(*given(case), strict=True):
+    for tokens, columns in zip(*make_inputs(case), strict=True):
         p = logprobs(tokens, columns["target_tokens"])
         outputs.append(p.detach())
         total = total + FORMULAS[loss_name](p, {name: column.double() for name, column in columns.items()}, **settings)
@@ -148,7 +148,7 @@ def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
 
 def batch_of(case: str) -> Batch:
     """A position and its target are a token and a value of the next: a sequence gets one more token."""
-    inputs, rows = given(case)
+    inputs, rows = make_inputs(case)
 
     def shifted(values: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(values[:1]), values])

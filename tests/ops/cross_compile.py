@@ -68,7 +68,7 @@ def fp32(*shape: int) -> Tensor:
     return torch.empty(shape)
 
 
-def whole(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -93,7 +93,7 @@ def call_rotary() -> None:
 
 def call_experts() -> None:
     tokens, rows = bf16(TOKENS, 2048), bf16(TOKENS * 8, 2048)
-    inverse, weights = whole(TOKENS * 8), fp32(TOKENS, 8)
+    inverse, weights = integers(TOKENS * 8), fp32(TOKENS, 8)
     experts.spread(tokens, inverse, 8)
     experts.collect(rows, inverse, 8, weights)
     experts.spread_and_rate(tokens, inverse, 8, weights, rows)
@@ -101,12 +101,12 @@ def call_experts() -> None:
 
 
 def call_embedding() -> None:
-    embedding.add_rows(fp32(8192, 2048), bf16(TOKENS, 2048), whole(TOKENS), whole(TOKENS))
+    embedding.add_rows(fp32(8192, 2048), bf16(TOKENS, 2048), integers(TOKENS), integers(TOKENS))
 
 
 def call_grouped_wgrad() -> None:
     gradient, rows = bf16(TOKENS, 2 * 768)[:, 768:], bf16(TOKENS, 2048)
-    grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, whole(8, dtype=torch.int32))
+    grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, integers(8, dtype=torch.int32))
 
 
 def call_fp8() -> None:
@@ -119,7 +119,7 @@ def call_fp8() -> None:
 
 
 def call_convolution() -> None:
-    inputs, kernel, bias, positions = bf16(TOKENS, 10240), bf16(10240, 4), bf16(10240), whole(TOKENS)
+    inputs, kernel, bias, positions = bf16(TOKENS, 10240), bf16(10240, 4), bf16(10240), integers(TOKENS)
     convolution.forward(inputs, kernel, bias, positions, True)
     convolution.backward(inputs, kernel, bias, positions, True, inputs)
 
@@ -127,7 +127,7 @@ def call_convolution() -> None:
 def call_ssd(width: int, state: int) -> None:
     heads, groups = 16, 8
     x, B, C = bf16(TOKENS, heads, width), bf16(TOKENS, groups, state), bf16(TOKENS, groups, state)
-    scan = ssd.Scan.of(x, fp32(TOKENS, heads), fp32(heads), B, C, whole(TOKENS, dtype=torch.int32), 128)
+    scan = ssd.Scan.of(x, fp32(TOKENS, heads), fp32(heads), B, C, integers(TOKENS, dtype=torch.int32), 128)
     scan.outputs(fp32(heads))
     scan.gradients(fp32(heads), x)
 
@@ -159,9 +159,9 @@ def call_paged_attention(
 ) -> None:
     query, key = (torch.empty(rows * tokens, heads, width, dtype=dtype) for heads in (32, 8))
     store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
-    table, lengths = whole(rows, 4, dtype=torch.int32), whole(rows)
+    table, lengths = integers(rows, 4, dtype=torch.int32), integers(rows)
     exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
-    for shared in (None, SharedPages(whole(2, 8, dtype=torch.int32), whole(rows, dtype=torch.int32))):
+    for shared in (None, SharedPages(integers(2, 8, dtype=torch.int32), integers(rows, dtype=torch.int32))):
         paged_attention.attend(
             *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1, **score)),
             exponents=(exponents, exponents) if fp8 else None,
@@ -172,14 +172,14 @@ def call_paged_attention(
 def call_invariant_linear(count: int, dtype: torch.dtype = BF16) -> None:
     rows, out = torch.empty(count, 4096, dtype=dtype), fp32(count, 1024)
     invariant_linear.product(rows, torch.empty(1024, 4096, dtype=dtype), fp32(1024), out)
-    invariant_linear.grouped_product(rows, torch.empty(8, 1024, 4096, dtype=dtype), whole(8))
+    invariant_linear.grouped_product(rows, torch.empty(8, 1024, 4096, dtype=dtype), integers(8))
 
 
 def call_invariant_attention(width: int = 128, dtype: torch.dtype = BF16) -> None:
     query, key = (torch.empty(16, heads, width, dtype=dtype) for heads in (32, 8))
-    invariant_attention.forward(query, key, key, None, whole(4, 4, dtype=torch.int32), 0.1, None, None)
-    store, table = new_page_store(4, 8, width, dtype, torch.device("cpu")), whole(16, 4, dtype=torch.int32)
-    invariant_attention.attend_pages(query, key, key, store, store, table, whole(16), ScoreConfig(scale=0.1))
+    invariant_attention.forward(query, key, key, None, integers(4, 4, dtype=torch.int32), 0.1, None, None)
+    store, table = new_page_store(4, 8, width, dtype, torch.device("cpu")), integers(16, 4, dtype=torch.int32)
+    invariant_attention.attend_pages(query, key, key, store, store, table, integers(16), ScoreConfig(scale=0.1))
 
 
 def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
@@ -191,7 +191,7 @@ def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
         second = LowRank(bf16(rank, 3 * width), bf16(width, rank), (width,))
     decode_linear.product(rows, gate_and_up, 16, norm=weights, low_rank=first)
     decode_linear.product(rows, gate_and_up, 16, norm=weights, activation="silu", low_rank=first)
-    counters = whole(1024, dtype=torch.int32)
+    counters = integers(1024, dtype=torch.int32)
     decode_linear.product(bf16(16, 3 * width), down, 16, residual=rows, counters=counters, low_rank=second)
 
 
@@ -201,7 +201,7 @@ def call_block_fp8(rows: int) -> None:
     block_fp8.product(values, scales, weight, weight_scales, BF16)
     values, scales = block_fp8.quantize(bf16(rows, 12288))
     weight, weight_scales = torch.empty(4096, 12288, dtype=FP8), fp32(32, 96)
-    counters = whole(1024, dtype=torch.int32)
+    counters = integers(1024, dtype=torch.int32)
     block_fp8.product(values, scales, weight, weight_scales, BF16, residual=bf16(rows, 4096), counters=counters)
 
 
@@ -213,9 +213,9 @@ def call_low_rank(rank: int, count: int) -> None:
 
 
 def call_sample() -> None:
-    logits, rows = fp32(16, 151936), whole(16)
+    logits, rows = fp32(16, 151936), integers(16)
     sample.sample_next(
-        logits, rows, whole(6, 16), fp32(3, 16), whole(2, 16), torch.empty(16, 3, dtype=torch.float64), True
+        logits, rows, integers(6, 16), fp32(3, 16), integers(2, 16), torch.empty(16, 3, dtype=torch.float64), True
     )
 
 
@@ -224,15 +224,15 @@ def call_adamw(eight_bits: bool, dtype: torch.dtype, split: bool) -> None:
     weight, gradient = torch.empty(shape, dtype=dtype), fp32(*shape)
     moments: list[Tensor | QuantizedMoment] = [fp32(*shape), fp32(*shape)]
     if eight_bits:
-        moments = [QuantizedMoment(whole(*shape, dtype=torch.uint8), fp32(*scales_shape(shape))) for _ in range(2)]
+        moments = [QuantizedMoment(integers(*shape, dtype=torch.uint8), fp32(*scales_shape(shape))) for _ in range(2)]
     rates = AdamWHyperparameters(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, decay=0.0)
-    low = whole(*shape, dtype=torch.int16) if split else None
+    low = integers(*shape, dtype=torch.int16) if split else None
     place = TensorSlice.of(tuple(slice(0, size) for size in shape), shape)
     adamw.launch(weight, gradient, *moments, fp32(3), rates, low, fp32(2), 7, place)
 
 
 def call_head_rows() -> None:
-    rows = TokenRows(whole(TOKENS), fp32(TOKENS), None)
+    rows = TokenRows(integers(TOKENS), fp32(TOKENS), None)
     linear_logprobs_rows.select(
         rows.targets, 1.0, 1.0, ignore_index=-100, allowed=(0, 8192), vocab_start=0, dtype=FP32, target_count=None
     )
@@ -252,10 +252,10 @@ def call_head_rows() -> None:
 
 def call_head_fused(softcap: bool) -> None:
     hidden, weight, columns = bf16(TOKENS, 4096), bf16(1024, 4096), slice(0, 1024)
-    rows, state = TokenRows(whole(TOKENS), fp32(TOKENS), 0.1 if softcap else None), fp32(4, TOKENS)
+    rows, state = TokenRows(integers(TOKENS), fp32(TOKENS), 0.1 if softcap else None), fp32(4, TOKENS)
     linear_logprobs_fused.accumulate(hidden, weight, None, rows, columns, state)
     linear_logprobs_fused.differentiate(hidden, weight, None, rows, columns, fp32(5, TOKENS), bf16(TOKENS, 1024))
-    codes = whole(TOKENS, 1024, dtype=torch.int16).view(BF16)
+    codes = integers(TOKENS, 1024, dtype=torch.int16).view(BF16)
     partial, results = linear_logprobs_quantized.encode(hidden, weight, None, rows, 1024, codes, state)
     upstream = Upstream(fp32(TOKENS), fp32(TOKENS), None)
     linear_logprobs_quantized.decode(codes, partial, rows, results, upstream, masked=False)

@@ -37,7 +37,7 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
     assert off <= WITHIN, f"off by {off:.1e}"
 
 
-def made(rows: int, width: int, features: int, offset: float) -> tuple[Tensor, Norm, Tensor, Tensor]:
+def make_operands(rows: int, width: int, features: int, offset: float) -> tuple[Tensor, Norm, Tensor, Tensor]:
     """Rows, a norm, a weight, and in float64 the rows normalised: rounded where a product takes them, divided after.
 
     Unrounded, a gate of relu2 would be off by twice what its operands are.
@@ -54,16 +54,16 @@ SIZES = [(1, 64, 64), (16, 1024, 192), (7, 192, 128), (15, 320, 64)]
 
 @pytest.mark.parametrize(("rows", "width", "features"), SIZES)
 def test_a_norm_and_a_product(rows: int, width: int, features: int) -> None:
-    x, norm, weight, exact = made(rows, width, features, 0.0)
+    x, norm, weight, exact = make_operands(rows, width, features, 0.0)
     assert_near(norm_linear(x, norm, weight, backend="triton"), exact @ weight.double().t())
-    x, norm, weight, exact = made(rows, width, features, 1.0)
+    x, norm, weight, exact = make_operands(rows, width, features, 1.0)
     assert_near(norm_linear(x, norm, weight, backend="triton"), exact @ weight.double().t())
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("rows", "width", "features"), SIZES)
 def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, activation: str) -> None:
-    x, norm, weight, exact = made(rows, width, 2 * features, 0.0)
+    x, norm, weight, exact = make_operands(rows, width, 2 * features, 0.0)
     gate, up = (exact @ weight.double().t()).chunk(2, -1)
     assert_near(norm_gated_linear(x, norm, activation, weight, backend="triton"), activate(gate, activation) * up)
 
@@ -72,7 +72,7 @@ def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, ac
 @pytest.mark.parametrize(("rows", "width", "features"), [*SIZES, (13, 3072, 1024)])
 def test_a_product_and_a_sum(rows: int, width: int, features: int, shared: bool) -> None:
     """Where programs share a sum it is the same again, and their counters are as they were."""
-    x, _, weight, _ = made(rows, width, features, 0.0)
+    x, _, weight, _ = make_operands(rows, width, features, 0.0)
     residual = normal(rows, features, seed=4)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
     exact = residual.double() + x.double() @ weight.double().t()
@@ -98,7 +98,7 @@ ADAPTED = [(1, 64, 16, (64,)), (16, 256, 32, (128, 64, 64)), (7, 192, 48, (64, 1
 
 @pytest.mark.parametrize(("rows", "width", "rank", "sizes"), ADAPTED)
 def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: tuple[int, ...]) -> None:
-    x, norm, weight, exact = made(rows, width, sum(sizes), 0.0)
+    x, norm, weight, exact = make_operands(rows, width, sum(sizes), 0.0)
     low_rank = adapters(rank, width, *sizes)
     expected = exact @ weight.double().t() + added(low_rank, exact)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -109,7 +109,7 @@ def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: 
 
 @pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 16), (16, 256, 32), (7, 192, 48)])
 def test_a_norm_two_products_adapters_and_a_gate(rows: int, width: int, rank: int) -> None:
-    x, norm, weight, exact = made(rows, width, 256, 0.0)
+    x, norm, weight, exact = make_operands(rows, width, 256, 0.0)
     low_rank = adapters(rank, width, 128, 128)
     gate, up = (exact @ weight.double().t() + added(low_rank, exact)).chunk(2, -1)
     actual = norm_gated_linear(x, norm, "silu", weight, low_rank, backend="triton")
@@ -118,7 +118,7 @@ def test_a_norm_two_products_adapters_and_a_gate(rows: int, width: int, rank: in
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_a_product_adapters_and_a_sum(shared: bool) -> None:
-    x, _, weight, _ = made(13, 1024, 128, 0.0)
+    x, _, weight, _ = make_operands(13, 1024, 128, 0.0)
     residual, low_rank = normal(13, 128, seed=4), adapters(32, 1024, 128)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
     exact = residual.double() + x.double() @ weight.double().t() + added(low_rank, x.double())
@@ -147,7 +147,7 @@ def test_adapters_of_more_rows(rows: int) -> None:
 @pytest.mark.parametrize("rows", [16, 40])
 def test_adapters_in_a_cuda_graph(rows: int) -> None:
     """The products with A run beside others. Each replay gives what calls outside of a graph do."""
-    x, norm, weight, _ = made(rows, 256, 512, 0.0)
+    x, norm, weight, _ = make_operands(rows, 256, 512, 0.0)
     down, first, second = normal(256, 256, seed=7, scale=0.1), adapters(32, 256, 256, 256), adapters(32, 256, 256)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 
@@ -169,7 +169,7 @@ def test_adapters_in_a_cuda_graph(rows: int) -> None:
 
 
 def test_ranks_and_layers_that_no_tile_has_are_refused() -> None:
-    x, norm, weight, _ = made(3, 128, 64, 0.0)
+    x, norm, weight, _ = make_operands(3, 128, 64, 0.0)
     with pytest.raises(RuntimeError, match="adapters of rank 8 are no multiple of 16 up to 64"):
         norm_linear(x, norm, weight, adapters(8, 128, 64), backend="triton")
     with pytest.raises(RuntimeError, match=r"layers of \[32, 32\] features are more than 4 or no multiples of 64"):
@@ -184,20 +184,20 @@ def test_rows_may_be_part_of_wider_ones() -> None:
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
-    x, norm, weight, _ = made(3, 128, 64, 0.0)
+    x, norm, weight, _ = make_operands(3, 128, 64, 0.0)
     x[1, 5] = torch.nan
     assert norm_linear(x, norm, weight, backend="triton").isnan().all(1).tolist() == [False, True, False]
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
     """To the bit, as long as tiles are alike."""
-    x, norm, weight, _ = made(16, 1024, 64, 0.0)
+    x, norm, weight, _ = make_operands(16, 1024, 64, 0.0)
     every = norm_linear(x, norm, weight, backend="triton")
     assert torch.equal(norm_linear(x[3:4].clone(), norm, weight, backend="triton"), every[3:4])
 
 
 def test_more_rows_than_a_tile_has_are_refused_or_left_to_torch() -> None:
-    x, norm, weight, _ = made(decode_linear.MOST + 1, 64, 64, 0.0)
+    x, norm, weight, _ = make_operands(decode_linear.MOST + 1, 64, 64, 0.0)
     with pytest.raises(RuntimeError, match=f"its tiles have room for {decode_linear.MOST} rows, and these are"):
         norm_linear(x, norm, weight, backend="triton")
     exact = F.rms_norm(x.double(), (64,), norm.weight.double(), norm.eps)

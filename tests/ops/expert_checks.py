@@ -27,14 +27,16 @@ def test_to_rows_and_back_equals_float64(tokens: int, copies: int, width: int, d
     scale = torch.arange(tokens * copies, device=DEVICE)[:, None] % 4 * 0.25 + 0.5  # what experts make of their rows
     upstream = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
 
-    def both(hidden, weights, backend):
+    def to_rows_and_back(hidden, weights, backend):
         rows = replicate_rows(hidden, order, inverse, copies, backend=backend)
         merged = merge_rows(rows * scale.to(rows.dtype), weights, order, inverse, backend=backend)
         return rows, merged, *torch.autograd.grad(merged, (hidden, weights), upstream.to(merged.dtype))
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weights)]
     names = ("rows", "merged", "for tokens", "for weights")
-    for name, actual, expected in zip(names, both(hidden, weights, "triton"), both(*exact, "torch"), strict=True):
+    for name, actual, expected in zip(
+        names, to_rows_and_back(hidden, weights, "triton"), to_rows_and_back(*exact, "torch"), strict=True
+    ):
         assert actual.dtype == dtype
         assert_equal(actual, expected, name, tolerance)
 

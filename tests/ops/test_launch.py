@@ -114,12 +114,12 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, 
 def test_kernels_on_a_gpu_that_is_not_the_current_one() -> None:
     inputs, kernel, norm = torch.randn(9, 8), torch.randn(8, 4), torch.randn(8)
 
-    def found(device: str) -> Tensor:
+    def result_on(device: str) -> Tensor:
         convolved = convolve(inputs.to(device), kernel.to(device), None, Packing.from_lengths([9], device))
         return rms_norm(convolved, norm.to(device), 1e-6, 0.0).cpu()  # one launch of each kind
 
     with torch.cuda.device(0):
-        torch.testing.assert_close(found("cuda:1"), found("cpu"), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result_on("cuda:1"), result_on("cpu"), rtol=1e-4, atol=1e-5)
 
 
 def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:

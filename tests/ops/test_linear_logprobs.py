@@ -25,7 +25,7 @@ from tests.ops.watch import Waits, Watch
 fused = functools.partial(linear_logprobs, backend="torch")
 
 
-def same(operands: Operands, *, memory_budget: int | None = None, **options: Any) -> None:
+def assert_equal_to_dense(operands: Operands, *, memory_budget: int | None = None, **options: Any) -> None:
     """The fused head with these options equals the dense one, results and gradients."""
     assert_same_head(functools.partial(fused, memory_budget=memory_budget, **options), operands, **options)
 
@@ -53,7 +53,7 @@ def heads(draw: st.DrawFn) -> tuple[Operands, dict[str, Any]]:
 @given(heads())
 def test_equals_the_dense_head(head: tuple[Operands, dict[str, Any]]) -> None:
     operands, options = head
-    same(operands, **options)
+    assert_equal_to_dense(operands, **options)
 
 
 @settings(max_examples=100)
@@ -77,7 +77,7 @@ def test_extreme_logits(seed: int, exponent: int, offset: int, pattern: str, mem
         weight[:], weight[3, 0] = 0, 1024
     weight[:, 0] += offset  # moves every logit of a row alike: the softmax must not notice
     operands.hidden, operands.weight = hidden.requires_grad_(), weight.requires_grad_()
-    same(operands, memory_budget=memory_budget)
+    assert_equal_to_dense(operands, memory_budget=memory_budget)
 
 
 def test_very_negative_logits_are_not_lost() -> None:
@@ -87,7 +87,7 @@ def test_very_negative_logits_are_not_lost() -> None:
         operands.hidden.round_()
         operands.weight.round_()
     operands.bias = torch.full((19,), -3000.0).requires_grad_()
-    same(operands, memory_budget=400)
+    assert_equal_to_dense(operands, memory_budget=400)
 
 
 @pytest.mark.parametrize("memory_budget", [None, 1])
@@ -155,7 +155,7 @@ def test_strides_and_leading_dimensions() -> None:
     )
     strided.upstream = tuple(up.t() for up in strided.upstream)
     for memory_budget in (None, 500):
-        same(strided, temperature=temperature, memory_budget=memory_budget)
+        assert_equal_to_dense(strided, temperature=temperature, memory_budget=memory_budget)
 
 
 def test_ignored_positions_are_never_read() -> None:
@@ -258,7 +258,7 @@ def test_mixed_dtypes(hidden_dtype: torch.dtype, weight_dtype: torch.dtype) -> N
 def test_autocast_does_not_touch_the_inside() -> None:
     operands = Operands.random(10, 8, 31)
     with torch.autocast("cpu", torch.bfloat16):
-        same(operands, memory_budget=3000)
+        assert_equal_to_dense(operands, memory_budget=3000)
 
 
 def test_unasked_results_are_none() -> None:

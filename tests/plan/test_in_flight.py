@@ -19,7 +19,7 @@ from tests.conftest import Ranks
 MICROBATCHES = 5
 
 
-def held(group: Any, layout: str, overlap: Overlap) -> int:
+def most_in_flight(group: Any, layout: str, overlap: Overlap) -> int:
     """The most passes of a microbatch through a stage between the begin of its forward and the end of its backward."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16, device="cpu", overlap=overlap)
     recording = Recording(dist.get_rank(), torch.device("cpu"))
@@ -40,4 +40,4 @@ def held(group: Any, layout: str, overlap: Overlap) -> int:
 )
 def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: Overlap) -> None:
     schedule = schedule_of(Layout.parse(layout), MICROBATCHES, overlap=overlap)
-    assert ranks(2, held, layout, overlap) == [peak_held(turns, lambda _: 1) for turns in schedule]
+    assert ranks(2, most_in_flight, layout, overlap) == [peak_held(turns, lambda _: 1) for turns in schedule]

@@ -432,14 +432,15 @@ def write_files(directory: Path) -> None:
     """Sums as tasks, conversations, prompts with answers, text and pairs. Each column has another beside it."""
     sums = [(f"{first}+{second}=", str(first + second), str(first)) for first in range(8) for second in range(8)]
 
-    def said(*texts: str) -> list[dict[str, str]]:
+    def conversation(*texts: str) -> list[dict[str, str]]:
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
     (directory / "judge.py").write_text(JUDGE)
     for name, rows in {
         "sums": [{"prompt": question, "answer": answer} for question, answer, _ in sums],
         "conversations": [
-            {"messages": said(ask, right, ask, right), "other_messages": said(ask, wrong)} for ask, right, wrong in sums
+            {"messages": conversation(ask, right, ask, right), "other_messages": conversation(ask, wrong)}
+            for ask, right, wrong in sums
         ],
         "rows": [
             {

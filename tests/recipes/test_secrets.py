@@ -30,7 +30,7 @@ def config_of(*words: str) -> GRPOConfig:
     return load(GRPOConfig, None, ["--model=tiny-dense", *words])
 
 
-def shown(text: str) -> bool:
+def shows_secret(text: str) -> bool:
     return any(secret in text for secret in SECRETS)
 
 
@@ -44,14 +44,14 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     write_report([tmp_path / "run"], tmp_path / "run")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "report.html"} <= {path.name for path in files}
-    assert not [path for path in files if shown(path.read_bytes().decode(errors="replace"))]
+    assert not [path for path in files if shows_secret(path.read_bytes().decode(errors="replace"))]
     saved_config = read_config(tmp_path / "run")
     assert saved_config["rollout"]["env"] == {"HF_TOKEN": MASK}
     assert saved_config["environment"]["settings"] == {
         "min_terms": 2, "api_key": MASK, "inner": [{"dbPassword": MASK}], "key": 7
     }  # fmt: skip
-    assert not shown(ModelCard(settings=saved_config).text("tiny", {}))
-    assert not shown(to_yaml(config, masked=True))
+    assert not shows_secret(ModelCard(settings=saved_config).text("tiny", {}))
+    assert not shows_secret(to_yaml(config, masked=True))
 
 
 def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> Non
     written.write_text(yaml.safe_dump(plain(config_of(*WORDS))))  # as it was written before secrets were masked
     with open_run(tmp_path / "run", plain(config_of(*WORDS)), resume=True) as run:
         assert run.changed == {}
-    assert not shown(written.read_text())
-    assert not shown(json.dumps(read_record(tmp_path / "run")))
+    assert not shows_secret(written.read_text())
+    assert not shows_secret(json.dumps(read_record(tmp_path / "run")))
 
 
 def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path: Path) -> None:

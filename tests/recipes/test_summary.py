@@ -53,7 +53,7 @@ def grpo_run(directory: Path) -> Path:
     return directory
 
 
-def said(run: Path) -> str:
+def printed_summary(run: Path) -> str:
     out = io.StringIO()
     print_summary(read_summary(run), Console(file=out, width=100))
     return out.getvalue()
@@ -81,7 +81,7 @@ def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
 
 def test_terminal_and_report_say_the_same(tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "run")
-    page, terminal = write_report([run], run).read_text(), said(run)
+    page, terminal = write_report([run], run).read_text(), printed_summary(run)
     lines = summary_lines(read_summary(run))
     assert [fact.label for fact in lines[:3]] == ["Held-out reward", "Reward", "Reward failures"]
     assert lines[0].text == "0.25 → 0.75"
@@ -97,7 +97,7 @@ def test_an_evaluation_is_a_table(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         scores = {"reward_mean": 0.5, "pass@1": 0.4375, "pass@2": 0.625, "pass@4": 0.8125, "length_mean": 7.0}
         run.log(0, {"eval": scores, "reward_mean": 0.5, "rewards": [0.5] * 8}, phase="eval")
-    page, terminal = write_report([tmp_path], tmp_path).read_text(), said(tmp_path)
+    page, terminal = write_report([tmp_path], tmp_path).read_text(), printed_summary(tmp_path)
     for text in ("pass@1", "pass@2", "pass@4", "0.4375", "0.625", "0.8125"):
         assert text in terminal
         assert text in page
@@ -120,7 +120,7 @@ def test_a_failure_is_the_first_line_of_the_summary(tmp_path: Path, outcome: Any
     sentence = "all rewards <failed>; look at reward.py."
     write_outcome(run, RunOutcome(outcome, 5, sentence))
     assert read_summary(run).bad.endswith(sentence)
-    first = said(run).split("\n\n", 1)[0].strip().replace("\n", " ")
+    first = printed_summary(run).split("\n\n", 1)[0].strip().replace("\n", " ")
     assert first.startswith("The run ")
     assert sentence in first
     page = write_report([run], run).read_text()

@@ -124,7 +124,7 @@ def test_labels_that_say_nothing_are_refused(tmp_path: Path, labels: list[Any], 
         check_labels([LabelledExamples(path=path)])
 
 
-def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
+def rows_with_prompt(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
     """Rows of one or two sequences as they are kept, where what follows the prompt is learned."""
     sequences = [sequence for row in rows for sequence in row]
     mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
@@ -141,9 +141,9 @@ def kept(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
 def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     """Whatever is answered; pairs by their prompt; a row without a prompt, but for a token that begins it, whole."""
     prompts = [[1, 10 + number % 5] for number in range(20)]
-    answers = kept([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
-    pairs = kept([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
-    texts = kept([[(1, *prompt)] for prompt in prompts], prompt=1)
+    answers = rows_with_prompt([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
+    pairs = rows_with_prompt([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
+    texts = rows_with_prompt([[(1, *prompt)] for prompt in prompts], prompt=1)
     tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
     for rows in (answers, pairs, texts, tasks):
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)

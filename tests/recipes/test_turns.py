@@ -84,7 +84,7 @@ class Parrot:
         ]
 
 
-def asked(**example: Any) -> Task:
+def make_task(**example: Any) -> Task:
     return Task("ask:", example, str(example))
 
 
@@ -106,7 +106,7 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=160)
     recorded = Recorded(SyncedGenerator(engine, byte_tokenizer()))
-    talks = [asked(turns=turns, length=length) for turns, length in ((1, 3), (2, 1), (4, 9), (3, 2))]
+    talks = [make_task(turns=turns, length=length) for turns, length in ((1, 3), (2, 1), (4, 9), (3, 2))]
     chats = [
         Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
     ]
@@ -168,7 +168,7 @@ def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout:
 
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
-    tasks = [asked(turns=2, length=1, fault=kind) for kind in kinds]
+    tasks = [make_task(turns=2, length=1, fault=kind) for kind in kinds]
     trajectories = rolled(Alone(Parrot()), tasks, timeout=4.0)
     return [
         (trajectory.task.example["fault"], trajectory.score) for trajectory in trajectories[::SAMPLES]
@@ -200,7 +200,7 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
 
 def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
     engine = Recorded(Alone(Parrot()))
-    tasks = [asked(turns=2, length=1, sleep=1.2), *(asked(turns=4, length=1) for _ in range(3))]
+    tasks = [make_task(turns=2, length=1, sleep=1.2), *(make_task(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
         trajectories = rolled(engine, tasks, workers=3)
@@ -217,7 +217,7 @@ def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
-        answers = rolled(Alone(Parrot()), [asked(turns=5, length=4)], **settings)
+        answers = rolled(Alone(Parrot()), [make_task(turns=5, length=4)], **settings)
         results.append((answers[0].reward, answers[0].components, len(answers[0].completions)))
     return results
 

@@ -199,11 +199,11 @@ def test_a_group_is_one_call_once_all_its_completions_are_there() -> None:
 
 
 def test_a_group_needs_a_function_of_completions() -> None:
-    def one(completion: str) -> float:
+    def score_one(completion: str) -> float:
         return 1.0
 
-    with pytest.raises(ValueError, match=r"one\(completion\) takes one completion, but group is true"):
-        FunctionReward(one, workers=0, group=True)
+    with pytest.raises(ValueError, match=r"score_one\(completion\) takes one completion, but group is true"):
+        FunctionReward(score_one, workers=0, group=True)
 
 
 def test_coroutines_run_at_once_up_to_the_limit_and_not_longer_than_the_timeout() -> None:

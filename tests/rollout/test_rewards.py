@@ -83,7 +83,7 @@ def score_all(pool: RewardPool, reward_calls: Sequence[Call]) -> list[Any]:
     return [results[call_id] for call_id in call_ids]
 
 
-def gone(pid: int, patience: float = 300.0) -> bool:
+def has_exited(pid: int, patience: float = 300.0) -> bool:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
@@ -166,7 +166,7 @@ def test_a_hung_worker_is_killed_with_its_child_processes(tmp_path: Path, functi
     workers = open_pool(function, count=1, timeout=5.0)
     (outcome,) = workers.call_all([(str(tmp_path),)])
     assert outcome.failure == "timed_out"
-    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert all(has_exited(int(pid)) for pid in (tmp_path / "pids").read_text().split())
     workers.close()
 
 
@@ -175,7 +175,7 @@ def test_closing_ends_the_workers() -> None:
     pids = {int(score.reward) for score in score_all(pool, calls(*["x"] * 64))}
     pool.close()
     pool.close()  # which changes nothing
-    assert all(gone(pid) for pid in pids)
+    assert all(has_exited(pid) for pid in pids)
     with pytest.raises(WorkerError, match="the workers of process_id were closed"):
         score_all(pool, calls("x"))
 
@@ -193,7 +193,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert gone(int(done.stdout))
+    assert has_exited(int(done.stdout))
 
 
 def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:

@@ -35,7 +35,7 @@ from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer
 from tests.generate.test_generator import teacher_forced
 from tests.generate.test_scheduler import Recorded, Stepped, assert_alike
-from tests.generate.test_session import asked, generated, sharp
+from tests.generate.test_session import generated, make_requests, sharp
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def request_json(url: str, body: Any = None) -> tuple[int, Any]:
 
 
 def test_answers_over_http_are_those_of_generate() -> None:
-    model, requests, tokenizer = sharp(), asked(6), load_tokenizer("tiny-dense")
+    model, requests, tokenizer = sharp(), make_requests(6), load_tokenizer("tiny-dense")
     local_generator = Generator(model, tokenizer)
     prompts = [request.prompt for request in requests]
     samplings = [replace(request.sampling, stop=("e",) if request.seed % 2 else ()) for request in requests]
@@ -231,7 +231,7 @@ def poisoned(model: LanguageModel, token: int) -> LanguageModel:
 
 @pytest.mark.parametrize("kind", [Stepped, Recorded])
 def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
-    requests = asked(4)
+    requests = make_requests(4)
     expected = generated(Generator(sharp()), requests)
     tokens = {token for group in expected for completion in group for token in completion.tokens}
     bad = next(token for token in range(256, 264) if token not in tokens)

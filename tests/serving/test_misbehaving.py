@@ -55,7 +55,7 @@ class Misbehaving(FakeVLLM):
         super().close()
 
 
-def says(status: int, body: bytes = b'{"error": "no"}', **headers: str) -> Fault:
+def replies_with(status: int, body: bytes = b'{"error": "no"}', **headers: str) -> Fault:
     """A reply of another status."""
 
     def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
@@ -89,7 +89,7 @@ def edits(**changes: Any) -> Fault:
         (choice,) = answer["choices"]
         for name, value in changes.items():
             choice[name] = value(choice[name]) if callable(value) else value
-        says(200, json.dumps(answer).encode())(server, handler, body)
+        replies_with(200, json.dumps(answer).encode())(server, handler, body)
 
     return fault
 
@@ -123,28 +123,28 @@ def floods(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None
 
 
 FAULTS: dict[str, Fault] = {
-    "400": says(400),
-    "401": says(401),
-    "403": says(403),
-    "404": says(404, b'{"error": "the model does not exist"}'),
-    "413": says(413),
-    "422": says(422),
-    "429": says(429),
-    "429 for a second": says(429, Retry_After="1"),
-    "429 for an hour": says(429, Retry_After="3600"),
-    "500": says(500, b"Internal Server Error"),
-    "502 of a proxy": says(502, b"<html>Bad Gateway</html>"),
-    "503": says(503),
-    "503 for an hour": says(503, Retry_After="3600"),
-    "503 until a date": says(503, Retry_After="Wed, 21 Oct 2037 07:28:00 GMT"),
-    "moved": says(301, Location="http://localhost:1/"),
-    "status 999": says(999),
-    "html": says(200, b"<html>maintenance</html>"),
-    "no body": says(200, b""),
-    "json cut short": says(200, b'{"choices": [{"token_ids": [1'),
-    "json nested deep": says(200, b"[" * 100_000),
-    "json of another shape": says(200, b"[1, 2, 3]"),
-    "not utf-8": says(200, b'{"choices": "\xff\xfe"}'),
+    "400": replies_with(400),
+    "401": replies_with(401),
+    "403": replies_with(403),
+    "404": replies_with(404, b'{"error": "the model does not exist"}'),
+    "413": replies_with(413),
+    "422": replies_with(422),
+    "429": replies_with(429),
+    "429 for a second": replies_with(429, Retry_After="1"),
+    "429 for an hour": replies_with(429, Retry_After="3600"),
+    "500": replies_with(500, b"Internal Server Error"),
+    "502 of a proxy": replies_with(502, b"<html>Bad Gateway</html>"),
+    "503": replies_with(503),
+    "503 for an hour": replies_with(503, Retry_After="3600"),
+    "503 until a date": replies_with(503, Retry_After="Wed, 21 Oct 2037 07:28:00 GMT"),
+    "moved": replies_with(301, Location="http://localhost:1/"),
+    "status 999": replies_with(999),
+    "html": replies_with(200, b"<html>maintenance</html>"),
+    "no body": replies_with(200, b""),
+    "json cut short": replies_with(200, b'{"choices": [{"token_ids": [1'),
+    "json nested deep": replies_with(200, b"[" * 100_000),
+    "json of another shape": replies_with(200, b"[1, 2, 3]"),
+    "not utf-8": replies_with(200, b'{"choices": "\xff\xfe"}'),
     "body cut short": raw(b'HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{"choi'),
     "no http": raw(b"SSH-2.0-OpenSSH_9.7\r\n"),
     "closed": raw(b""),
@@ -154,8 +154,8 @@ FAULTS: dict[str, Fault] = {
     "negative length": raw(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}"),
     "many headers": raw(b"HTTP/1.1 200 OK\r\n" + b"".join(b"X%d: y\r\n" % number for number in range(1000))),
     "flood": floods,
-    "no choices": says(200, b'{"choices": []}'),
-    "two choices": lambda server, handler, body: says(
+    "no choices": replies_with(200, b'{"choices": []}'),
+    "two choices": lambda server, handler, body: replies_with(
         200, json.dumps({"choices": server.choice(body)["choices"] * 2}).encode()
     )(server, handler, body),
     "no tokens": edits(token_ids=[], logprobs={"content": []}, finish_reason="stop"),
@@ -259,7 +259,7 @@ def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: 
             refused += running_now > 2
         try:
             if running_now > 2:
-                says(429)(server, handler, body)
+                replies_with(429)(server, handler, body)
                 return
             time.sleep(0.01)
             FakeVLLM.handle(server, handler, body)

@@ -100,7 +100,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(request.param, model, tokenizer, directory, engine, url)
 
 
-def asked(served: Served) -> list[list[int]]:
+def make_prompts(served: Served) -> list[list[int]]:
     if served.family in FAMILIES:
         return PROMPTS
     texts = ("1, 2, 3, 4, 5, 6, 7,", "The capital of France is Paris, and the capital of Italy is")
@@ -117,7 +117,7 @@ def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: f
 
 
 def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
-    prompts, greedy = asked(served), SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+    prompts, greedy = make_prompts(served), SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     native = Generator(served.model, served.tokenizer).generate(prompts, greedy)
     for stop in ((), ("\N{SNOWMAN}",)):  # by token ids alone, and by /v1/completions
         answered = served.engine.generate(prompts, SamplingParams(**{**vars(greedy), "stop": stop}))
@@ -127,7 +127,7 @@ def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
 
 
 def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
-    prompts = asked(served)
+    prompts = make_prompts(served)
     for temperature in (1.0, 0.7):
         drawn = SamplingParams(max_new_tokens=16, temperature=temperature, seed=5)
         answered = served.engine.generate(prompts, drawn, n=3)
@@ -140,7 +140,7 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
 
 
 def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
-    prompts = asked(served)[:1]
+    prompts = make_prompts(served)[:1]
     ((completion,),) = served.engine.generate(
         prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     )
