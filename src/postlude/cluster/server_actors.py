@@ -16,7 +16,7 @@ POLL_SECONDS = 0.2
 
 
 class RayLauncher:
-    """Starts servers on nodes that have the CPUs and GPUs they want. The N-th writes its logs to `logs`/N.
+    """Starts servers on nodes that have the CPUs and GPUs they need. The N-th writes its logs to `logs`/N.
 
     Servers listen at their node's address; with `single_machine`, at the loopback address.
     """

@@ -124,7 +124,7 @@ class SyncedGenerator(ReplicatedGenerator):
 
     If the engine has adapters, the frozen model is copied once, and then only the adapter in use, which is not merged.
     With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
-    Weights in FP8 are made anew from each copy. With FP8 the probe checks three things: the log-probs without it,
+    Weights in FP8 are quantised again from each copy. With FP8 the probe checks three things: the log-probs without it,
     within the usual limit; that every FP8 number is the rounded weight; and the log-probs in FP8, within `FP8_LIMIT`.
     """
 

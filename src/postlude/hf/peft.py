@@ -77,7 +77,7 @@ def to_peft(
     """Returns adapter_config.json and the tensors of the file, from whole A and B by our name of the layer.
 
     `separate_experts` writes experts one by one if the model's files have them so; by default if peft reads that.
-    Servers want it (vLLM 0.32), and peft reads it for most families.
+    Servers need it (vLLM 0.32), and peft reads it for most families.
     """
     model = AdaptableModel(config, family, blocks)
     for name in configs.keys() ^ adapters.keys() | configs.keys() - model.layers.keys():

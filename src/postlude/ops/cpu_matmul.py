@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def blas_fp32_matmul(dtype: torch.dtype) -> Iterator[None]:
-    """Sends fp32 products on an Arm CPU to BLAS instead of oneDNN, which prepares each of them anew.
+    """Sends fp32 products on an Arm CPU to BLAS instead of oneDNN, which prepares each of them again.
 
     That takes oneDNN 0.2 ms a product, 0.7 ms on a busy machine: several times a small product, while a large one gains
     little. Other dtypes and CPUs are unchanged. The switch is global to the process and restored on exit.

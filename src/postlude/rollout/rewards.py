@@ -62,8 +62,8 @@ class FailureCounter:
     def _count(self, kind: FailureKind, message: str) -> Score:
         self.failures[kind] += 1
         if self.failures[kind] == 1:
-            fate = "is left out" if self.failed_reward is None else f"gets reward {self.failed_reward:g}"
-            log.warning("%s The sample %s; such failures are counted.", message, fate)
+            consequence = "is left out" if self.failed_reward is None else f"gets reward {self.failed_reward:g}"
+            log.warning("%s The sample %s; such failures are counted.", message, consequence)
         return Score(self.failed_reward or 0.0, {kind: 1.0}, message, excluded=self.failed_reward is None)
 
 

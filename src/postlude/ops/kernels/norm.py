@@ -45,15 +45,15 @@ def backward(
     eps: float,
     offset: float,
     gradient: Tensor,
-    beside: Tensor | None,
+    residual_gradient: Tensor | None,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of vectors and weight. `beside` is the residual's gradient, which is added to the first.
+    """Returns the gradients of vectors and weight. `residual_gradient`, if given, is added to the first.
 
     With `total` the weight's gradient is added to it instead of being returned.
     """
     rows, arrived = as_rows(vectors), as_rows(gradient)
-    other = None if beside is None else as_rows(beside)
+    other = None if residual_gradient is None else as_rows(residual_gradient)
     output = contiguous_like(rows)
     count, width = rows.shape
     at_once, block, warps = _tile(width)
@@ -124,8 +124,8 @@ def _rows(tensor, first, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: 
 
 @triton.jit(do_not_specialize=["rows", "eps", "offset"])
 def _backward_kernel(
-    vectors, weight, gradient, beside, output, partial, rows, eps, offset,
-    STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, BESIDE_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    vectors, weight, gradient, residual_gradient, output, partial, rows, eps, offset,
+    STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -137,20 +137,20 @@ def _backward_kernel(
     next_value = _rows(vectors, program * ROWS, rows, STRIDE, WIDTH, ROWS, BLOCK)
     next_arrived = _rows(gradient, program * ROWS, rows, GRADIENT_STRIDE, WIDTH, ROWS, BLOCK)
     next_other = next_arrived
-    if beside is not None:
-        next_other = _rows(beside, program * ROWS, rows, BESIDE_STRIDE, WIDTH, ROWS, BLOCK)
+    if residual_gradient is not None:
+        next_other = _rows(residual_gradient, program * ROWS, rows, RESIDUAL_STRIDE, WIDTH, ROWS, BLOCK)
     for first in range(program * ROWS, rows, step):
         value, arrived, other = next_value.to(tl.float32), next_arrived.to(tl.float32), next_other
         next_value = _rows(vectors, first + step, rows, STRIDE, WIDTH, ROWS, BLOCK)
         next_arrived = _rows(gradient, first + step, rows, GRADIENT_STRIDE, WIDTH, ROWS, BLOCK)
-        if beside is not None:
-            next_other = _rows(beside, first + step, rows, BESIDE_STRIDE, WIDTH, ROWS, BLOCK)
+        if residual_gradient is not None:
+            next_other = _rows(residual_gradient, first + step, rows, RESIDUAL_STRIDE, WIDTH, ROWS, BLOCK)
         scaled = arrived * scale
         inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
         along = tl.sum(scaled * value, 1)[:, None] * inverse / WIDTH
         normed = value * inverse
         result = inverse * (scaled - normed * along)
-        if beside is not None:
+        if residual_gradient is not None:
             result += other.to(tl.float32)
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + first
         mask = (row < rows) & (column < WIDTH)

@@ -23,7 +23,7 @@ def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) 
 
 
 def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the fused kernels can take these operands: tensor copies want half precision and 16-byte steps."""
+    """Whether the fused kernels can take these operands: tensor copies need half precision and 16-byte steps."""
     if epilogue is torch_epilogue or (hidden.is_cuda and operand not in HALF):
         return False
     if reason := why_unmeasured("linear_logprobs_fused", gpu_of(hidden.device)):

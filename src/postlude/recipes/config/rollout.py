@@ -49,7 +49,7 @@ class NativeRollout(SharingSettings, ProbeSettings):
     their batch, and trainer and generator agree exactly (rollout_kl is 0). It is slower. For models of attention,
     MLP and experts, without tensor, context, pipeline or expert parallelism."""
     quantization: Quantization | None = None
-    """fp8 generates with copies of the linear layers' weights in FP8, made anew at every weight update. The generator
+    """fp8 generates with copies of the linear layers' weights in FP8, made again at every weight update. The generator
     then samples from another policy than is trained: use objective.correction, and see rollout_chi2."""
 
 
