@@ -46,7 +46,7 @@ class Pause:
 
     seconds: float = 0.0
     amount: int = 0
-    taken: int = 0
+    count: int = 0
     watched: list[Watched] | None = None
     wait: Callable[[int], None] = lambda amount: None
 
@@ -95,7 +95,7 @@ class SlowWay:
         return moved
 
     def start(self, rows: Tensor, *arguments: Any) -> Callable[[], Tensor]:
-        PAUSE.taken += 1
+        PAUSE.count += 1
         if self.stream is not None:
             kind, name = arguments[:2] if len(arguments) > 1 else ("exchange", "")
             return self._on_gpu(rows, self.stream, f"{kind} {name.rpartition(' ')[2]}")
@@ -222,9 +222,9 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
     PAUSE.seconds, PAUSE.amount = 0.0, 0
     for engine in engines.values():
         print(f"warming up: {step(engine):.2f} s, then {step(engine):.2f} s", file=sys.stderr, flush=True)
-    PAUSE.taken = 0
+    PAUSE.count = 0
     step(engines[False])
-    exchanges = PAUSE.taken
+    exchanges = PAUSE.count
     compute = statistics.median(step(engines[False]) for _ in range(options.repeats))
     pause = options.share * compute / exchanges
     amount = 0

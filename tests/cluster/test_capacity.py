@@ -38,16 +38,16 @@ class MadeUp:
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
     def __init__(self, *nodes: dict[str, float]) -> None:
-        self.own, self.asked, self.killed = list(nodes), list[dict[str, Any]](), list[Any]()
+        self.nodes_resources, self.requests, self.killed = list(nodes), list[dict[str, Any]](), list[Any]()
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": resources} for resources in self.own]
+        return [{"Alive": True, "Resources": resources} for resources in self.nodes_resources]
 
     def remote(self, kind: type) -> Any:
         return self
 
     def options(self, **requested: Any) -> Any:
-        self.asked.append(requested)
+        self.requests.append(requested)
         method = SimpleNamespace(remote=lambda *arguments: None)
         return SimpleNamespace(remote=lambda: SimpleNamespace(start=method, stop=method, wait=method))
 
@@ -118,7 +118,9 @@ def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
         "a server that was to be started was not ready within 0.2 s: it found no node with 2 free CPU(s) and "
         "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
     )
-    assert [(request["num_cpus"], request["num_gpus"]) for request in made_up.asked] == [(2.0, 0.4)] * 2, "both at once"
+    assert [(request["num_cpus"], request["num_gpus"]) for request in made_up.requests] == [(2.0, 0.4)] * 2, (
+        "both at once"
+    )
     assert "2 server(s) wait for a machine with 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
     assert len(made_up.killed) >= 2
 
@@ -149,8 +151,8 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
     assert lacks in error_lines[0]
 
     def come(seconds: float) -> bool:
-        made_up.own.append({"CPU": 4.0})
-        return len(made_up.own) > 4
+        made_up.nodes_resources.append({"CPU": 4.0})
+        return len(made_up.nodes_resources) > 4
 
     RankActors._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
 

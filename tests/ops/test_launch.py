@@ -26,14 +26,16 @@ class Kernel:
     """Notes the arguments of each launch: by Triton itself, and of what it compiled by itself."""
 
     def __init__(self) -> None:
-        self.own: list[tuple[Any, ...]] = []
-        self.short: list[tuple[Any, ...]] = []
+        self.slow_launches: list[tuple[Any, ...]] = []
+        self.fast_launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: launch.Grid) -> Any:
         def run(*arguments: Any, num_warps: int) -> SimpleNamespace:
-            self.own.append((grid, *arguments, num_warps))
+            self.slow_launches.append((grid, *arguments, num_warps))
             return SimpleNamespace(
-                run=lambda *arguments: self.short.append(arguments), function="function", packed_metadata="metadata"
+                run=lambda *arguments: self.fast_launches.append(arguments),
+                function="function",
+                packed_metadata="metadata",
             )
 
         return run
@@ -60,9 +62,9 @@ def launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, version: str) -> t
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git123", "3.9.0"])
 def test_what_was_compiled_is_launched_again_by_itself(kernel, monkeypatch, caplog, version: str) -> None:
     tensor = launched(kernel, monkeypatch, version)
-    assert kernel.own == [((2, 1, 1), tensor, None, 0, 64, 4)]
+    assert kernel.slow_launches == [((2, 1, 1), tensor, None, 0, 64, 4)]
     before = (2, 1, 1, "stream", "function", "metadata", None, None, None)
-    assert kernel.short == [(*before, tensor.data_ptr(), None, number, 64) for number in (1, 2)]
+    assert kernel.fast_launches == [(*before, tensor.data_ptr(), None, number, 64) for number in (1, 2)]
     assert not caplog.records
 
 
@@ -70,7 +72,7 @@ def test_what_was_compiled_is_launched_again_by_itself(kernel, monkeypatch, capl
 def test_a_triton_that_was_not_looked_at_launches_itself_aloud(kernel, monkeypatch, caplog, version: str) -> None:
     with caplog.at_level(logging.WARNING):
         launched(kernel, monkeypatch, version)
-    assert (len(kernel.own), kernel.short) == (3, [])
+    assert (len(kernel.slow_launches), kernel.fast_launches) == (3, [])
     (message,) = caplog.messages  # once
     assert version in message
     assert "3.6 to 3.9" in message
@@ -104,7 +106,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, 
             return lambda *arguments, **options: devices.append((inside[0], grid, arguments, options))
 
     launch.Kernel(Function())[(5,)](None, tensor, 7, BLOCK=16)
-    assert kernel.own == [((2, 1, 1), None, tensor, 3, 64, 4)]
+    assert kernel.slow_launches == [((2, 1, 1), None, tensor, 3, 64, 4)]
     assert devices == [(True, (5,), (None, tensor, 7), {"BLOCK": 16})]
     assert entered == ([] if current else [tensor.device] * 2)
 

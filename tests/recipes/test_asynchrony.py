@@ -54,7 +54,7 @@ class Elsewhere:
         self.controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
         self.seconds = seconds
         self.due: list[tuple[float, FinishedCompletion]] = []
-        self.asked = 0
+        self.request_count = 0
         self.failure: Exception | None = None
         self.lock = threading.Lock()
 
@@ -72,14 +72,14 @@ class Elsewhere:
 
     def submit(self, request: Request) -> int:
         with self.lock:
-            self.asked += 1
+            self.request_count += 1
             for number in range(request.n):
                 completion = Completion([65 + number], [-1.0], [-1.0], "stop", chr(65 + number))
                 finished_completion = FinishedCompletion(
-                    self.asked, number, None if self.failure else completion, self.failure
+                    self.request_count, number, None if self.failure else completion, self.failure
                 )
                 self.due.append((time.monotonic() + self.seconds(), finished_completion))
-            return self.asked
+            return self.request_count
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         until = time.monotonic() + (timeout or 0.0)
@@ -220,7 +220,7 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
     """While an engine answers, an episode is in nobody's hands but the conversations'."""
     tasks = [Task("a task:", {}, "the task")]
     environment = AsyncEnvironment(tasks, Held, name="Held", max_turns=9)
-    engine = Elsewhere(lambda: 600.0 if engine.asked > 1 else 0.0)  # a second turn takes its time
+    engine = Elsewhere(lambda: 600.0 if engine.request_count > 1 else 0.0)  # a second turn takes its time
     rollouts = RolloutSampler(
         engine,
         environment,
@@ -234,7 +234,7 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
     with closing(environment), closing(rollouts.conversations):
         group = rollouts.make_group(tasks[0], 0, SAMPLES, step=0)
         rollouts.conversations.start(group)
-        rollouts.wait(lambda: engine.asked == 1 + SAMPLES)
+        rollouts.wait(lambda: engine.request_count == 1 + SAMPLES)
         assert Held.open == SAMPLES
     assert Held.open == 0
 

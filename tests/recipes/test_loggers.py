@@ -27,7 +27,7 @@ class Wanting:
     """A logger that does as it is told."""
 
     def __init__(self, faults: dict[str, list[int]]) -> None:
-        self.faults, self.taken = faults, []
+        self.faults, self.steps = faults, []
         self.opened: list[RunInfo] = []
 
     def open(self, opening: RunInfo) -> Wanting:
@@ -39,7 +39,7 @@ class Wanting:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step in self.faults.get("log", []):
             raise OSError(28, "No space left on device")
-        self.taken.append(step)
+        self.steps.append(step)
 
     def close(self) -> None:
         if "close" in self.faults:
@@ -78,7 +78,7 @@ def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
     with caplog.at_level(logging.WARNING, "postlude"), open_run(tmp_path, CONFIG, loggers=("bad:sums", "good")) as run:
         for step in range(1, 7):
             run.log(step, {"loss": 1.0}, phase="sft")
-    assert (bad.taken, good.taken) == (logged_steps, [1, 2, 3, 4, 5, 6])
+    assert (bad.steps, good.steps) == (logged_steps, [1, 2, 3, 4, 5, 6])
     messages = log_messages(caplog)
     assert len(messages) == len(sentences)
     assert all(sentence in line for sentence, line in zip(sentences, messages, strict=True))

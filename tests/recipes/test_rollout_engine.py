@@ -122,7 +122,7 @@ class TinyReceiver(TinyVLLM, Receiver):
     def __init__(self, room: Path, port: int = 0) -> None:
         self.capacity, self.tensors = room, dict[str, torch.Tensor]()
         super().__init__(port=port)
-        self.got = lambda name, tensor: self.tensors.update({name: tensor.clone()})
+        self.on_tensor = lambda name, tensor: self.tensors.update({name: tensor.clone()})
 
     def reply(self, path: str, body: Any) -> Any:
         if path == "/finish_weight_update":

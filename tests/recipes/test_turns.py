@@ -45,7 +45,7 @@ class Recorded:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.asked: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self.calls: list[list[tuple[list[int], Completion]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -53,13 +53,13 @@ class Recorded:
 
     def submit(self, request: Request) -> int:
         request_id: int = self.engine.submit(request)
-        self.asked[request_id] = request
+        self.requests[request_id] = request
         return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         finished: list[FinishedCompletion] = self.engine.poll(timeout)
         completions = [
-            (list(self.asked[entry.request_id].prompt), entry.completion)
+            (list(self.requests[entry.request_id].prompt), entry.completion)
             for entry in finished
             if entry.completion is not None
         ]

@@ -40,8 +40,8 @@ class Receiver(FakeVLLM):
         self.reported_workers = workers if reported_workers is None else reported_workers
         self.groups: list[dist.ProcessGroupGloo] = []
         self.active, self.packed_bytes = False, 0
-        self.taken: list[list[tuple[str, str, list[int], str]]] = [[] for _ in range(workers)]
-        self.got: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
+        self.tensors_by_worker: list[list[tuple[str, str, list[int], str]]] = [[] for _ in range(workers)]
+        self.on_tensor: Callable[[str, torch.Tensor], None] = lambda name, tensor: None
         super().__init__(answer, port)
 
     def reply(self, path: str, body: Any) -> Any:
@@ -51,7 +51,7 @@ class Receiver(FakeVLLM):
             case "/get_world_size":
                 return {"world_size": self.reported_workers}
             case "/init_weight_transfer_engine":
-                self.each(self.join, body["init_info"])
+                self.on_each_worker(self.join, body["init_info"])
             case "/shutdown_weight_transfer_engine":
                 if self.active:
                     raise Refusal(500, "Cannot release a trainer connection during a weight update")
@@ -59,20 +59,20 @@ class Receiver(FakeVLLM):
             case "/start_weight_update":
                 if self.active:
                     raise Refusal(500, "start_weight_update called while a weight update is already active")
-                self.active, self.taken = True, [[] for _ in range(self.workers)]
+                self.active, self.tensors_by_worker = True, [[] for _ in range(self.workers)]
             case "/update_weights":
                 if not (self.active and self.groups):
                     raise Refusal(500, "NCCL weight transfer not initialized")
-                self.each(self.take, body["update_info"])
+                self.on_each_worker(self.take, body["update_info"])
             case "/finish_weight_update":
                 self.active, self.version = False, (body or {}).get("weight_version", self.version)
             case "/received":
-                return {"taken": self.taken, "calls": self.calls, "version": self.version}
+                return {"taken": self.tensors_by_worker, "calls": self.calls, "version": self.version}
             case _:
                 return super().reply(path, body)
         return {"message": "done"}
 
-    def each(self, act: Callable[[int, Any], None], info: Any) -> None:
+    def on_each_worker(self, act: Callable[[int, Any], None], info: Any) -> None:
         threads = [Thread(target=act, args=(worker, info), daemon=True) for worker in range(self.workers)]
         for thread in threads:
             thread.start()
@@ -99,8 +99,8 @@ class Receiver(FakeVLLM):
             data = torch.empty(size, dtype=torch.uint8)
             self.groups[worker].broadcast(data, 0).wait()
             for (name, dtype, shape, _), part in zip(chunk, data.split([spec[-1] for spec in chunk]), strict=True):
-                self.got(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
-                self.taken[worker].append((name, dtype, shape, digest(part)))
+                self.on_tensor(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
+                self.tensors_by_worker[worker].append((name, dtype, shape, digest(part)))
 
 
 def digest(data: torch.Tensor) -> str:
