@@ -78,7 +78,7 @@ def main() -> None:
     if arguments.device == "cuda":
         decode.main(arguments)
         return
-    model, hf_model = both(arguments.model)
+    model, hf_model = load_both_models(arguments.model)
     generator = torch.Generator().manual_seed(0)
     prompt_lengths = torch.randint(4, 64, (arguments.prompts,), generator=generator).tolist()
     prompts = [
@@ -126,7 +126,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"model": arguments.model, "tokens": tokens, "rates": rates}, indent=2))
 
 
-def both(name: str) -> tuple[LanguageModel, PreTrainedModel]:
+def load_both_models(name: str) -> tuple[LanguageModel, PreTrainedModel]:
     """The model and transformers' with the same weights, fp32."""
     source: str | Path = name
     if name == "smollm2":

@@ -97,7 +97,7 @@ class Method:
     forward: Callable[[Case], object] | None = None
 
 
-def ours(backend: str, memory_budget: int | None) -> Iterator[Method]:
+def postlude_methods(backend: str, memory_budget: int | None) -> Iterator[Method]:
     options = {"backend": backend, "memory_budget": memory_budget}
 
     # The host knows how many targets there are, as in training: `Microbatch.target_count`.
@@ -323,7 +323,10 @@ def measure(method: Method, case: Case, shape: str, device: str, repeats: int) -
 
 def run(arguments: argparse.Namespace, device: str) -> list[Result]:
     results = []
-    methods = [*ours(arguments.backend, arguments.memory_budget), *(peers(arguments.only) if arguments.peers else ())]
+    methods = [
+        *postlude_methods(arguments.backend, arguments.memory_budget),
+        *(peers(arguments.only) if arguments.peers else ()),
+    ]
     if arguments.only:
         methods = [method for method in methods if any(name in method.name for name in arguments.only.split(","))]
     for shape in arguments.shapes.split(","):
@@ -359,7 +362,7 @@ def grow(arguments: argparse.Namespace, device: str) -> list[Result]:
     results = []
     for shape in GROWTH.split(","):
         case = Case.make(shape, device)
-        for method in ours(arguments.backend, arguments.memory_budget):
+        for method in postlude_methods(arguments.backend, arguments.memory_budget):
             if "ignored" in method.name:
                 continue
 

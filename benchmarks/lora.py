@@ -63,7 +63,7 @@ class Case:
     make: Callable[[Work], tuple[Callable[[], Any], int | None]]
 
 
-def ours(*, lora: bool, **options: Any) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
+def postlude_case(*, lora: bool, **options: Any) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
     def make(work: Work) -> tuple[Callable[[], Any], int | None]:
         chosen = LoRA(rank=work.rank) if lora else None
         optimizer = AdamW(lr=1e-5, moments="fp32" if lora else "8bit")
@@ -100,7 +100,7 @@ def planned_bytes(work: Work, lora: LoRA | None, optimizer: AdamW, **options: An
     return estimate.total
 
 
-def theirs(
+def peft_case(
     attention: str, *, padded: bool = False, checkpointing: bool = False, bf16_adapters: bool = False
 ) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
     def make(work: Work) -> tuple[Callable[[], Any], int | None]:
@@ -126,25 +126,31 @@ def theirs(
 
 
 CASES = {
-    "lora": Case("Postlude, LoRA", ours(lora=True)),
-    "lora-selective": Case("Postlude, LoRA, recompute selective", ours(lora=True, recompute="selective")),
-    "lora-recompute": Case("Postlude, LoRA, recompute full", ours(lora=True, recompute="full")),
-    "full": Case("Postlude, all weights", ours(lora=False, **FULL)),
-    "full-recompute": Case("Postlude, all weights, recompute full", ours(lora=False, recompute="full", **FULL)),
-    "peft-padded": Case("peft, rows padded", theirs("sdpa", padded=True)),
+    "lora": Case("Postlude, LoRA", postlude_case(lora=True)),
+    "lora-selective": Case("Postlude, LoRA, recompute selective", postlude_case(lora=True, recompute="selective")),
+    "lora-recompute": Case("Postlude, LoRA, recompute full", postlude_case(lora=True, recompute="full")),
+    "full": Case("Postlude, all weights", postlude_case(lora=False, **FULL)),
+    "full-recompute": Case(
+        "Postlude, all weights, recompute full", postlude_case(lora=False, recompute="full", **FULL)
+    ),
+    "peft-padded": Case("peft, rows padded", peft_case("sdpa", padded=True)),
     "peft-padded-checkpointing": Case(
-        "peft, rows padded, gradient checkpointing", theirs("sdpa", padded=True, checkpointing=True)
+        "peft, rows padded, gradient checkpointing", peft_case("sdpa", padded=True, checkpointing=True)
     ),
-    "peft-sdpa": Case("peft, packed, sdpa", theirs("sdpa")),
-    "peft-sdpa-checkpointing": Case("peft, packed, sdpa, gradient checkpointing", theirs("sdpa", checkpointing=True)),
-    "peft-flash": Case("peft, packed, flash attention", theirs("flash_attention_2")),
+    "peft-sdpa": Case("peft, packed, sdpa", peft_case("sdpa")),
+    "peft-sdpa-checkpointing": Case(
+        "peft, packed, sdpa, gradient checkpointing", peft_case("sdpa", checkpointing=True)
+    ),
+    "peft-flash": Case("peft, packed, flash attention", peft_case("flash_attention_2")),
     "peft-flash-checkpointing": Case(
-        "peft, packed, flash attention, gradient checkpointing", theirs("flash_attention_2", checkpointing=True)
+        "peft, packed, flash attention, gradient checkpointing", peft_case("flash_attention_2", checkpointing=True)
     ),
-    "peft-flex": Case("peft, packed, flex attention", theirs("flex_attention")),
-    "peft-flex-bf16": Case("peft, packed, flex attention, bf16 adapters", theirs("flex_attention", bf16_adapters=True)),
+    "peft-flex": Case("peft, packed, flex attention", peft_case("flex_attention")),
+    "peft-flex-bf16": Case(
+        "peft, packed, flex attention, bf16 adapters", peft_case("flex_attention", bf16_adapters=True)
+    ),
     "peft-flex-checkpointing": Case(
-        "peft, packed, flex attention, gradient checkpointing", theirs("flex_attention", checkpointing=True)
+        "peft, packed, flex attention, gradient checkpointing", peft_case("flex_attention", checkpointing=True)
     ),
 }
 

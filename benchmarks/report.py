@@ -49,7 +49,7 @@ def heading(*cells: str) -> list[str]:
     return [row(*cells), "|" + "---|" * len(cells)]
 
 
-def how(case: Case) -> str:
+def case_label(case: Case) -> str:
     """What a case is, with the options that are not the usual ones."""
     description: str = case["says"]
     if description.startswith("Postlude, packed"):
@@ -68,7 +68,7 @@ def train_step(cases: Sequence[Case]) -> list[str]:
     for case in sorted(cases, key=lambda case: shapes.index((case["shape"], case["mix"]))):
         labels = f"{case['shape']}, {case['mix']}"
         if "failed" in case:
-            lines.append(row(labels, how(case), case["failed"], "", "", ""))
+            lines.append(row(labels, case_label(case), case["failed"], "", "", ""))
             continue
         peer = PEERS.get(case["case"])
         same_shape = [
@@ -79,7 +79,7 @@ def train_step(cases: Sequence[Case]) -> list[str]:
         ]
         ratio = f"{case['tokens_per_second'] / same_shape[0]:.2f}×" if same_shape else ""
         figures = f"{case['tokens_per_second']:,}", f"{case['mfu']:.1%}", gib(case["peak_gib"])
-        lines.append(row(labels, how(case), *figures, ratio))
+        lines.append(row(labels, case_label(case), *figures, ratio))
     return lines
 
 

@@ -47,8 +47,8 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def assistant_turn(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
+def assistant_turn(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
 
 
 def tokenizer(template: str) -> Any:

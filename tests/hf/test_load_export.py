@@ -79,11 +79,11 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
-@pytest.mark.parametrize("most", [300_000, 1 << 30], ids=["sharded", "whole"])
-def test_files_are_byte_for_byte_the_librarys(name: str, most: int, tmp_path: Path) -> None:
-    directory = export_model(load_model(name, dtype=torch.bfloat16), tmp_path / "ours", max_shard_bytes=most)
+@pytest.mark.parametrize("max_shard_bytes", [300_000, 1 << 30], ids=["sharded", "whole"])
+def test_files_are_byte_for_byte_the_librarys(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    directory = export_model(load_model(name, dtype=torch.bfloat16), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
     files = sorted(directory.glob("*.safetensors"))
-    assert (len(files) == 1) == (most > 300_000)
+    assert (len(files) == 1) == (max_shard_bytes > 300_000)
     for file in files:
         save_file(load_file(file), tmp_path / "theirs", metadata={"format": "pt"})
         assert file.read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -54,17 +54,17 @@ def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict
     for buffer in of.buffers():
         buffer.zero_()
     if objective is None:
-        left = of(batch)
-        left.square().sum().backward()
+        result = of(batch)
+        result.square().sum().backward()
     else:
-        left = of(
+        result = of(
             batch, output_processor=lambda inputs, _: sum(part.values.sum() for part in objective(inputs).terms())
         )
-        left.backward()
+        result.backward()
     gradients = {
         name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None
     }
-    return {"output": left.detach()} | gradients | {name: buffer.clone() for name, buffer in of.named_buffers()}
+    return {"output": result.detach()} | gradients | {name: buffer.clone() for name, buffer in of.named_buffers()}
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

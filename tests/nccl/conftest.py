@@ -20,9 +20,9 @@ TIMEOUT = 120.0  # seconds; a collective that takes longer is stuck
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    directory = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if directory in item.path.parents:
             item.add_marker(pytest.mark.gpu)
 
 

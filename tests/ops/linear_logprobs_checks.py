@@ -40,7 +40,7 @@ HEADS += [(4500, *pair) for pair in (BIAS_AND_SOFTCAP if DEVICE == "cuda" else B
 
 
 @pytest.mark.parametrize(("columns", "bias", "softcap"), HEADS)
-def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool) -> None:
+def test_quantized_logits_give_the_gradient(columns: int, bias: bool, softcap: bool) -> None:
     """Coded to 2⁻¹², then rounded to bf16, to 2⁻⁹ of itself. The state is exact."""
     operands, rows, products = coded_head(columns, bias=bias, softcap=softcap)
     shift = None if operands.bias is None else operands.bias.detach().contiguous()
@@ -77,7 +77,7 @@ def test_coded_logits_give_the_gradient(columns: int, bias: bool, softcap: bool)
         assert (actual[:, 4] == 0).all()
 
 
-def test_coded_logits_do_not_hide_what_is_not_a_number() -> None:
+def test_quantized_logits_do_not_hide_what_is_not_a_number() -> None:
     operands, rows, _ = coded_head(300, bias=False, softcap=False)
     operands.hidden[1, 1] = torch.nan
     state = torch.zeros(4, 6, device=DEVICE)

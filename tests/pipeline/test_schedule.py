@@ -302,8 +302,8 @@ def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp
         times = simulate_turns(schedules, pp=pp, vpp=vpp)
         assert times.makespan == 3 * slots(pp, vpp, microbatches)
         for rank, peak in enumerate(times.peak_in_flight):
-            most = 2 * (pp - rank) + (vpp - 1) * largest_group(pp, microbatches)
-            assert peak == min(most, vpp * microbatches)
+            max_in_flight = 2 * (pp - rank) + (vpp - 1) * largest_group(pp, microbatches)
+            assert peak == min(max_in_flight, vpp * microbatches)
 
 
 @every_shape

@@ -87,7 +87,7 @@ class Bad:
 
     name: str
     command: tuple[str, ...]
-    says: tuple[str, ...]
+    sentences: tuple[str, ...]
     arrange: Callable[[], Any] = lambda: None
     mend: Callable[[], Any] | None = None
     """Done before the corrected command."""
@@ -95,12 +95,12 @@ class Bad:
     """The corrected command."""
 
 
-def sft(name: str, *settings: str, says: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*SFT, *settings), says, **options)
+def sft(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*SFT, *settings), sentences, **options)
 
 
-def grpo(name: str, *settings: str, says: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*GRPO, *settings), says, **options)
+def grpo(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> Bad:
+    return Bad(name, (*GRPO, *settings), sentences, **options)
 
 
 def good_rows() -> None:
@@ -109,119 +109,128 @@ def good_rows() -> None:
 
 BAD = [
     # the layout
-    sft("tp does not divide the heads", "--layout=tp=3", says=("8 heads", "tp=3", r"Use tp=2 or 4"), mended=SFT),
-    sft("more stages than layers", "--layout=pp=3,vpp=2", says=("4 layers", "6 stages", "Use 4 stages or fewer")),
+    sft("tp does not divide the heads", "--layout=tp=3", sentences=("8 heads", "tp=3", r"Use tp=2 or 4"), mended=SFT),
+    sft("more stages than layers", "--layout=pp=3,vpp=2", sentences=("4 layers", "6 stages", "Use 4 stages or fewer")),
     sft(
         "ep does not divide the experts",
         "--model=tiny-moe",
         "--layout=dp_shard=3,ep=3",
-        says=("8 experts", "ep=3", "Use ep=2 or 4"),
+        sentences=("8 experts", "ep=3", "Use ep=2 or 4"),
     ),
-    sft("experts spread where there are none", "--layout=tp=2,ep=2", says=("ep is 2", "no experts", "Use ep=1")),
-    sft("another number of ranks", "--layout=tp=2", "--nproc=3", says=(r"tp=2\) runs on 2", "3 are", "Start 2")),
+    sft("experts spread where there are none", "--layout=tp=2,ep=2", sentences=("ep is 2", "no experts", "Use ep=1")),
+    sft("another number of ranks", "--layout=tp=2", "--nproc=3", sentences=(r"tp=2\) runs on 2", "3 are", "Start 2")),
     sft(
-        "a bubble that is none", "--overlap=zero_bubble", says=("'zero_bubble' fills the bubble", "pp is 1", "Use pp=2")
+        "a bubble that is none",
+        "--overlap=zero_bubble",
+        sentences=("'zero_bubble' fills the bubble", "pp is 1", "Use pp=2"),
     ),
-    sft("an overlap that is none", "--overlap=zb", says=('"overlap" is "zb"', 'give true or false or "zero_bubble"')),
-    sft("virtual stages alone", "--layout=vpp=2", says=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
-    sft("an axis that is none", "--layout=pq=2", says=("'pq' is not an axis", "the axes are pp, vpp")),
+    sft(
+        "an overlap that is none",
+        "--overlap=zb",
+        sentences=('"overlap" is "zb"', 'give true or false or "zero_bubble"'),
+    ),
+    sft("virtual stages alone", "--layout=vpp=2", sentences=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
+    sft("an axis that is none", "--layout=pq=2", sentences=("'pq' is not an axis", "the axes are pp, vpp")),
     # the model
     grpo(
         "experts replayed where there are none",
         "--replay_routing=true",
-        says=("replay_routing", "tiny-dense has no experts", "Set it to false"),
+        sentences=("replay_routing", "tiny-dense has no experts", "Set it to false"),
     ),
     sft(
-        "no such model", "--model=modle", says=("'modle'", "neither a model directory"), mended=(*SFT, "--model=model")
+        "no such model",
+        "--model=modle",
+        sentences=("'modle'", "neither a model directory"),
+        mended=(*SFT, "--model=model"),
     ),
     sft(
         "weights cut short",
         "--model=model",
-        says=(r"model\.safetensors", "cut short", "Fetch it again"),
+        sentences=(r"model\.safetensors", "cut short", "Fetch it again"),
         arrange=model(lambda folder: truncate(folder / "model.safetensors")),
     ),
     sft(
         "pickled weights",
         "--model=model",
-        says=(r"pytorch_model\.bin", "never loaded", "convert them"),
+        sentences=(r"pytorch_model\.bin", "never loaded", "convert them"),
         arrange=model(pickled),
     ),
     sft(
         "another model's tokenizer",
         "--model=model",
-        says=("gives token 899", "ends at 263", "own tokenizer"),
+        sentences=("gives token 899", "ends at 263", "own tokenizer"),
         arrange=model(other_tokenizer),
     ),
-    sft("weights of another size", "--model=model", says=("384", "512", "config needs"), arrange=model(resized)),
+    sft("weights of another size", "--model=model", sentences=("384", "512", "config needs"), arrange=model(resized)),
     sft(
         "a broken config.json",
         "--model=model",
-        says=(r"config\.json", "cannot be read"),
+        sentences=(r"config\.json", "cannot be read"),
         arrange=model(lambda folder: (folder / "config.json").write_text("{")),
     ),
     # the dataset
-    sft("no such dataset", "--data.path=row.jsonl", says=(r"row\.jsonl", r"did you mean rows\.jsonl"), mended=SFT),
+    sft("no such dataset", "--data.path=row.jsonl", sentences=(r"row\.jsonl", r"did you mean rows\.jsonl"), mended=SFT),
     sft(
         "an empty dataset",
-        says=(r"rows\.jsonl has no rows", "at least one"),
+        sentences=(r"rows\.jsonl has no rows", "at least one"),
         arrange=lambda: Path("rows.jsonl").write_text(""),
         mend=good_rows,
         mended=SFT,
     ),
     sft(
         "a broken line",
-        says=(r"line 3 of rows\.jsonl is not JSON", "column 2"),
+        sentences=(r"line 3 of rows\.jsonl is not JSON", "column 2"),
         arrange=lambda: Path("rows.jsonl").write_text('{"text": "a"}\n\n{]\n'),
     ),
     sft(
         "a line that is no UTF-8",
-        says=(r"line 2 of rows\.jsonl is not UTF-8", "at byte 10"),
+        sentences=(r"line 2 of rows\.jsonl is not UTF-8", "at byte 10"),
         arrange=lambda: Path("rows.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n'),
     ),
     sft(
         "a column of another name",
-        says=('no column "prompt"', "promt", 'did you mean "promt"'),
+        sentences=('no column "prompt"', "promt", 'did you mean "promt"'),
         arrange=lambda: lines("rows.jsonl", {"promt": "a", "completion": "b"}),
         mended=(*SFT, "--data.prompt=promt"),
     ),
     sft(
         "a row without a value",
-        says=(r'line 2 of rows\.jsonl has no value in column "messages"', "Fill it in"),
+        sentences=(r'line 2 of rows\.jsonl has no value in column "messages"', "Fill it in"),
         arrange=lambda: lines("rows.jsonl", {"messages": TALK}, {"messages": None}),
     ),
     sft(
         "a content of null",
-        says=(r"message 0 \(user\) of line 2 of rows\.jsonl is null", "Give it text"),
+        sentences=(r"message 0 \(user\) of line 2 of rows\.jsonl is null", "Give it text"),
         arrange=lambda: first_turn(None),
         mend=good_rows,
         mended=SFT,
     ),
     sft(
         "a content with an image",
-        says=(r"message 0 \(user\) of line 2", "models here read only text", "leave the row out"),
+        sentences=(r"message 0 \(user\) of line 2", "models here read only text", "leave the row out"),
         arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}, {"type": "image", "url": "sum.png"}]),
     ),
     sft(
         "nothing to learn",
-        says=("line 1 of", "no message of the assistant", "Leave it out"),
+        sentences=("line 1 of", "no message of the assistant", "Leave it out"),
         arrange=lambda: lines("rows.jsonl", {"messages": TALK[:1]}),
     ),
     sft(
         "a row that is too long",
-        says=(r'line 2 of rows\.jsonl has \d+ tokens in "messages"', "leaves 256", "data.overlong to drop or cut"),
+        sentences=(r'line 2 of rows\.jsonl has \d+ tokens in "messages"', "leaves 256", "data.overlong to drop or cut"),
         arrange=lambda: first_turn("2" * 300),
         mended=(*SFT, "--data.overlong=drop"),
     ),
     sft(
         "a damaged parquet file",
         "--data.path=rows.parquet",
-        says=(r"rows\.parquet cannot be read as parquet",),
+        sentences=(r"rows\.parquet cannot be read as parquet",),
         arrange=lambda: Path("rows.parquet").write_bytes(b"PAR1 not really PAR1"),
     ),
     sft(
         "more rows held out than there are",
         "--held_out.rows=4",
-        says=("4 rows are to be held out", "Lower held_out.rows"),
+        sentences=("4 rows are to be held out", "Lower held_out.rows"),
     ),
     Bad(
         "a pair without a prompt",
@@ -233,80 +242,89 @@ BAD = [
     ),
     # rewards
     grpo(
-        "no such reward file", "--environment.reward=rewards.py:score", says=("rewards.py", r"did you mean reward\.py")
+        "no such reward file",
+        "--environment.reward=rewards.py:score",
+        sentences=("rewards.py", r"did you mean reward\.py"),
     ),
     grpo(
         "drafts without a depth",
         "--sampling.draft=mtp",
-        says=('draft="mtp"', "has none", "or mtp in a recipe"),
+        sentences=('draft="mtp"', "has none", "or mtp in a recipe"),
     ),
     grpo(
-        "no such reward", "--environment.reward=reward.py:scores", says=("no scores", "did you mean score"), mended=GRPO
+        "no such reward",
+        "--environment.reward=reward.py:scores",
+        sentences=("no scores", "did you mean score"),
+        mended=GRPO,
     ),
-    grpo("a reward that names no function", "--environment.reward=score", says=('"score"', r"path/to/file\.py:name")),
+    grpo(
+        "a reward that names no function", "--environment.reward=score", sentences=('"score"', r"path/to/file\.py:name")
+    ),
     grpo(
         "a reward with a bad import",
-        says=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
+        sentences=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
         arrange=lambda: reward("import nmupy\ndef score(prompt, completion, example):\n    return 1.0\n"),
     ),
     grpo(
         "a reward that returns too few",
-        says=(r"reward\.py:score returned 1 rewards for 2 completions", "a list with a reward for each", "Fix it"),
+        sentences=(r"reward\.py:score returned 1 rewards for 2 completions", "a list with a reward for each", "Fix it"),
         arrange=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0]\n"),
         mend=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0 for _ in completions]\n"),
         mended=GRPO,
     ),
     grpo(
         "a reward that asks for no column",
-        says=(r'score\(completion, gold\) asks for "gold"', "completion_ids, length, truncated"),
+        sentences=(r'score\(completion, gold\) asks for "gold"', "completion_ids, length, truncated"),
         arrange=lambda: reward("def score(completion, gold):\n    return 1.0\n"),
     ),
     grpo(
         "a reward that raises",
-        says=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Fix it"),
+        sentences=("ZeroDivisionError", r"reward\.py, line 2", r"trial on line 1 of tasks\.jsonl", "Fix it"),
         arrange=lambda: reward("def score(prompt, completion, example):\n    return 1 / 0\n"),
         mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
         mended=GRPO,
     ),
     grpo(
         "a reward that returns text",
-        says=("returned 'good'", "a reward is a number"),
+        sentences=("returned 'good'", "a reward is a number"),
         arrange=lambda: reward("def score(prompt, completion, example):\n    return 'good'\n"),
     ),
     grpo(
         "a reward that hangs",
         "--environment.timeout=0.5",
-        says=(r"took more than 0\.5 s", "trial on line 1"),
+        sentences=(r"took more than 0\.5 s", "trial on line 1"),
         arrange=lambda: reward("import time\ndef score(prompt, completion, example):\n    time.sleep(60)\n"),
     ),
     # tasks
     grpo(
         "a warm start without answers",
         "--warm_start.steps=1",
-        says=('line 1 of tasks.jsonl has no "answer"', "it has: prompt", "warm_start.steps to 0"),
+        sentences=('line 1 of tasks.jsonl has no "answer"', "it has: prompt", "warm_start.steps to 0"),
         arrange=lambda: lines("tasks.jsonl", *[{"prompt": "2+2="}] * 3),
     ),
     grpo(
         "a prompt that is too long",
-        says=(r"line 2 of tasks\.jsonl has 300 tokens", "leaves 252", "Raise budget", "overlong"),
+        sentences=(r"line 2 of tasks\.jsonl has 300 tokens", "leaves 252", "Raise budget", "overlong"),
         arrange=lambda: lines("tasks.jsonl", {"prompt": "2"}, {"prompt": "2" * 300}),
         mended=(*GRPO, "--environment.overlong=drop"),
     ),
     grpo(
         "no prompt that is short enough",
         "--environment.overlong=drop",
-        says=(r"every prompt of tasks\.jsonl", "252 tokens", "budget=256", "Raise budget"),
+        sentences=(r"every prompt of tasks\.jsonl", "252 tokens", "budget=256", "Raise budget"),
         arrange=lambda: lines("tasks.jsonl", {"prompt": "2" * 300}),
         mended=(*GRPO, "--budget=310"),
     ),
     grpo(
-        "answers that leave no room", "--sampling.max_new_tokens=300", says=("max_new_tokens is 300", "256", "Raise bu")
+        "answers that leave no room",
+        "--sampling.max_new_tokens=300",
+        sentences=("max_new_tokens is 300", "256", "Raise bu"),
     ),
     grpo(
         "no task to train on",
         "--evaluation.every=1",
         "--evaluation.tasks=3",
-        says=("3 tasks are to be held out", "Lower evaluation.tasks"),
+        sentences=("3 tasks are to be held out", "Lower evaluation.tasks"),
     ),
     Bad(
         "no such reasoning-gym task",
@@ -322,7 +340,7 @@ BAD = [
     sft(
         "no such objective",
         "--objective=mine.py:los",
-        says=("no los", "did you mean loss"),
+        sentences=("no los", "did you mean loss"),
         mended=None,
     ),
     sft(
@@ -330,28 +348,28 @@ BAD = [
         "--objective=file",
         "--objective.file=mine.py:loss",
         "--objective.settings.scales=2",
-        says=(r"mine\.py:loss", 'no setting "scales"', 'did you mean "scale"'),
+        sentences=(r"mine\.py:loss", 'no setting "scales"', 'did you mean "scale"'),
     ),
-    sft("no such kind of objective", "--objective.kind=stf", says=("stf", "sft")),
+    sft("no such kind of objective", "--objective.kind=stf", sentences=("stf", "sft")),
     grpo(
         "no such key of an objective",
         "--objective.clip_hihg=0.3",
-        says=("clip_hihg", 'did you mean "objective.clip_high"'),
+        sentences=("clip_hihg", 'did you mean "objective.clip_high"'),
     ),
     grpo(
         "a bound of an objective",
         "--objective.clip_low=-1",
-        says=("clip_low", "-1"),
+        sentences=("clip_low", "-1"),
         mended=(*GRPO, "--objective.clip_low=0.1"),
     ),
     # optimizers
-    sft("a negative learning rate", "--optimizer.lr=-1", says=("lr", "-1"), mended=(*SFT, "--optimizer.lr=1e-4")),
-    sft("an infinite learning rate", "--optimizer.lr=inf", says=("lr", "inf")),
-    sft("a learning rate that is no number", "--optimizer.lr=nan", says=("lr", "nan")),
-    sft("a negative warm-up", "--optimizer.schedule.warmup=-1", says=("warmup", "-1")),
-    grpo("negative steps of a warm start", "--warm_start.steps=-1", says=("steps", "-1")),
+    sft("a negative learning rate", "--optimizer.lr=-1", sentences=("lr", "-1"), mended=(*SFT, "--optimizer.lr=1e-4")),
+    sft("an infinite learning rate", "--optimizer.lr=inf", sentences=("lr", "inf")),
+    sft("a learning rate that is no number", "--optimizer.lr=nan", sentences=("lr", "nan")),
+    sft("a negative warm-up", "--optimizer.schedule.warmup=-1", sentences=("warmup", "-1")),
+    grpo("negative steps of a warm start", "--warm_start.steps=-1", sentences=("steps", "-1")),
     # configs
-    sft("a key that is none", "--optimzer.lr=1", says=("optimzer.lr", 'did you mean "optimizer.lr"')),
+    sft("a key that is none", "--optimzer.lr=1", sentences=("optimzer.lr", 'did you mean "optimizer.lr"')),
     Bad("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
     Bad(
         "a broken config",
@@ -362,7 +380,7 @@ BAD = [
     # the run's directory
     sft(
         "a file in its place",
-        says=("run", "is a file", "--run"),
+        sentences=("run", "is a file", "--run"),
         arrange=lambda: Path("run").write_text("mine"),
         mended=(*SFT, "--run=other"),
     ),
@@ -415,7 +433,9 @@ def run(command: tuple[str, ...]) -> int:
         return int(left.code or 0)
 
 
-def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.CaptureFixture[str], code: int = 2) -> None:
+def refused(
+    command: tuple[str, ...], sentences: tuple[str, ...], capsys: pytest.CaptureFixture[str], code: int = 2
+) -> None:
     """The command leaves with this code and one sentence that says all this, and everything is as it was."""
     before = tree(Path())
     capsys.readouterr()
@@ -424,7 +444,7 @@ def refused(command: tuple[str, ...], says: tuple[str, ...], capsys: pytest.Capt
     assert "Traceback" not in error_output
     assert error_output.startswith(f"postlude {command[0]}: "), error_output
     assert len(error_output.strip().splitlines()) == 1, error_output
-    for part in says:
+    for part in sentences:
         assert re.search(part, error_output), f"{part!r} is not in: {error_output}"
     assert tree(Path()) == before
 
@@ -435,7 +455,7 @@ def test_a_mistake_is_a_sentence_and_leaves_nothing(
     bad: Bad, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad.arrange()
-    refused(bad.command, bad.says, capsys)
+    refused(bad.command, bad.sentences, capsys)
     if bad.mended is not None:
         if bad.mend is not None:
             bad.mend()

@@ -21,7 +21,7 @@ class JudgeServer:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    most: int = 0
+    max_running: int = 0
     """The most requests that were there at once."""
 
 
@@ -41,7 +41,7 @@ def judge_server(answer: Answer) -> Iterator[JudgeServer]:
                 server.bodies.append(body)
                 server.headers.append(dict(self.headers) | {"path": self.path})
                 present += 1
-                server.most = max(server.most, present)
+                server.max_running = max(server.max_running, present)
             reply = answer(body, number)
             with lock:
                 present -= 1

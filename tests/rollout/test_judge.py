@@ -138,7 +138,7 @@ def test_requests_run_at_once_up_to_the_limit_and_end_after_their_time() -> None
         reward = JudgeReward(server.url, "m", TEMPLATE, concurrency=3, timeout=1.0, retries=0)
         judged = scores(reward, *["x"] * 6, "slow", *["x"] * 6)
         released.set()
-    assert server.most == 3
+    assert server.max_running == 3
     assert [place for place, score in enumerate(judged) if score.error] == [6]
     assert "failed on line 1: it gave no reply within 1 s" in str(judged[6].error)
 

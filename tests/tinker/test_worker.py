@@ -297,8 +297,8 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
     tokenizer = load_tokenizer("tiny-dense")
     requests: dict[str, Call] = {}
 
-    def ask(name: str, number: int = 1, streamed: bool = False, given: Any = prompt, **params: Any) -> Call:
-        request = SampleRequest(given, SamplingParams(**({"max_new_tokens": 8, "seed": 1} | params)), number)
+    def ask(name: str, number: int = 1, streamed: bool = False, tokens: Any = prompt, **params: Any) -> Call:
+        request = SampleRequest(tokens, SamplingParams(**({"max_new_tokens": 8, "seed": 1} | params)), number)
         requests[name] = call.sample("base", request, streamed)
         return requests[name]
 
@@ -315,19 +315,19 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
             ask("streamed", streamed=True, ignore_eos=True),
             ask("cancelled", max_new_tokens=60, ignore_eos=True),
             Cancel(requests["cancelled"].call_id),
-            ask("all that fit", max_new_tokens=3, ignore_eos=True, given=np.zeros(60, np.int32)),
+            ask("all that fit", max_new_tokens=3, ignore_eos=True, tokens=np.zeros(60, np.int32)),
         ]
         yield [
             ask("long", max_new_tokens=61),
-            ask("no prompt", given=np.zeros(0, np.int32)),
-            ask("not in the vocabulary", given=np.array([999], np.int32)),
+            ask("no prompt", tokens=np.zeros(0, np.int32)),
+            ask("not in the vocabulary", tokens=np.array([999], np.int32)),
         ]
 
     connection = run(group, "tp=1", script)
     assert connection is not None
-    found = {name: connection.replies.get(request.call_id) for name, request in requests.items()}
-    found["progress"] = [progress.tokens for _, progress in connection.progress]
-    return found
+    replies_by_name = {name: connection.replies.get(request.call_id) for name, request in requests.items()}
+    replies_by_name["progress"] = [progress.tokens for _, progress in connection.progress]
+    return replies_by_name
 
 
 def test_sampling_follows_its_parameters(ranks: Ranks) -> None:

@@ -88,10 +88,12 @@ def check_quantization(quantization: str | None, config: ModelConfig, device: to
         return
     if quantization != "fp8":
         raise ValueError(f'quantization={quantization!r}: give "fp8", or None for the weights as they are.')
-    for why, applies in REFUSED.items():
+    for refusal, applies in REFUSED.items():
         name = next((name for name, block in config.named_blocks.items() if applies(block)), None)
         if name is not None:
-            raise ValueError(f'quantization="fp8" rounds the weights of linear layers, but {name} {why}. Leave it out.')
+            raise ValueError(
+                f'quantization="fp8" rounds the weights of linear layers, but {name} {refusal}. Leave it out.'
+            )
     if device.type == "cuda" and (reason := why_not("block_fp8", gpu_of(device))) is not None:
         raise ValueError(f'quantization="fp8" cannot run: {reason}. Leave it out.')
 

@@ -93,9 +93,9 @@ class Records:
     def _of_run(self, run_id: str) -> list[Checkpoint]:
         return self._saved(lambda checkpoint: checkpoint.path.run_id == run_id)
 
-    def _saved(self, wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
+    def _saved(self, matches: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
         """Returns the checkpoints that are wanted and have not expired, oldest first."""
-        checkpoints = [checkpoint for checkpoint in self._state.checkpoints.values() if wanted(checkpoint)]
+        checkpoints = [checkpoint for checkpoint in self._state.checkpoints.values() if matches(checkpoint)]
         return sorted((c for c in checkpoints if not c.is_expired()), key=lambda checkpoint: checkpoint.created)
 
     def _checkpoint(self, checkpoint: Checkpoint) -> JSON:

@@ -379,8 +379,8 @@ def _takes(node: Node) -> str:
     if node.get("type") == "array":
         return f"a list in brackets, each {words(node['items'])}"
     if node.get("type") == "object":
-        rest = node["additionalProperties"]
-        return f"names and values, each {words(rest if isinstance(rest, dict) else {})}"
+        value_node = node["additionalProperties"]
+        return f"names and values, each {words(value_node if isinstance(value_node, dict) else {})}"
     if node.get("format") == "path":
         return "a path"
     bounds = [f"{phrase} {node[bound]:g}" for bound, phrase in BOUNDS.items() if bound in node]
