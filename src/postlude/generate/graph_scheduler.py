@@ -149,7 +149,7 @@ class GraphScheduler(Scheduler):
         self.paged, self.graphs = buffers.cache, buffers.graphs
         self.drafter, self.routing = buffers.drafter, buffers.routing
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
-        self.table_changed = False
+        self.changed_pages: dict[int, list[int]] = {}  # by row, of completions that joined, moved or grew
         self.rows_changed = False  # by completions that joined, left or moved
         self.shared: TileShape | None = None  # of the tiles of rows that share pages
         self.filtered = False
@@ -183,14 +183,16 @@ class GraphScheduler(Scheduler):
         """See `Scheduler`."""
         self.rows_changed = self.rows_changed or not grew
         if not running.removed:
-            self.table[running.row, : len(running.pages)] = torch.tensor(running.pages, dtype=torch.int32)
-            self.table_changed = True
+            self.changed_pages[running.row] = running.pages
 
     def _send_table(self) -> None:
-        if self.table_changed:
+        if self.changed_pages:
+            width, lists = self.table.shape[1], self.changed_pages.values()
+            padded = [[*pages, *([0] * (width - len(pages)))] for pages in lists]  # one tensor for all, on the host
+            self.table[list(self.changed_pages)] = torch.tensor(padded, dtype=torch.int32)
+            self.changed_pages = {}
             pinned = self.table.pin_memory() if self.rows.table.is_cuda else self.table
             self.rows.table.copy_(pinned, non_blocking=True)
-            self.table_changed = False
         if self.rows_changed:
             self._send_shared_pages()
             self.rows_changed = False
