@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.ops import decode_linear
+from postlude.ops.activation import gated_activation
 from postlude.ops.adapted_linear import AdapterOperand
-from postlude.ops.block_fp8 import FP8Weight, fp8_linear, fp8_linears, round_rows
-from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear, norm_linear
+from postlude.ops.block_fp8 import FP8Weight, fp8_linear, fp8_linears, fp8_mlp, round_rows
+from postlude.ops.decode_linear import COUNTERS, linear_add, mlp_add, norm_gated_linear, norm_linear
+from postlude.ops.kernels.capabilities import GPUS
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 from tests.equality import assert_equal
@@ -37,10 +39,19 @@ def fp8(weight: Tensor) -> FP8Weight:
     return quantized
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("backend", "gpu"), [("torch", "H200"), ("triton", "H200"), ("triton", "L40S")])
 @pytest.mark.parametrize("count", [1, 16, 70, 130])
 @pytest.mark.parametrize("case", ["plain", "norm", "residual"])
-def test_products_equal_those_of_rounded_tensors_in_float64(backend, count: int, case: str) -> None:
+def test_products_equal_those_of_rounded_tensors_in_float64(
+    backend, gpu: str, count: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiles and loads of a GPU with a tensor memory accelerator, and of one without."""
+    if backend == "triton":
+        monkeypatch.setattr("postlude.ops.kernels.block_fp8.gpu_of", lambda device: GPUS[gpu])
+    check_product(backend, count, case)
+
+
+def check_product(backend, count: int, case: str) -> None:
     width, features = (512, 256) if case == "residual" else (256, 384)
     rows, weight = outlier_rows(count, width), normal(features, width, seed=2)
     weight[:, 7] *= 300  # an outlier feature
@@ -61,6 +72,33 @@ def test_products_equal_those_of_rounded_tensors_in_float64(backend, count: int,
     assert ((actual - expected).abs() / scale).max() < tolerance
     if counters is not None:
         assert not counters.any()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_products_of_many_tokens_in_bf16(residual: bool) -> None:
+    """On a Hopper they are those of torch, whose tokens are padded."""
+    rows, weight = outlier_rows(150, 512).bfloat16(), fp8(normal(256, 512, seed=2))
+    added = normal(150, 256, seed=4).bfloat16() if residual else None
+    actual = fp8_linear(rows, weight, residual=None if added is None else added.clone(), backend="triton")
+    expected = round_rows(rows).double() @ weight.rounded(torch.float64).t() + (0 if added is None else added.double())
+    assert actual.dtype == torch.bfloat16
+    assert ((actual - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-2
+
+
+@pytest.mark.parametrize("count", [1, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_mlp_is_its_products(count: int, dtype: torch.dtype) -> None:
+    """One kernel applies the gate and rounds."""
+    hidden, norm = 0.01 * normal(count, 256, seed=1).to(dtype), Norm(1 + 0.1 * normal(256, seed=3).to(dtype), 1e-6, 0.0)
+    gate_and_up, down = fp8(normal(512, 256, seed=4).to(dtype) / 16), fp8(normal(256, 256, seed=5).to(dtype))
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
+    actual = fp8_mlp(hidden, norm, "silu", gate_and_up, down, counters=counters, backend="triton")
+    gate, up = fp8_linear(hidden, gate_and_up, norm=norm, backend="triton").chunk(2, -1)
+    features = gated_activation(gate, up, "silu", backend="triton")
+    expected = fp8_linear(features, down, residual=hidden, backend="triton")
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < (3e-3 if dtype == torch.bfloat16 else 1e-5)
+    assert not counters.any()
 
 
 def test_a_weight_is_within_a_sixteenth_of_itself() -> None:
@@ -101,3 +139,7 @@ def test_layers_of_decoding_take_fp8_weights() -> None:
     residual = normal(5, 256, seed=9)
     expected = residual + fp8_linear(gated, down) + gated @ low_down.a.t() @ low_down.b.t()
     assert_equal(linear_add(residual.clone(), gated, down, low_down), expected, "residual")
+    without = F.silu(product[:, :256]) * product[:, 256:]
+    assert_equal(mlp_add(rows, norm, "silu", (gate_up, None), (down, None)), rows + fp8_linear(without, down), "MLP")
+    adapted_mlp = rows + fp8_linear(gated, down) + gated @ low_down.a.t() @ low_down.b.t()
+    assert_equal(mlp_add(rows.clone(), norm, "silu", (gate_up, low), (down, low_down)), adapted_mlp, "adapted MLP")

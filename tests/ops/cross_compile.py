@@ -196,13 +196,12 @@ def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
 
 
 def call_block_fp8(rows: int) -> None:
-    values, scales = block_fp8.quantize(bf16(rows, 4096), Norm(bf16(4096), 1e-6, 0.0))
-    weight, weight_scales = torch.empty(6144, 4096, dtype=FP8), fp32(48, 32)
-    block_fp8.product(values, scales, weight, weight_scales, BF16)
-    values, scales = block_fp8.quantize(bf16(rows, 12288))
-    weight, weight_scales = torch.empty(4096, 12288, dtype=FP8), fp32(32, 96)
     counters = integers(1024, dtype=torch.int32)
-    block_fp8.product(values, scales, weight, weight_scales, BF16, residual=bf16(rows, 4096), counters=counters)
+    hidden = block_fp8.quantize(bf16(rows, 4096), Norm(bf16(4096), 1e-6, 0.0))
+    block_fp8.product(hidden, torch.empty(24576, 4096, dtype=FP8), fp32(192, 32), BF16, counters=counters)
+    features = block_fp8.quantize(bf16(rows, 24576), activation="silu")
+    weight, weight_scales = torch.empty(4096, 12288, dtype=FP8), fp32(32, 96)
+    block_fp8.product(features, weight, weight_scales, BF16, residual=bf16(rows, 4096), counters=counters)
 
 
 def call_low_rank(rank: int, count: int) -> None:
@@ -314,7 +313,9 @@ CALLS = (
     Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),
     Call("decode_linear", "rank 256 of 512 rows", partial(call_low_rank, 256, 512)),
     Call("block_fp8", "16 rows", partial(call_block_fp8, 16)),
+    Call("block_fp8", "64 rows", partial(call_block_fp8, 64)),
     Call("block_fp8", "128 rows", partial(call_block_fp8, 128)),
+    Call("block_fp8", "512 rows", partial(call_block_fp8, 512)),
     Call("sample_next", "151936", call_sample),
     Call("adamw_step", "fp32", partial(call_adamw, False, FP32, False)),
     Call("adamw_step", "8 bits", partial(call_adamw, True, BF16, True)),

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.adapted_linear import AdapterOperand
 from postlude.ops.fp8_kv import FP8, power_of_two, scale_exponents
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
@@ -115,12 +116,38 @@ def fp8_linear(
     if _use_kernel(rows, weight, backend):
         from postlude.ops.kernels.block_fp8 import product, quantize  # needs triton
 
-        values, scales = quantize(rows, norm)
-        return product(values, scales, weight.values, weight.scales, rows.dtype, residual=residual, counters=counters)
+        quantized = quantize(rows, norm)
+        return product(quantized, weight.values, weight.scales, rows.dtype, residual=residual, counters=counters)
     normed = rows if norm is None else rms_norm(rows, norm.weight, norm.eps, norm.offset)
     restored = weight.rounded(rows.dtype) if weight.restored is None else weight.restored
     output = F.linear(round_rows(normed), restored)
     return output if residual is None else residual + output
+
+
+def fp8_mlp(
+    hidden: Tensor,
+    norm: Norm,
+    activation: Activation,
+    gate_and_up: FP8Weight,
+    down: FP8Weight,
+    *,
+    counters: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Returns `hidden` [T, H] + `down` of activation(gate) · up, where gate and up are of the norm of `hidden`: [T, H].
+
+    `counters`: see `decode_linear.linear_add`.
+    """
+    if _use_kernel(hidden, gate_and_up, backend) and _use_kernel(hidden, down, backend):
+        from postlude.ops.kernels.block_fp8 import product, quantize  # needs triton
+
+        dtype = hidden.dtype
+        projected = product(quantize(hidden, norm), gate_and_up.values, gate_and_up.scales, dtype, counters=counters)
+        rows = quantize(projected, activation=activation)
+        return product(rows, down.values, down.scales, dtype, residual=hidden, counters=counters)
+    gate, up = fp8_linear(hidden, gate_and_up, norm=norm, backend=backend).chunk(2, -1)
+    features = gated_activation(gate, up, activation)
+    return fp8_linear(features, down, residual=hidden, counters=counters, backend=backend)
 
 
 def fp8_linears(

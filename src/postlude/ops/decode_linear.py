@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.block_fp8 import FP8Weight, fp8_linear
+from postlude.ops.block_fp8 import FP8Weight, fp8_linear, fp8_mlp
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import forward_product
 from postlude.ops.low_rank import LowRank
@@ -43,7 +44,8 @@ def norm_linear(
     `counters` are those of `linear_add`. Adapters use one.
     """
     if isinstance(weight, FP8Weight):
-        return add_low_rank(lambda: fp8_linear(rows, weight, norm=norm), *_normed(rows, norm, low_rank))
+        multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
+        return add_low_rank(multiply, *_normed(rows, norm, low_rank))
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product  # needs triton
 
@@ -64,8 +66,8 @@ def norm_gated_linear(
 ) -> Tensor:
     """Returns activation(gate) · up, [T, out], of (gate, up) = `norm_linear` with `weight` [2 · out, in]."""
     if isinstance(weight, FP8Weight):
-        normed = _normed(rows, norm, low_rank)
-        return add_low_rank(lambda: fp8_linear(rows, weight, norm=norm), *normed, activation)
+        multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
+        return add_low_rank(multiply, *_normed(rows, norm, low_rank), activation)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
@@ -99,6 +101,25 @@ def linear_add(
     if is_batch_invariant():  # rounds the product before the sum, as the trainer's forward does
         return residual + add_low_rank(lambda: forward_product(rows, weight), rows, low_rank)
     return add_low_rank(lambda: residual.addmm_(rows, weight.t()), rows, low_rank)
+
+
+def mlp_add(
+    hidden: Tensor,
+    norm: Norm,
+    activation: Activation,
+    gate_and_up: tuple[Tensor | FP8Weight, LowRank | None],
+    down: tuple[Tensor | FP8Weight, LowRank | None],
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Returns `hidden` [T, H] + `down` of `norm_gated_linear`, [T, H]. See `linear_add`.
+
+    Both layers are given as their weight and adapters.
+    """
+    (first, first_low_rank), (second, second_low_rank) = gate_and_up, down
+    if isinstance(first, FP8Weight) and isinstance(second, FP8Weight) and first_low_rank is second_low_rank is None:
+        return fp8_mlp(hidden, norm, activation, first, second, counters=counters)
+    features = norm_gated_linear(hidden, norm, activation, *gate_and_up, counters)
+    return linear_add(hidden, features, *down, counters)
 
 
 def _normed(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:

@@ -17,7 +17,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_operand, local
 from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.collectives import gather_from_sequence
-from postlude.ops.decode_linear import linear_add, norm_gated_linear
+from postlude.ops.decode_linear import mlp_add
 from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
 
@@ -148,8 +148,7 @@ class MLP(Block):
         output = fused_operand((self.down_proj,))
         if operand is None or output is None or not config.gated or not config.is_plain:
             return None
-        features = norm_gated_linear(hidden, norm, config.activation, *operand, context.counters)
-        return linear_add(hidden, features, *output, context.counters)
+        return mlp_add(hidden, norm, config.activation, operand, output, context.counters)
 
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes the MLP, [T / tp, H] -> [T / tp, H]."""

@@ -1,45 +1,78 @@
 """Products of tokens and weights in FP8: scales of 1 × 128 for tokens and 128 × 128 for weights.
 
-`quantize` rounds tokens, after a norm if one is given. `product` multiplies on FP8 tensor cores, 128 features at a
-time, and adds each part to an fp32 sum with both scales. A program takes some columns of the product, of up to 128
-tokens. Where there are too few columns for all multiprocessors, several programs share them, as in
-`kernels/decode_linear.py`.
+`quantize` rounds tokens, after a norm or a gate if one is given. `product` multiplies on FP8 tensor cores, 128 features
+at a time, and adds each part to an fp32 sum with both scales.
+
+A program takes some columns of the product, of up to 128 tokens. Where there are too few columns for all
+multiprocessors, several programs share them, each with some of the features. The last one to finish adds all parts in
+their order, so that the sum is the same every time. With many tokens torch's own product is faster on a Hopper, and
+taken. Times of both are in docs/fp8.md, "Speed".
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from postlude.ops.kernels.activation import activated
+from postlude.ops.kernels.capabilities import GPU, HOPPER, KIB, gpu_of
 from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.norm import Norm
 
 BLOCK = tl.constexpr(128)  # features of a scale
-PROGRAMS = 264  # to have at most where programs share sums: two for each multiprocessor of an H200
+PADDING = tl.constexpr(16)  # of which the tokens are made a multiple, as torch's product needs
+PROGRAMS = 132  # to have at most where programs share sums: one for each multiprocessor of an H200
 CHUNK = 2048  # features that a program of `quantize` takes where there is no norm
-STAGES = 4
+LARGE = 160 * KIB  # shared memory of GPUs that get the tiles of an H200
+SUMMED = 128  # numbers of all parts that a thread loads at once to add them
+LIBRARY_SINCE = (12, 9)  # CUDA, whose cuBLAS multiplies in this format
 
 
-def quantize(rows: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """Returns `rows` [T, in], or their norm, in FP8, and their scales [in / 128, T] fp32."""
-    count, width = rows.shape
-    values = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=rows.device)
-    scales = torch.empty(width // BLOCK.value, count, dtype=torch.float32, device=rows.device)
+class QuantizedRows(NamedTuple):
+    """Tokens in FP8, [padded, in], and their scales, [in / 128, padded] fp32. The first `count` are tokens."""
+
+    values: Tensor
+    scales: Tensor
+    count: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens and columns of a program, loads ahead, warps, and programs that share a column's sum."""
+
+    tokens: int
+    columns: int
+    stages: int
+    warps: int
+    splits: int = 1
+
+
+def quantize(rows: Tensor, norm: Norm | None = None, activation: str | None = None) -> QuantizedRows:
+    """Rounds `rows` [T, in], or their norm, or activation(gate) · up where they are gate and up, [T, 2 · in]."""
+    count, width = len(rows), rows.shape[1] // (1 if activation is None else 2)
+    padded = triton.cdiv(count, PADDING.value) * PADDING.value
+    values = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(width // BLOCK.value, padded, dtype=torch.float32, device=rows.device)
     span = triton.next_power_of_2(width) if norm is not None else min(CHUNK, triton.next_power_of_2(width))
-    numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
+    numbers = (padded, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     tensors = (rows, None if norm is None else norm.weight, values, scales)
-    _quantize((count, triton.cdiv(width, span), 1), tensors, numbers, (rows.stride(0), width, span), 4)
-    return values, scales
+    constants = (rows.stride(0), width, span, activation)
+    _quantize((count, triton.cdiv(width, span), 1), tensors, numbers, constants, 4)
+    return QuantizedRows(values, scales, count)
 
 
 def product(
-    values: Tensor,
-    scales: Tensor,
+    rows: QuantizedRows,
     weight: Tensor,
     weight_scales: Tensor,
     dtype: torch.dtype,
@@ -47,39 +80,78 @@ def product(
     residual: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Returns the product of `quantize`d rows with `weight` [out, in], plus the residual if given: [T, out].
+    """Returns the product of `rows` with `weight` [out, in], plus the residual if given: [T, out].
 
     `weight_scales` are [out / 128, in / 128]. `counters` are those of `decode_linear.linear_add`.
     """
-    count, width = values.shape
-    features = weight.shape[0]
-    tokens, columns, stages, warps, splits = tile_for(count, features, width, counters is not None)
-    assert splits == 1 or count <= tokens, "a counter is of a tile of columns, so one tile of rows can share its sums"
-    tiles = triton.cdiv(features, columns)
+    values, scales, count = rows
+    (features, width), gpu = weight.shape, gpu_of(values.device)
+    tile = tile_for(gpu, count, features, width, 0 if counters is None else len(counters))
+    if values.is_cuda and dtype == torch.bfloat16 and prefers_library(gpu, count, width, tile):
+        return _library_product(rows, weight, weight_scales, dtype, residual)
     output = torch.empty(count, features, dtype=dtype, device=values.device)
-    parts = None if splits == 1 else torch.empty(splits, count, features, dtype=torch.float32, device=values.device)
-    tensors = (values, scales, weight, weight_scales, residual, output, parts, counters)
-    stride = 0 if residual is None else residual.stride(0)
-    constants = (stride, width, features, tokens, columns, splits, stages)
-    _product((tiles, splits, triton.cdiv(count, tokens)), tensors, (count,), constants, warps)
+    parts = None
+    if tile.splits > 1:
+        parts = torch.empty(tile.splits, count, features, dtype=torch.float32, device=values.device)
+    block, stride = BLOCK.value, 0 if residual is None else residual.stride(0)
+    read = TensorDescriptor.from_tensor(values, [tile.tokens, block]) if gpu.tma else values
+    read_weight = TensorDescriptor.from_tensor(weight, [tile.columns, block]) if gpu.tma else weight
+    tensors = (read, read_weight, scales, weight_scales, residual, output, parts, counters)
+    summed = min(tile.tokens, SUMMED * 32 * tile.warps // (tile.columns * tile.splits))
+    sizes = (tile.tokens, tile.columns, tile.splits, summed, tile.stages)
+    grid = (triton.cdiv(count, tile.tokens), triton.cdiv(features, tile.columns), tile.splits)
+    _product(grid, tensors, (count,), (stride, width, features, *sizes, gpu.tma), tile.warps)
     return output
 
 
-def tile_for(count: int, features: int, width: int, shares_sums: bool) -> tuple[int, int, int, int, int]:
-    """Returns tokens and columns of a tile, loads ahead, warps, and programs that share a column's sum."""
-    if count > 128:  # a prefill: rather read tokens less often than have many programs
-        return 128, 128, STAGES, 8, 1
-    columns, splits = 64, 1
-    tiles = triton.cdiv(features, columns)
-    while shares_sums and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * BLOCK.value) == 0:
+def tile_for(gpu: GPU, count: int, features: int, width: int, counters: int) -> Tile:
+    """Returns the fastest tile of those measured. Programs share sums if there are `counters` for all tiles."""
+    blocks = features // BLOCK.value
+    if gpu.shared_memory < LARGE:
+        tile = Tile(64 if count <= 64 else 128, 64, 4, 4)
+    elif count > 128:
+        tile = Tile(128, 128, 5, 8)
+    elif count > 64:
+        shares = counters > 0 and 4 * blocks <= PROGRAMS
+        tile = Tile(64, 128, 6, 4) if shares else Tile(128, 64, 6 if 2 * blocks <= PROGRAMS else 4, 4)
+    elif blocks > PROGRAMS:
+        tile = Tile(64, 128, 4, 4)  # two programs on each multiprocessor
+    else:
+        tile = Tile(64, 128, 6, 4) if count <= 32 else Tile(64, 64, 8, 4)
+    tiles, splits = triton.cdiv(features, tile.columns) * triton.cdiv(count, tile.tokens), 1
+    while tiles <= counters and 2 * splits * tiles <= PROGRAMS and width % (2 * splits * BLOCK.value) == 0:
         splits *= 2
-    return 64 if count <= 64 else 128, columns, STAGES, 4, splits
+    return replace(tile, splits=splits)
 
 
-@triton.jit(do_not_specialize=["count", "eps", "offset"])
+def prefers_library(gpu: GPU, count: int, width: int, tile: Tile) -> bool:
+    """Whether torch's product of this format, which cuBLAS has for Hopper GPUs, is there and faster than this tile."""
+    faster = count > 128 or (count > 64 and tile.splits == 1)
+    if not faster or gpu.capability[0] != HOPPER or width // BLOCK.value % 4:
+        return False
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")) >= LIBRARY_SINCE
+
+
+def _library_product(
+    rows: QuantizedRows, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, residual: Tensor | None
+) -> Tensor:
+    output = F.scaled_mm(
+        rows.values,
+        weight.t(),
+        rows.scales.t(),
+        F.ScalingType.BlockWise1x128,
+        weight_scales.t(),
+        F.ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )[: rows.count]
+    return output if residual is None else output.add_(residual)
+
+
+@triton.jit(do_not_specialize=["padded", "eps", "offset"])
 def _quantize_kernel(
-    rows, norm, values, scales, count, eps, offset, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr
-):
+    rows, norm, values, scales, padded, eps, offset,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SPAN
     place = first + tl.arange(0, SPAN)
     inside = place < WIDTH
@@ -89,59 +161,73 @@ def _quantize_kernel(
         wide *= tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
         wide *= tl.load(norm + place, mask=inside, other=0.0).to(tl.float32) + offset
         wide = wide.to(given.dtype).to(tl.float32)
+    if ACTIVATION is not None:
+        wide, _ = activated(wide, ACTIVATION)
+        wide *= tl.load(rows + row * STRIDE + WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        wide = wide.to(given.dtype).to(tl.float32)
     blocks = tl.reshape(wide, (SPAN // BLOCK, BLOCK))
     exponents = scale_exponent(tl.max(tl.abs(blocks), 1))
     rounded = to_fp8(blocks * power_of_two(-exponents)[:, None])
     tl.store(values + row * WIDTH + place, tl.reshape(rounded, (SPAN,)), mask=inside)
     block = first // BLOCK + tl.arange(0, SPAN // BLOCK)
-    tl.store(scales + block * count + row, power_of_two(exponents), mask=block < WIDTH // BLOCK)
+    tl.store(scales + block * padded + row, power_of_two(exponents), mask=block < WIDTH // BLOCK)
+
+
+@triton.jit
+def _load(base, first, feature, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """Loads [ROWS, BLOCK] of [count, WIDTH], or of what the descriptor `base` is of."""
+    if TMA:
+        loaded = base.load([first, feature])
+    else:
+        row = first + tl.arange(0, ROWS)
+        at = base + row[:, None].to(tl.int64) * WIDTH + feature + tl.arange(0, BLOCK)[None, :]
+        loaded = tl.load(at, mask=(row < count)[:, None], other=0.0)
+    return loaded
 
 
 @triton.jit(do_not_specialize=["count"])
 def _product_kernel(
-    values, scales, weight, weight_scales, residual, output, parts, counters, count,
+    values, weight, scales, weight_scales, residual, output, parts, counters, count,
     RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    live, inside = token < count, column < FEATURES
+    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = WIDTH // BLOCK // SPLITS
+    token, column = group * TOKENS + tl.arange(0, TOKENS), tile * COLUMNS + tl.arange(0, COLUMNS)
+    live, padded = token < count, (count + PADDING - 1) // PADDING * PADDING
+    scales_at = scales + split * blocks * padded + token
+    weight_scales_at = weight_scales + tile * COLUMNS // BLOCK * (WIDTH // BLOCK) + split * blocks
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    each: tl.constexpr = WIDTH // SPLITS
-    rows_at = values + token[:, None].to(tl.int64) * WIDTH + split * each + tl.arange(0, BLOCK)[None, :]
-    weight_at = weight + column[None, :].to(tl.int64) * WIDTH + split * each + tl.arange(0, BLOCK)[:, None]
-    scales_at = scales + split * (each // BLOCK) * count + token
-    weight_scales_at = weight_scales + (tile * COLUMNS // BLOCK) * (WIDTH // BLOCK) + split * (each // BLOCK)
-    if COLUMNS > BLOCK:
-        weight_scales_at = weight_scales + (column // BLOCK) * (WIDTH // BLOCK) + split * (each // BLOCK)
-    for block in tl.range(0, each // BLOCK, num_stages=STAGES):
-        given = tl.load(rows_at + block * BLOCK, mask=live[:, None], other=0.0)
-        weights = tl.load(weight_at + block * BLOCK, mask=inside[None, :], other=0.0)
-        scale = tl.load(scales_at + block * count, mask=live, other=0.0)
-        if COLUMNS > BLOCK:
-            total += tl.dot(given, weights) * scale[:, None] * tl.load(weight_scales_at + block)[None, :]
-        else:
-            total += tl.dot(given, weights) * (scale * tl.load(weight_scales_at + block))[:, None]
-    held = live[:, None] & inside[None, :]
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        feature = (split * blocks + block) * BLOCK
+        given = _load(values, group * TOKENS, feature, count, TOKENS, WIDTH, TMA)
+        weights = _load(weight, tile * COLUMNS, feature, FEATURES, COLUMNS, WIDTH, TMA)
+        scale = tl.load(scales_at + block * padded, mask=live, other=0.0)
+        total += tl.dot(given, weights.T) * (scale * tl.load(weight_scales_at + block))[:, None]
     if SPLITS == 1:
-        _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE, FEATURES)
+        _finish(total, residual, output, token, column, count, RESIDUAL_STRIDE, FEATURES)
     else:
-        at = token[:, None] * FEATURES + column[None, :]
-        tl.store(parts + split * count * FEATURES + at, total, mask=held)
+        size = count.to(tl.int64) * FEATURES
+        at = parts + split * size + token[:, None].to(tl.int64) * FEATURES + column[None, :]
+        tl.store(at, total, mask=live[:, None] & (column < FEATURES)[None, :])
         tl.debug_barrier()  # all threads have stored before one counts
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+        counter = counters + tile * tl.num_programs(0) + group
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
-            total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-            for part in tl.static_range(SPLITS):
-                there = parts + part * count * FEATURES + at
-                total += tl.load(there, mask=held, other=0.0, cache_modifier=".cg")
-            _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE, FEATURES)
-            tl.store(counters + tile, 0)
+            for first in tl.range(group * TOKENS, group * TOKENS + TOKENS, SUMMED, num_stages=1):
+                some = first + tl.arange(0, SUMMED)
+                held = (some < count)[:, None] & (column < FEATURES)[None, :]
+                there = parts + some[:, None].to(tl.int64) * FEATURES + column[None, :]
+                added = tl.load(there, mask=held, other=0.0, cache_modifier=".cg")
+                for part in tl.static_range(1, SPLITS):
+                    added += tl.load(there + part * size, mask=held, other=0.0, cache_modifier=".cg")
+                _finish(added, residual, output, some, column, count, RESIDUAL_STRIDE, FEATURES)
+            tl.store(counter, 0)
 
 
 @triton.jit
-def _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE: tl.constexpr, FEATURES: tl.constexpr):
+def _finish(total, residual, output, token, column, count, RESIDUAL_STRIDE: tl.constexpr, FEATURES: tl.constexpr):
+    held = (token < count)[:, None] & (column < FEATURES)[None, :]
     if residual is not None:
         at = residual + token[:, None].to(tl.int64) * RESIDUAL_STRIDE + column[None, :]
         total += tl.load(at, mask=held, other=0.0).to(tl.float32)
