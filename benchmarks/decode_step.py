@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/decode_step.py --rows 16 128 512 --context 192 --profile
     PYTHONPATH=src python benchmarks/decode_step.py --rows 128 --context 640 --prompt 512 --group 16   # shared prompts
     PYTHONPATH=src python benchmarks/decode_step.py --rows 16 --lora 32
+    PYTHONPATH=src python benchmarks/decode_step.py --shape 8b --rows 128 --quantization fp8 --profile
 
 Weights and keys are random. The share of the roofline is the time to read the weights and the keys that must be read
 once, at 4.8 TB/s, over the time of the step; a shared prompt counts once.
@@ -43,6 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=0, help="tokens of the context that a group shares")
     parser.add_argument("--group", type=int, default=1, help="rows with the same prompt")
     parser.add_argument("--lora", type=int, default=0)
+    parser.add_argument("--quantization", choices=["fp8"], help="of the weights; the roofline stays that of bf16")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -101,6 +103,7 @@ def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | 
         floor = needed_bytes(config, rows, context, prompt, group) / BANDWIDTH * 1e3
         result = {
             "rows": rows, "context": context, "prompt": prompt, "group": group, "lora": arguments.lora,
+            "quantization": arguments.quantization,
             "step_ms": round(milliseconds, 4), "tokens_per_second": round(1000 * rows / milliseconds),
             "roofline": round(floor / milliseconds, 3), "first_step_s": round(first, 2),
         }  # fmt: skip
@@ -133,7 +136,7 @@ def kernels(buffers: GraphBuffers, step: DecodeStep) -> list[tuple[str, float, i
 def main() -> None:
     arguments = options()
     model = load_model(SHAPES[arguments.shape](), dtype=torch.bfloat16, device="cuda")
-    generator = Generator(model)
+    generator = Generator(model, quantization=arguments.quantization)
     adapter = decode.load_adapter(generator, arguments.lora) if arguments.lora else None
     results = [measure(arguments, generator, adapter, rows) for rows in arguments.rows]
     if arguments.json:
