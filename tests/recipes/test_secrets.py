@@ -39,7 +39,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", plain(config)) as run:
         run.log(1, {"loss": 1.0}, phase="train")
         run.record_start(step=1, command=resume_command(["grpo", *WORDS]))
-    with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), resume=True, may_change=("steps",)) as run:
+    with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), may_change=("steps",)) as run:
         run.record_start(step=1, command="")
     write_report([tmp_path / "run"], tmp_path / "run")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -58,14 +58,14 @@ def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> Non
     with open_run(tmp_path / "run", plain(config_of(*WORDS))) as run:
         run.log(1, {"loss": 1.0}, phase="train")
     other_words = [word.replace("secret", "another") for word in WORDS]
-    with open_run(tmp_path / "run", plain(config_of(*other_words)), resume=True) as run:
+    with open_run(tmp_path / "run", plain(config_of(*other_words))) as run:
         assert run.changed == {}
     other_words[2] = other_words[2].replace("min_terms: 2", "min_terms: 3")
     with pytest.raises(ValueError, match=r"environment.settings.min_terms is 2 there and 3 here"):
-        open_run(tmp_path / "run", plain(config_of(*other_words)), resume=True)
+        open_run(tmp_path / "run", plain(config_of(*other_words)))
     written = tmp_path / "run" / "config.yaml"
     written.write_text(yaml.safe_dump(plain(config_of(*WORDS))))  # as it was written before secrets were masked
-    with open_run(tmp_path / "run", plain(config_of(*WORDS)), resume=True) as run:
+    with open_run(tmp_path / "run", plain(config_of(*WORDS))) as run:
         assert run.changed == {}
     assert not shows_secret(written.read_text())
     assert not shows_secret(json.dumps(read_record(tmp_path / "run")))
