@@ -106,7 +106,9 @@ def call_embedding() -> None:
 
 def call_grouped_wgrad() -> None:
     gradient, rows = bf16(TOKENS, 2 * 768)[:, 768:], bf16(TOKENS, 2048)
-    grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, integers(8, dtype=torch.int32))
+    for is_empty in (False, True):
+        ends = integers(8, dtype=torch.int32)
+        grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, ends, is_empty=is_empty)
 
 
 def call_fp8() -> None:

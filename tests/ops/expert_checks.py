@@ -51,6 +51,8 @@ def test_gradients_are_added_in_the_dtype_of_their_sum(size: tuple[int, ...]) ->
     scale = torch.tensor(0.3, device=DEVICE)
     add_to(total, gradient.bfloat16(), scale, backend="triton")
     assert_equal(total, expected.double() + gradient.bfloat16().double() * scale.double(), tolerance=1e-6)
+    add_to(total.fill_(torch.nan), gradient.bfloat16(), is_empty=True, backend="triton")
+    assert torch.equal(total, gradient.bfloat16().float())
 
 
 @pytest.mark.parametrize("repeated", [1, 7, 8, 9, 40])  # times that one token occurs
@@ -74,7 +76,7 @@ def test_an_embeddings_gradient_is_added_to_the_rows_of_its_tokens(repeated: int
 def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], outputs: int, inputs: int) -> None:
     """Products of half precision are exact in fp32: only sums are rounded. Gradients are columns of a larger tensor.
 
-    NaN in the rows of one expert reaches that expert alone.
+    NaN in the rows of one expert reaches that expert alone. Sums that are empty are not read.
     """
     generator = torch.Generator().manual_seed(0)
     total, gradient, rows = (
@@ -85,6 +87,9 @@ def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], output
     pieces = zip(gradient.double().split(counts), rows.double().split(counts), strict=True)
     expected = total.double() + torch.stack([left.T @ right for left, right in pieces])
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+    empty = torch.full_like(total, torch.nan)
+    add_grouped_products(empty, gradient, rows, ends, is_empty=True, backend="triton")
+    assert_equal(empty, expected - total.double(), tolerance=1e-6)
     invalid_expert = max(range(4), key=counts.__getitem__)
     for value in (0.0, float("nan")):
         actual = total.clone()

@@ -16,7 +16,9 @@ from postlude.ops.linear import (
     flush_wgrad,
     linear,
     linear_group,
+    main_grad,
     set_main_grad,
+    zero_before_autograd,
 )
 from tests.equality import assert_equal
 
@@ -78,6 +80,46 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
         ]
         for index, (actual, expected_gradient) in enumerate(zip(gradients_found, expected, strict=True)):
             assert_equal(actual, expected_gradient, f"gradient {index}", 1e-14)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("empty", [(True, True, True), (False, True, False)])
+def test_the_first_product_writes_a_sum_that_is_empty(deferred: bool, empty: tuple[bool, ...]) -> None:
+    """The next one adds to it; so do both where one of the sums that are written together is not empty."""
+    rows, separate, _ = operands()
+    weights = [weight.detach() for weight in torch.cat(separate).split([6, 3, 2])]
+    joint = torch.where(torch.tensor(empty).repeat_interleave(torch.tensor([6, 3, 2])), torch.nan, 0.0)
+    totals = joint[:, None].double().repeat(1, 4).split([6, 3, 2])
+    for weight, total, is_empty in zip(weights, totals, empty, strict=True):
+        weight.requires_grad_().main_grad, weight.main_grad_is_empty = total, is_empty
+    upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    later: DeferredWgrads = []
+    for _ in range(2):
+        outputs = _Linears.apply(rows, later if deferred else None, True, False, None, 3, *weights, *[None] * 3)
+        torch.cat(outputs, 1).backward(upstream)
+        flush_wgrad(later)
+        later.clear()
+    assert_equal(torch.cat(totals), 2 * upstream.T @ rows.detach(), "sums", 1e-14)
+
+
+def test_an_empty_sum_is_zeroed_before_others_add_to_it() -> None:
+    """By `main_grad`, which zeroes once, and before autograd adds the gradient of another operation."""
+    weight = torch.ones(2, 3, requires_grad=True)
+    weight.main_grad, weight.main_grad_is_empty = torch.full((2, 3), torch.nan), True  # type: ignore[attr-defined]
+    total = main_grad(weight)
+    assert total is not None
+    assert torch.equal(total, torch.zeros(2, 3))
+    total += 1
+    assert torch.equal(main_grad(weight), torch.ones(2, 3))
+
+    zero_before_autograd(weight)
+    weight.grad = weight.main_grad = torch.full((2, 3), torch.nan)  # type: ignore[attr-defined]
+    weight.main_grad_is_empty = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        (weight * 3).sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 3), 6.0))
+    linear(torch.ones(1, 3), weight).sum().backward()  # adds to what autograd added
+    assert torch.equal(weight.grad, torch.full((2, 3), 7.0))
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -150,8 +192,8 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
 
     weight, gradients = drawn(48, 64).requires_grad_(), [drawn(700, 48), drawn(300, 48)]
     rows = [drawn(700, 64).requires_grad_(), drawn(300, 64).requires_grad_()]
-    total = torch.zeros(48, 64, device="cuda")
-    set_main_grad(weight, total)
+    total = torch.full((48, 64), torch.nan, device="cuda")
+    set_main_grad(weight, total, is_empty=True)
     linear_group(rows[0], [weight], [None])[0].backward(gradients[0])
     linear(rows[1], weight).backward(gradients[1])
     assert weight.grad is None

@@ -253,18 +253,20 @@ def test_an_objective_that_returns_no_tensor_is_refused() -> None:
 def test_the_weights_gradient_is_added_to_its_main_grad(one_sweep: bool, ignored: int) -> None:
     """Times what the loss is multiplied by. The gradient of the hidden states is as without."""
     gradients = []
-    for has_main_grad in (False, True):
+    for has_main_grad, is_empty in ((False, False), (True, False), (True, True)):
         operands = Operands.random(9, 5, 23, seed=1)
         columns = policy_columns(operands)
         operands.targets[:ignored] = -100
-        before = torch.ones_like(operands.weight)
-        total = before.clone()
+        before = torch.zeros_like(operands.weight) if is_empty else torch.ones_like(operands.weight)
+        total = torch.full_like(before, torch.nan) if is_empty else before.clone()
         if has_main_grad:
             operands.weight.main_grad = total  # type: ignore[attr-defined]
+            operands.weight.main_grad_is_empty = is_empty  # type: ignore[attr-defined]
         arguments = operands.hidden, operands.weight, operands.targets
         loss = fused(*arguments, policy_loss, columns).loss if one_sweep else two_passes(operands, columns)[0]
         (0.3 * loss).backward()
         assert (operands.weight.grad is None) == has_main_grad
         gradients.append((operands.hidden.grad, total - before if has_main_grad else operands.weight.grad))
-    for name, expected, actual in zip(("hidden", "weight"), *gradients, strict=True):
+    for name, expected, actual, written in zip(("hidden", "weight"), *gradients, strict=True):
         assert_close(actual, expected, name)
+        assert_close(written, expected, name)

@@ -15,7 +15,7 @@ from postlude.model import LanguageModel
 from postlude.model.parallel import FSDPUnit, local_shard
 from postlude.ops.experts import alternating
 from postlude.ops.foreach import foreach_copy
-from postlude.ops.linear import set_main_grad
+from postlude.ops.linear import main_grad, set_main_grad, zero_before_autograd
 
 BUCKET_BYTES = 1 << 28
 """Memory of many tensors that is allocated at once: small enough for the allocator to reuse."""
@@ -80,6 +80,7 @@ class Unsharded:
         if not self.in_pass:
             return
         for entry in self.compute_parameters:
+            main_grad(entry.leaf)  # zeroes the gradient of a parameter that was not used
             entry.module.register_parameter(entry.name, entry.parameter)
             entry.leaf.grad = None
             set_main_grad(entry.leaf, None)
@@ -132,14 +133,22 @@ class Unsharded:
                 data = shard if shard.dtype == dtype else shard.new_empty(0, dtype=dtype)
                 leaf = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 leaf.grad_dtype = parameter.grad_dtype = None  # any
+                if leaf.requires_grad and leaf.is_cuda:
+                    zero_before_autograd(leaf)
                 yield ComputeParameter(module, name, parameter, shard, leaf)
 
     def _attach_gradients(self, compute_parameters: Sequence[ComputeParameter]) -> None:
-        """Makes autograd add the leaves' gradients to those of the stored parameters."""
+        """Makes autograd add the leaves' gradients to those of the stored parameters.
+
+        The memory of new ones of matrices is left uninitialised on a GPU: the first product writes it.
+        """
         fresh = [entry.parameter for entry in compute_parameters if entry.parameter.grad is None]
         plain = [parameter for parameter in fresh if not isinstance(parameter, DTensor)]
-        for parameter, buffer in zip(plain, allocate_like(plain, torch.float32, torch.zeros), strict=True):
-            parameter.grad = buffer
+        written = dict.fromkeys(parameter for parameter in plain if parameter.is_cuda and parameter.ndim > 1)
+        others = [parameter for parameter in plain if parameter not in written]
+        for parameters, make in (list(written), torch.empty), (others, torch.zeros):
+            for parameter, buffer in zip(parameters, allocate_like(parameters, torch.float32, make), strict=True):
+                parameter.grad = buffer
         for entry in compute_parameters:
             parameter, total = entry.parameter, entry.parameter.grad
             if isinstance(parameter, DTensor):
@@ -149,7 +158,7 @@ class Unsharded:
                 if parameter.device_mesh.get_local_rank() and replica_count(parameter) > 1:
                     total.zero_()  # replicated: the first rank adds the sum so far to the next one
             entry.leaf.grad = total
-            set_main_grad(entry.leaf, total)
+            set_main_grad(entry.leaf, total, is_empty=parameter in written)
 
 
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[..., Tensor]) -> list[Tensor]:

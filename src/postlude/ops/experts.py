@@ -16,7 +16,15 @@ from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.invariant_linear import invariant_grouped_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
-from postlude.ops.linear import DeferredWgrads, add_to, adjacent_view, current_wgrad_queue, linear, main_grad
+from postlude.ops.linear import (
+    DeferredWgrads,
+    add_to,
+    adjacent_view,
+    current_wgrad_queue,
+    has_main_grad,
+    linear,
+    take_main_grads,
+)
 from postlude.world.mesh import Axis
 
 WIDEST = 16384  # features of a row that the kernels take: one program has all of them
@@ -280,19 +288,25 @@ def _grouped_wgrad(
     if queue is not None:
         queue.append((weight, functools.partial(_grouped_wgrad, weight, gradient, rows, ends, None)))
         return None
-    total = main_grad(weight)
-    if total is None:
+    if not has_main_grad(weight):
         return _products_of_groups(gradient, rows, ends)
-    add_grouped_products(total, gradient, rows, ends)
+    total, is_empty = take_main_grads((weight,))
+    add_grouped_products(total, gradient, rows, ends, is_empty=is_empty)
     return None
 
 
 def add_grouped_products(
-    total: Tensor, gradient: Tensor, rows: Tensor, ends: Tensor, *, backend: Backend = "auto"
+    total: Tensor,
+    gradient: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    *,
+    is_empty: bool = False,
+    backend: Backend = "auto",
 ) -> None:
     """Adds `gradient`ᵀ [out, R] · `rows` [R, in] of each expert's rows to `total` [E, out, in].
 
-    The rows of expert e end before row `ends`[e], int32.
+    The rows of expert e end before row `ends`[e], int32. Writes to a `total` that `is_empty`.
     """
     fits = total.dtype == torch.float32 and total.is_contiguous() and rows.is_contiguous()
     on_gpu = total.is_cuda or backend == "triton"
@@ -300,9 +314,9 @@ def add_grouped_products(
     if on_gpu and use_kernel("grouped_wgrad", backend, total.device, rows.dtype, refused=refused):
         from postlude.ops.kernels.grouped_wgrad import add_products  # needs triton
 
-        add_products(total, gradient, rows, ends)
+        add_products(total, gradient, rows, ends, is_empty=is_empty)
     else:
-        add_to(total, _products_of_groups(gradient, rows, ends))
+        add_to(total, _products_of_groups(gradient, rows, ends), is_empty=is_empty)
 
 
 def _products_of_groups(gradient: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

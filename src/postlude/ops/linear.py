@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -71,14 +72,29 @@ def flush_wgrad(queue: DeferredWgrads) -> None:
         torch.autograd.backward([weight for weight, _ in remaining], [gradient for _, gradient in remaining])
 
 
-def set_main_grad(weight: Tensor, total: Tensor | None) -> None:
+def set_main_grad(weight: Tensor, total: Tensor | None, *, is_empty: bool = False) -> None:
     """Makes operations add the gradient of `weight`, a leaf, to `total` themselves, as Megatron's main_grad.
 
     `total` is the leaf's own gradient; autograd adds to it what other operations give. On CUDA products and norms add
     in the kernel that computes the gradient, without rounding in between. Elsewhere, and with None, autograd adds.
+    With `is_empty` the total is uninitialised memory, which the first product writes instead of adding. Autograd must
+    then not add before `main_grad` was called: `zero_before_autograd` does that.
     """
     if total is None or total.is_cuda:
         weight.main_grad = total  # type: ignore[attr-defined]
+        weight.main_grad_is_empty = is_empty  # type: ignore[attr-defined]
+
+
+def zero_before_autograd(weight: Tensor) -> None:
+    """Registers a hook that zeroes an uninitialised `main_grad` before autograd adds to it."""
+    reference = weakref.ref(weight)
+
+    def zero(gradient: Tensor | None) -> None:
+        leaf = reference()
+        if gradient is not None and leaf is not None:  # None comes from products that add by themselves
+            main_grad(leaf)
+
+    weight.register_hook(zero)
 
 
 def wgrad(weight: Tensor, gradient: Tensor, rows: Tensor, queue: DeferredWgrads | None) -> Tensor | None:
@@ -89,15 +105,20 @@ def wgrad(weight: Tensor, gradient: Tensor, rows: Tensor, queue: DeferredWgrads 
     if queue is not None:
         queue.append((weight, functools.partial(wgrad, weight, gradient, rows, None)))
         return None
-    total = main_grad(weight)
-    if total is None:
+    if not has_main_grad(weight):
         return gradient.t().mm(rows)
-    _add_product(total, gradient, rows)
+    _add_product((weight,), gradient, rows)
     return None
 
 
-def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    if total.dtype == rows.dtype:
+def _add_product(weights: Sequence[Tensor], gradient: Tensor, rows: Tensor) -> None:
+    """Adds `gradient`ᵀ · `rows` to the main_grad of `weights`, which are adjacent in memory."""
+    total, is_empty = take_main_grads(weights)
+    if is_empty and total.dtype == rows.dtype:
+        torch.mm(gradient.t(), rows, out=total)
+    elif is_empty:
+        torch.mm(gradient.t(), rows, out_dtype=total.dtype, out=total)
+    elif total.dtype == rows.dtype:
         total.addmm_(gradient.t(), rows)
     else:
         torch.addmm(total, gradient.t(), rows, out_dtype=total.dtype, out=total)
@@ -117,7 +138,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: FP8
         return _products(rows, (weight,), (bias,), single_gemm=False, fp8=fp8)[0]
     if not torch.is_grad_enabled():
         return forward_product(rows, weight, bias)
-    if wgrad_queue(weight) is None and main_grad(weight) is None and not is_batch_invariant():
+    if wgrad_queue(weight) is None and not has_main_grad(weight) and not is_batch_invariant():
         return F.linear(rows, weight, bias)
     return _products(rows, (weight,), (bias,), single_gemm=False)[0]
 
@@ -239,13 +260,38 @@ def _adds_in_product(rows: Tensor) -> bool:
     return rows.is_cuda and rows.requires_grad and torch.is_grad_enabled()
 
 
+def has_main_grad(weight: Tensor) -> bool:
+    """Whether operations add the gradient of `weight` themselves."""
+    return getattr(weight, "main_grad", None) is not None
+
+
 def main_grad(weight: Tensor) -> Tensor | None:
-    """Returns where operations add the gradient of `weight`, if `set_main_grad` was called."""
-    return getattr(weight, "main_grad", None)
+    """Returns where operations add the gradient of `weight`, if `set_main_grad` was called, zeroed if it was empty."""
+    if not has_main_grad(weight):
+        return None
+    total, is_empty = take_main_grads((weight,))
+    return total.zero_() if is_empty else total
 
 
-def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, backend: Backend = "auto") -> None:
-    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, of another dtype.
+def take_main_grads(weights: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """Returns the main_grads of `weights`, adjacent in memory, as one, and whether the caller must write all of it.
+
+    If not, the caller adds to it.
+    """
+    totals = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+    empty = [getattr(weight, "main_grad_is_empty", False) for weight in weights]
+    for weight, total, is_empty in zip(weights, totals, empty, strict=True):
+        if is_empty:
+            weight.main_grad_is_empty = False  # type: ignore[attr-defined]
+            if not all(empty):
+                total.zero_()
+    return _joined(totals, 0), all(empty)
+
+
+def add_to(
+    total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, is_empty: bool = False, backend: Backend = "auto"
+) -> None:
+    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, of another dtype. Writes it if that `is_empty`.
 
     Torch's kernel for two dtypes reads number by number.
     """
@@ -254,9 +300,13 @@ def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, back
     if dense and on_gpu and use_kernel("add_to", backend, total.device, total.dtype):
         from postlude.ops.kernels.experts import add_to as add_dense  # needs triton
 
-        add_dense(total, gradient, scale)
+        add_dense(total, gradient, scale, is_empty=is_empty)
+        return
+    added = gradient if scale is None else gradient.to(total.dtype) * scale
+    if is_empty:
+        total.copy_(added)
     else:
-        total += gradient if scale is None else gradient.to(total.dtype) * scale
+        total += added
 
 
 class _Linears(Function):
@@ -363,15 +413,13 @@ def product_gradients(
         if needs_rows:
             weight = _joined(weights[run], 0)
             grad_rows = gradient.mm(weight) if grad_rows is None else grad_rows.addmm_(gradient, weight)
-        totals = _totals(parameters[run]) if all(needs_weights[run]) else []
-        total = adjacent_view(totals) if totals else None
-        if total is not None:
-            add = functools.partial(_add_product, total, gradient, rows)
+        if all(needs_weights[run]) and _have_adjacent_main_grads(parameters[run]):
+            add = functools.partial(_add_product, parameters[run], gradient, rows)
             if queue is None:
                 add()
             else:  # also one product then: several would not be equal to the bit
                 queue.append((parameters[run][0], add))
-            grad_weights += [None] * len(totals)
+            grad_weights += [None] * len(parameters[run])
         else:
             grad_weights += [
                 wgrad(weight, weight_gradient, rows, queue) if needs_weight else None
@@ -382,12 +430,7 @@ def product_gradients(
     return grad_rows, grad_weights
 
 
-def _totals(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the main_grad of all of them; empty if one has none."""
-    totals = list[Tensor]()
-    for weight in weights:
-        total = main_grad(weight)
-        if total is None:
-            return []
-        totals.append(total)
-    return totals
+def _have_adjacent_main_grads(weights: Sequence[Tensor]) -> bool:
+    if not all(has_main_grad(weight) for weight in weights):
+        return False
+    return adjacent_view([weight.main_grad for weight in weights]) is not None  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from postlude.ops.linear import main_grad
 from postlude.ops.linear_logprobs.api import (
     RequestedStats,
     TokenStats,
@@ -119,7 +118,7 @@ class _OneSweep(torch.autograd.Function):
             gradients = Gradients(head, call, needed, sweep.plan, sweep.shape, exact=sweep.exact)
             losses = _run_sweep(sweep, call, gradients, objective=objective, columns=columns, entropy=requested.entropy)
             results = call.epilogue.results(sweep.state)
-        ctx.gradients, ctx.main_grad = gradients, main_grad(weight)
+        ctx.gradients, ctx.weight = gradients, weight
         ctx.call = call
         outputs = call.scatter(losses), *at_positions(results, call, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
@@ -131,7 +130,7 @@ class _OneSweep(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # frees them: they are as large as the weight
         if gradients is None:
             raise RuntimeError("linear_objective's gradients were used up by an earlier backward; run it again first.")
-        hidden, weight, bias = gradients.finish(scale, ctx.main_grad)
+        hidden, weight, bias = gradients.finish(scale, ctx.weight)
         return None if hidden is None else ctx.call.scatter(hidden), weight, bias, None, None, None, None
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.launch import Kernel
+from postlude.ops.kernels.launch import Launcher
 
 SUMMED = 4096  # numbers a program adds
 
@@ -22,14 +22,14 @@ SUMMED = 4096  # numbers a program adds
 def spread(tokens: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     """`tokens` [T, H] -> [T·copies, H]: token t at rows inverse[t·copies + j], each by weights[t, j] if given."""
     rows = tokens.new_empty(len(tokens) * copies, tokens.shape[1])
-    _run(_spread_kernel, tokens.contiguous(), rows, inverse, copies, weights, None, None)
+    _run(_spread, tokens.contiguous(), rows, inverse, copies, weights, None, None)
     return rows
 
 
 def collect(rows: Tensor, inverse: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     """`rows` [T·copies, H] -> [T, H]: rows inverse[t·copies + j], each by weights[t, j] if given, summed in fp32."""
     tokens = rows.new_empty(len(rows) // copies, rows.shape[1])
-    _run(_collect_kernel, tokens, rows.contiguous(), inverse, copies, weights)
+    _run(_collect, tokens, rows.contiguous(), inverse, copies, weights)
     return tokens
 
 
@@ -38,31 +38,37 @@ def spread_and_rate(
 ) -> tuple[Tensor, Tensor]:
     """Returns `spread` with weights, and the products [T, copies] of each token with its `rows`, from one read."""
     spreaded, rated = rows.new_empty(rows.shape), torch.empty_like(weights, memory_format=torch.contiguous_format)
-    _run(_spread_kernel, tokens.contiguous(), spreaded, inverse, copies, weights, rows.contiguous(), rated)
+    _run(_spread, tokens.contiguous(), spreaded, inverse, copies, weights, rows.contiguous(), rated)
     return spreaded, rated
 
 
-def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None) -> None:
-    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, both dense, of any dtypes."""
+def add_to(total: Tensor, gradient: Tensor, scale: Tensor | None = None, *, is_empty: bool = False) -> None:
+    """Adds `gradient`, times a 0-dim `scale` if given, to `total`, both dense, of any dtypes.
+
+    Writes it to a `total` that `is_empty`.
+    """
     size = total.numel()
     if size:
-        _add_kernel[(triton.cdiv(size, SUMMED),)](total, gradient, scale, size, BLOCK=SUMMED, num_warps=4)
+        _add((triton.cdiv(size, SUMMED), 1, 1), (total, gradient, scale), (), (size, is_empty, SUMMED), 4)
 
 
 def _run(
-    kernel, tokens: Tensor, rows: Tensor, inverse: Tensor, copies: int, weights: Tensor | None, *others: Tensor | None
+    launch: Launcher,
+    tokens: Tensor,
+    rows: Tensor,
+    inverse: Tensor,
+    copies: int,
+    weights: Tensor | None,
+    *others: Tensor | None,
 ) -> None:
     if not len(tokens):
         return
     wide = triton.next_power_of_2(tokens.shape[1])
     weights = None if weights is None else weights.contiguous()
-    kernel[(len(tokens),)](
-        *(tokens, rows, inverse, weights, *others), COPIES=copies, WIDTH=tokens.shape[1], WIDE=wide,
-        num_warps=min(max(wide // 512, 1), 16),
-    )  # fmt: skip
+    tensors = (tokens, rows, inverse, weights, *others)
+    launch((len(tokens), 1, 1), tensors, (), (copies, tokens.shape[1], wide), min(max(wide // 512, 1), 16))
 
 
-@Kernel
 @triton.jit
 def _spread_kernel(
     tokens, rows, inverse, weights, others, rated, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
@@ -85,7 +91,6 @@ def _spread_kernel(
             tl.store(rated + token * COPIES + copy, product.to(rated.dtype.element_ty))
 
 
-@Kernel
 @triton.jit
 def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -102,12 +107,16 @@ def _collect_kernel(tokens, rows, inverse, weights, COPIES: tl.constexpr, WIDTH:
     tl.store(tokens + token * WIDTH + feature, total.to(tokens.dtype.element_ty), mask=held)
 
 
-@Kernel
 @triton.jit
-def _add_kernel(total, gradient, scale, size, BLOCK: tl.constexpr):
+def _add_kernel(total, gradient, scale, SIZE: tl.constexpr, IS_EMPTY: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < size
+    held = at < SIZE
     added = tl.load(gradient + at, mask=held).to(total.dtype.element_ty)
     if scale is not None:
         added *= tl.load(scale).to(total.dtype.element_ty)
-    tl.store(total + at, tl.load(total + at, mask=held) + added, mask=held)
+    if not IS_EMPTY:
+        added += tl.load(total + at, mask=held)
+    tl.store(total + at, added, mask=held)
+
+
+_spread, _collect, _add = Launcher(_spread_kernel), Launcher(_collect_kernel), Launcher(_add_kernel)

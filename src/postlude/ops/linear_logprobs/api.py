@@ -9,7 +9,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from postlude.ops.linear import main_grad
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
@@ -140,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 state, top = join_ranks(state, top, call.group)
         results = call.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
-        ctx.call, ctx.main_grad = call, main_grad(weight)
+        ctx.call, ctx.weight = call, weight  # a saved one comes back without its main_grad
         ctx.set_materialize_grads(False)
         outputs = at_positions(results, call, requested, top)
         ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
@@ -160,7 +159,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with without_autocast(hidden.device):
             head = Head(call.select(hidden), weight, bias)
             gradients = sweep_gradients(head, call, coefficients, GradientsNeeded(*ctx.needs_input_grad[:3]))
-        hidden_gradient, weight_gradient, bias_gradient = gradients.finish(main_grad=ctx.main_grad)
+        hidden_gradient, weight_gradient, bias_gradient = gradients.finish(weight=ctx.weight)
         if hidden_gradient is not None:
             hidden_gradient = call.scatter(hidden_gradient)
         return hidden_gradient, weight_gradient, bias_gradient, None, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.ops.invariant_linear import invariant_product
-from postlude.ops.linear import add_to
+from postlude.ops.linear import add_to, has_main_grad, take_main_grads
 from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import (
     Plan,
@@ -209,13 +209,16 @@ class GradientSum:
         else:
             gemm.add_product(left, right, self.total[region])
 
-    def finish(self, scale: Tensor | None = None, main_grad: Tensor | None = None) -> Tensor | None:
+    def finish(self, scale: Tensor | None = None, parameter: Tensor | None = None) -> Tensor | None:
         """Returns the gradient times a 0-dim `scale`; call it once. Rows without any product are zero.
 
-        With a `main_grad` it is added to that, and None is returned.
+        If the `parameter` has a `main_grad`, it is added to that, and None is returned.
         """
-        if main_grad is not None:
-            add_to(main_grad[: self.written], self.total[: self.written], scale)
+        if parameter is not None and has_main_grad(parameter):
+            main_grad, is_empty = take_main_grads((parameter,))
+            add_to(main_grad[: self.written], self.total[: self.written], scale, is_empty=is_empty)
+            if is_empty:
+                main_grad[self.written :].zero_()
             return None
         if self.written < self.total.shape[0]:
             self.total[self.written :].zero_()
@@ -256,15 +259,15 @@ class Gradients:
             self.bias[operands.column_range] += gradient.sum(0, dtype=self.bias.dtype)
 
     def finish(
-        self, scale: Tensor | None = None, main_grad: Tensor | None = None
+        self, scale: Tensor | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of hidden [n, H], weight and bias in their dtypes; None where not needed.
 
-        The weight's is added to `main_grad` instead, if given.
+        The weight's is added to the `main_grad` of `weight` instead, if it has one.
         """
         return (
             None if self.hidden is None else self.hidden.finish(scale),
-            None if self.weight is None else self.weight.finish(scale, main_grad),
+            None if self.weight is None else self.weight.finish(scale, weight),
             None if self.bias is None else (self.bias if scale is None else self.bias * scale).to(self.bias_dtype),
         )
 
