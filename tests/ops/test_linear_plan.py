@@ -162,6 +162,12 @@ def test_codes_are_summed_exactly_where_there_is_room() -> None:
     assert plan.count(small) > 1
     assert exact
     large = Shape(8192, 131_072, 4096, 2 + 12 / 256)
+    training = Shape(13_850, 151_936, 2048, 2.05)
+    sizes = [plan_quantized_sweep(training, weight_gradient=True, in_training=each)[0].size for each in (False, True)]
+    assert sizes == [1024, 2048]
+    wide = Shape(13_850, 500_000, 2048, 2.05)
+    plan, _ = plan_quantized_sweep(wide, weight_gradient=True, in_training=True)
+    assert plan.size * wide.columns * wide.logit_bytes <= GIB
     plan, exact = plan_quantized_sweep(large, weight_gradient=True, memory_budget=GIB)
     assert plan.count(large) > 1
     assert not exact

@@ -39,6 +39,8 @@ class Scratch:
     rewrites the weight's accumulator. So large slabs pay: slab and accumulator share `sweep_max_bytes`, of which the
     slab has at least `sweep_min_bytes`. With 16-bit logits a slab has at least `quantized_rows`, up to
     `quantized_rows_max_bytes`, and the weight's accumulator is in the compute dtype up to `quantized_sum_max_bytes`.
+    A training step, which holds the weight's fp32 gradient anyway, has slabs of at least `training_rows`, up to
+    `training_rows_max_bytes`.
     """
 
     partial: int  # per token, where only partial statistics are kept
@@ -50,6 +52,8 @@ class Scratch:
     sweep_max_bytes: int
     quantized_rows: int = 1024
     quantized_rows_max_bytes: int = 512 * MIB
+    training_rows: int = 2048
+    training_rows_max_bytes: int = GIB
     quantized_sum_max_bytes: int = 256 * MIB
 
 
@@ -199,18 +203,25 @@ def plan_sweep(
     return _plan("token", shape, room)
 
 
-def plan_quantized_sweep(shape: Shape, *, weight_gradient: bool, memory_budget: int | None = None) -> tuple[Plan, bool]:
+def plan_quantized_sweep(
+    shape: Shape, *, weight_gradient: bool, in_training: bool = False, memory_budget: int | None = None
+) -> tuple[Plan, bool]:
     """Plans one sweep with 16-bit logits. Also returns whether the weight's gradient is summed in the compute dtype.
 
-    That takes twice the memory of the gradient itself; where it is large, the gradient itself is the sum.
+    That takes twice the memory of the gradient itself; where it is large, the gradient itself is the sum. `in_training`
+    an fp32 gradient exists besides, so larger slabs are small beside it.
     """
     summed = weight_gradient * shape.columns * shape.hidden * shape.accumulator_bytes
     room, max_sum_bytes = memory_budget, shape.scratch.quantized_sum_max_bytes
     if room is None:
         # A fifth of the weight's gradient is large enough for the GEMMs, and small beside it.
+        scratch = shape.scratch
+        rows, max_bytes = scratch.quantized_rows, scratch.quantized_rows_max_bytes
+        if in_training:
+            rows, max_bytes = scratch.training_rows, scratch.training_rows_max_bytes
         gradients = QUANTIZED_OF_WEIGHT * shape.columns + QUANTIZED_OF_HIDDEN * shape.rows
-        rows = int(shape.scratch.quantized_rows * shape.columns * shape.logit_bytes) + 1
-        room = max(int(gradients * shape.hidden * HALF_BYTES), min(rows, shape.scratch.quantized_rows_max_bytes))
+        bytes_of_rows = int(rows * shape.columns * shape.logit_bytes) + 1
+        room = max(int(gradients * shape.hidden * HALF_BYTES), min(bytes_of_rows, max_bytes))
     else:
         max_sum_bytes = room // 2
     if shape.rows * shape.columns * shape.logit_bytes <= room:

@@ -184,7 +184,10 @@ class TokenSweep:
         budget: int | None,
     ) -> TokenSweep:
         """Builds a sweep with logits in 16 bits."""
-        plan, exact = plan_quantized_sweep(shape, weight_gradient=needed.weight, memory_budget=budget)
+        in_training = has_main_grad(head.weight)
+        plan, exact = plan_quantized_sweep(
+            shape, weight_gradient=needed.weight, in_training=in_training, memory_budget=budget
+        )
         state = torch.empty(4, shape.rows, dtype=torch.float32, device=head.hidden.device)  # filled slab by slab
         return TokenSweep(shape, plan, exact, state, QuantizedProjection(head, rows, operand, plan, shape))
 
