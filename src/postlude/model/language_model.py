@@ -191,9 +191,7 @@ class LanguageModel(FSDPUnit):
 
         # The tied embedding is a value that the first step writes and the last one reads, so that its gradients are
         # summed as in a plain forward.
-        layer_steps = [
-            step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned_steps(context)
-        ]
+        steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned_steps(context)]
         output_steps = (
             self._planned_output(processor, processor_context, context)
             if self.stage.last
@@ -202,7 +200,7 @@ class LanguageModel(FSDPUnit):
         return SchedulePlan(
             [
                 PlannedStep(compute("embed", embed, never_recompute=True), context, name="embed", completes=(self,)),
-                *layer_steps,
+                *steps,
                 *output_steps,
             ],
             context,
@@ -224,12 +222,8 @@ class LanguageModel(FSDPUnit):
 
         def output(*values: Any) -> Mapping[str, Any]:  # three per depth (`output_names`), and the context
             (hidden, embedding, context), *mtp_outputs = (values[i : i + 3] for i in range(0, len(reads), 3))
-            planned_depths = (
-                PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
-            )
-            return {
-                OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, planned_depths)
-            }
+            planned = PlannedDepths(mtp_options, mtp_outputs) if mtp_options is not None and mtp_outputs else None
+            return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, planned)}
 
         return [
             final_norm_step(0, self.norm, context),
@@ -264,12 +258,12 @@ class LanguageModel(FSDPUnit):
         processor: OutputProcessor,
         processor_context: Any,
         context: ForwardContext,
-        planned_depths: MTPDepths | None = None,
+        planned: MTPDepths | None = None,
     ) -> Any:
-        """Calls the processor with the final states. `planned_depths` are MTP depths that a plan has computed."""
+        """Calls the processor with the final states. `planned` are MTP depths that a plan has computed."""
         inputs = self._output_inputs(hidden, context, embedding)
         if self.has_mtp:
-            depths = planned_depths or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
+            depths = planned or LazyDepths(self.mtp, hidden, context, embedding, self._embed)
             inputs = replace(inputs, hidden=view_for_processor(hidden), mtp=depths)
         return processor(inputs, processor_context)
 

@@ -159,11 +159,9 @@ class OutputHead:
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
-        unused_targets = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
+        zeros = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():
-            stats = self.logprobs(
-                hidden, unused_targets, target_count=len(unused_targets), topk=k, temperature=temperature
-            )
+            stats = self.logprobs(hidden, zeros, target_count=len(zeros), topk=k, temperature=temperature)
         assert stats.topk_logprobs is not None
         assert stats.topk_ids is not None
         return stats.topk_logprobs, stats.topk_ids

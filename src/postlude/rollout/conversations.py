@@ -139,7 +139,7 @@ class Conversations:
         timer: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self.budget, self.timer = engine, budget, timer
-        self._new_groups: deque[TrajectoryGroup] = deque()
+        self._to_start: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
@@ -154,7 +154,7 @@ class Conversations:
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all trajectories of a group."""
         with self._condition:
-            self._new_groups.append(group)
+            self._to_start.append(group)
             self._condition.notify_all()
 
     def poll(self, timeout: float) -> list[TrajectoryGroup]:
@@ -190,10 +190,7 @@ class Conversations:
                 with self._condition:
                     self._condition.wait_for(
                         lambda: (
-                            self._closed
-                            or self._new_groups
-                            or self._waiting_for_engine
-                            or self._waiting_for_environment
+                            self._closed or self._to_start or self._waiting_for_engine or self._waiting_for_environment
                         )
                     )
                 if self._closed:
@@ -208,8 +205,8 @@ class Conversations:
         """Waits briefly for completions and turn results, and continues the conversations that got one."""
         with self.timer("rollout"):
             with self._condition:
-                new_groups, self._new_groups = self._new_groups, deque()
-            for group in new_groups:
+                to_start, self._to_start = self._to_start, deque()
+            for group in to_start:
                 self._start(group)
             for finished in self.engine.poll(0.0 if self._waiting_for_environment else ENGINE_POLL_SECONDS):
                 self._add_completion(finished)
