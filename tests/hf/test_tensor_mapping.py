@@ -15,7 +15,7 @@ from postlude.hf.family import (
     copy_from_hf,
     copy_to_hf,
     map_to_hf,
-    row_range,
+    split_tensor,
     tensor_mappings,
 )
 from postlude.model import ModelConfig, Pattern
@@ -48,7 +48,7 @@ NAMES = {
     ),
     "x.one": f"experts.{EXPERT}.one",
     "x.bias": "bias",
-    "x.apart.weight": row_range("wide", 1, 4, (5, 2)),
+    **split_tensor("x.{}.weight", "wide", {"before": 1, "apart": 3, "after": 1}, (5, 2)),
 }
 FAMILY = Family("without_processes", lambda hf: CONFIG, lambda config: NAMES)
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from postlude.hf.family import HFConfig
+from postlude.hf.family import EXPERT, HFConfig
 from postlude.model import ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
 from postlude.ops.activation import Activation
@@ -15,17 +15,15 @@ from postlude.ops.rotary import RotaryConfig
 
 ATTENTION_NAMES = {
     "attention.norm": "input_layernorm",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.o_proj",
+    **{f"attention.{name}": f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
 }
 QK_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-MLP_NAMES = {
-    "mlp.norm": "post_attention_layernorm",
-    "mlp.gate_proj": "mlp.gate_proj",
-    "mlp.up_proj": "mlp.up_proj",
-    "mlp.down_proj": "mlp.down_proj",
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MLP_NAMES = {"mlp.norm": "post_attention_layernorm", **{f"mlp.{name}": f"mlp.{name}" for name in PROJECTIONS}}
+MOE_NAMES = {
+    "moe.norm": "post_attention_layernorm",
+    "moe.router": "mlp.gate",
+    **{f"moe.experts.{name}": f"mlp.experts.{EXPERT}.{name}" for name in PROJECTIONS},
 }
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

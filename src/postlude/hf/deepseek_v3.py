@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from postlude.hf.decoder import MLP_NAMES, activation, model_config, rotary, yarn_magnitude
-from postlude.hf.family import EXPERT, Family, HFConfig
+from postlude.hf.decoder import MLP_NAMES, MOE_NAMES, PROJECTIONS, activation, model_config, rotary, yarn_magnitude
+from postlude.hf.family import Family, HFConfig
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
@@ -21,12 +21,10 @@ LATENT_NAMES = {
     "latent_attention.kv_b_proj": "self_attn.kv_b_proj",
     "latent_attention.o_proj": "self_attn.o_proj",
 }
-MOE_NAMES = {
-    "moe.norm": "post_attention_layernorm",
-    "moe.router": "mlp.gate",
+BIASED_MOE_NAMES = {
+    **MOE_NAMES,
     "moe.selection_bias": "mlp.gate.e_score_correction_bias",
-    **{f"moe.experts.{name}": f"mlp.experts.{EXPERT}.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-    **{f"moe.shared.{name}": f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"moe.shared.{name}": f"mlp.shared_experts.{name}" for name in PROJECTIONS},
 }
 
 
@@ -95,5 +93,5 @@ MTP_NAMES = MTPNames(
     copies={"embedding": f"{FIRST}.embed_tokens", "head": f"{LAST}.shared_head.head"},
 )
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | MOE_NAMES, mtp=MTP_NAMES, peft_stacks_experts=True
+    "deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | BIASED_MOE_NAMES, mtp=MTP_NAMES, peft_stacks_experts=True
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -73,12 +74,22 @@ class TensorMapping:
         selected.copy_(values.reshape(selected.shape))
 
 
-def row_range(hf_name: str, start: int, stop: int, shape: Sequence[int]) -> TensorMapping:
-    """Maps a Postlude tensor to the rows `start` to `stop` of a Hugging Face tensor of `shape`."""
-    return TensorMapping(hf_name, tuple(shape), index=(slice(start, stop),))
-
-
 Names: TypeAlias = Mapping[str, "str | TensorMapping"]
+
+
+def split_tensor(
+    name: str, hf_name: str, sizes: Mapping[str, int], shape: Sequence[int], *, view: Sequence[int] = (), dim: int = 0
+) -> Names:
+    """Maps several Postlude tensors to one Hugging Face tensor of `shape`, in which they come one after another.
+
+    `sizes` has the length of each along dimension `dim` of the `view`. `{}` in `name` stands for its key there.
+    """
+    ends = pairwise(accumulate(sizes.values(), initial=0))
+    before = (slice(None),) * dim
+    return {
+        name.format(part): TensorMapping(hf_name, tuple(shape), tuple(view), (*before, slice(start, stop)))
+        for part, (start, stop) in zip(sizes, ends, strict=True)
+    }
 
 
 class TensorSource(Protocol):

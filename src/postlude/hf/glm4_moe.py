@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, decoder_config, rotary_dim
-from postlude.hf.deepseek_v3 import MOE_NAMES, MTP_NAMES, dense_then_experts
+from postlude.hf.deepseek_v3 import BIASED_MOE_NAMES, MTP_NAMES, dense_then_experts
 from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 
@@ -24,7 +24,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
 GLM4_MOE = Family(
     "glm4_moe",
     to_model,
-    ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES,
+    ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | BIASED_MOE_NAMES,
     mtp=MTP_NAMES,
     peft_stacks_experts=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from postlude.hf.decoder import ATTENTION_NAMES, activation, head_dim, model_config, rotary
-from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping, split_tensor
 from postlude.hf.mamba2 import mamba_names, time_step_limit
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
@@ -81,12 +81,11 @@ def names(config: ModelConfig) -> Names:
         mapped |= {"mlp.norm": "post_attention_layernorm", **_halves("mlp", second.intermediate_size, size)}
     elif isinstance(second, MoEConfig):
         inner, stacked = second.intermediate_size, "block_sparse_moe.input_linear.weight"
-        shape = (second.experts, 2 * inner, size)
+        halves, shape = {"gate": inner, "up": inner}, (second.experts, 2 * inner, size)
         mapped |= {
             "moe.norm": "post_attention_layernorm",
             "moe.router": "block_sparse_moe.router.layer",
-            "moe.experts.gate_proj.weight": TensorMapping(stacked, shape, index=(slice(None), slice(0, inner))),
-            "moe.experts.up_proj.weight": TensorMapping(stacked, shape, index=(slice(None), slice(inner, 2 * inner))),
+            **split_tensor("moe.experts.{}_proj.weight", stacked, halves, shape, dim=1),
             "moe.experts.down_proj": "block_sparse_moe.output_linear",
             **_halves("moe.shared", second.shared_intermediate_size, size),
         }
@@ -94,10 +93,9 @@ def names(config: ModelConfig) -> Names:
 
 
 def _halves(module: str, inner: int, size: int) -> Names:
-    shape, fused = (2 * inner, size), "shared_mlp.input_linear.weight"
+    halves, fused = {"gate": inner, "up": inner}, "shared_mlp.input_linear.weight"
     return {
-        f"{module}.gate_proj.weight": row_range(fused, 0, inner, shape),
-        f"{module}.up_proj.weight": row_range(fused, inner, 2 * inner, shape),
+        **split_tensor(f"{module}.{{}}_proj.weight", fused, halves, (2 * inner, size)),
         f"{module}.down_proj": "shared_mlp.output_linear",
     }
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from postlude.hf.decoder import model_config
-from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
+from postlude.hf.family import Family, HFConfig, Names, split_tensor
 from postlude.model import ModelConfig
 from postlude.model.blocks import MambaConfig
 
@@ -58,28 +58,20 @@ def mamba_names(mixer: str, config: ModelConfig) -> Names:
     """
     block = config.blocks["M"]
     assert isinstance(block, MambaConfig)
-    names: dict[str, str | TensorMapping] = {
+    inner, shared, taps = block.inner, block.shared, block.conv_kernel
+    projections = {"z": inner, "x": inner, "b": shared, "c": shared, "dt": block.heads}
+    convolved = {"x": inner, "b": shared, "c": shared}
+    rows, channels = sum(projections.values()), sum(convolved.values())
+    weight, kernel = f"{mixer}.in_proj.weight", f"{mixer}.conv1d.weight"
+    return {
         "mamba.gated_norm": f"{mixer}.norm",
         "mamba.out_proj": f"{mixer}.out_proj",
         **{f"mamba.vectors.{vector}": f"{mixer}.{vector}" for vector in ("A_log", "dt_bias", "D")},
+        **split_tensor("mamba.{}_proj.weight", weight, projections, (rows, config.hidden_size)),
+        **split_tensor("mamba.{}_proj.bias", f"{mixer}.in_proj.bias", projections, (rows,)),
+        **split_tensor("mamba.{}_conv.weight", kernel, convolved, (channels, 1, taps), view=(channels, taps)),
+        **split_tensor("mamba.{}_conv.bias", f"{mixer}.conv1d.bias", convolved, (channels,)),
     }
-    inner, shared = block.inner, block.shared
-    projections = {"z_proj": inner, "x_proj": inner, "b_proj": shared, "c_proj": shared, "dt_proj": block.heads}
-    start, total = 0, sum(projections.values())
-    for name, size in projections.items():
-        stop = start + size
-        names[f"mamba.{name}.weight"] = row_range(f"{mixer}.in_proj.weight", start, stop, (total, config.hidden_size))
-        names[f"mamba.{name}.bias"] = row_range(f"{mixer}.in_proj.bias", start, stop, (total,))
-        start = stop
-    start, total = 0, inner + 2 * shared
-    for name, size in {"x_conv": inner, "b_conv": shared, "c_conv": shared}.items():
-        stop, taps = start + size, block.conv_kernel
-        names[f"mamba.{name}.weight"] = TensorMapping(
-            f"{mixer}.conv1d.weight", (total, 1, taps), view=(total, taps), index=(slice(start, stop),)
-        )
-        names[f"mamba.{name}.bias"] = row_range(f"{mixer}.conv1d.bias", start, stop, (total,))
-        start = stop
-    return names
 
 
 MAMBA2 = Family(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import cast
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import Family, HFConfig, Names, TensorMapping, row_range
+from postlude.hf.family import OUTER, Family, HFConfig, Names, split_tensor
 from postlude.hf.mtp_names import LAYER
 from postlude.hf.qwen3_next import (
     MTP_NAMES,
@@ -42,11 +42,13 @@ def names(config: ModelConfig) -> Names:
     if "G" not in config.blocks:
         return mapped
     delta = cast(GatedDeltaConfig, config.blocks["G"])
-    ends = (delta.keys, 2 * delta.keys, 2 * delta.keys + delta.values)
-    shape = (ends[-1], config.hidden_size)
-    for name, start, stop in zip("qkv", (0, *ends), ends, strict=False):
-        mapped[f"gated_delta.{name}_proj.weight"] = row_range("linear_attn.in_proj_qkv.weight", start, stop, shape)
-    return mapped | {f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"}
+    sizes = {"q": delta.keys, "k": delta.keys, "v": delta.values}
+    shape = (sum(sizes.values()), config.hidden_size)
+    return {
+        **mapped,
+        **split_tensor("gated_delta.{}_proj.weight", "linear_attn.in_proj_qkv.weight", sizes, shape),
+        **{f"gated_delta.{name}_proj": f"linear_attn.in_proj_{name}" for name in "zba"},
+    }
 
 
 def text_config(hf: HFConfig) -> HFConfig:
@@ -61,15 +63,10 @@ def stacked_names(config: ModelConfig) -> Names:
     """Returns the names of the published files: experts are stacked, and each one's gate comes before its up."""
     moe = cast(MoEConfig, config.blocks["E"])
     inner = moe.intermediate_size
-    shape = (moe.experts, 2 * inner, config.hidden_size)
+    halves, shape = {"gate": inner, "up": inner}, (moe.experts, 2 * inner, config.hidden_size)
     return {
         **names(config),
-        "moe.experts.gate_proj.weight": TensorMapping(
-            "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(0, inner))
-        ),
-        "moe.experts.up_proj.weight": TensorMapping(
-            "mlp.experts.gate_up_proj", shape, index=(slice(None), slice(inner, 2 * inner))
-        ),
+        **split_tensor("moe.experts.{}_proj.weight", "mlp.experts.gate_up_proj", halves, shape, dim=1),
         "moe.experts.down_proj.weight": "mlp.experts.down_proj",
     }
 
@@ -82,11 +79,7 @@ QWEN3_5_VISION = Family(
     "qwen3_5",
     lambda hf: to_dense(text_config(hf)),
     names,
-    outer={
-        "embedding": "model.language_model.embed_tokens",
-        "norm": "model.language_model.norm",
-        "head": "lm_head",
-    },
+    outer={module: name.replace("model.", "model.language_model.") for module, name in OUTER.items()},
     layer=f"model.language_model.layers.{LAYER}",
     mtp=MTP_NAMES_3_5,
     ignored={"model.visual.": "vision"},

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
-from postlude.hf.family import EXPERT, Family, HFConfig
+from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, MOE_NAMES, QK_NORM_NAMES, activation, decoder_config
+from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, MoEConfig
-
-MOE_NAMES = {
-    "moe.norm": "post_attention_layernorm",
-    "moe.router": "mlp.gate",
-    "moe.experts.gate_proj": f"mlp.experts.{EXPERT}.gate_proj",
-    "moe.experts.up_proj": f"mlp.experts.{EXPERT}.up_proj",
-    "moe.experts.down_proj": f"mlp.experts.{EXPERT}.down_proj",
-}
 
 
 def to_model(hf: HFConfig) -> ModelConfig:

@@ -9,6 +9,8 @@ from typing import cast
 from postlude.hf.decoder import (
     ATTENTION_NAMES,
     MLP_NAMES,
+    MOE_NAMES,
+    PROJECTIONS,
     QK_NORM_NAMES,
     activation,
     head_dim,
@@ -16,17 +18,15 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.family import Family, HFConfig, Names, TensorMapping
+from postlude.hf.family import Family, HFConfig, Names, TensorMapping, split_tensor
 from postlude.hf.mtp_names import MTPNames
-from postlude.hf.qwen3_moe import MOE_NAMES, experts, experts_or_dense
+from postlude.hf.qwen3_moe import experts, experts_or_dense
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
 
 LAYER_TYPES = {"linear_attention": "G", "full_attention": "*"}
 SHARED_NAMES = {
-    "moe.shared.gate_proj": "mlp.shared_expert.gate_proj",
-    "moe.shared.up_proj": "mlp.shared_expert.up_proj",
-    "moe.shared.down_proj": "mlp.shared_expert.down_proj",
+    **{f"moe.shared.{name}": f"mlp.shared_expert.{name}" for name in PROJECTIONS},
     "moe.shared.token_gate": "mlp.shared_expert_gate",
 }
 NAMES = ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | MOE_NAMES | SHARED_NAMES
@@ -88,12 +88,14 @@ def names(config: ModelConfig) -> Names:
     if "G" not in config.blocks:
         return mapped
     delta = cast(GatedDeltaConfig, config.blocks["G"])
-    heads, size, group = delta.key_heads, config.hidden_size, delta.group
-    sizes = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
-    qkvz = _by_head("linear_attn.in_proj_qkvz.weight", heads, size, sizes)
-    ba = _by_head("linear_attn.in_proj_ba.weight", heads, size, (group, group))
-    for name, mapping in zip("qkvzba", (*qkvz, *ba), strict=True):
-        mapped[f"gated_delta.{name}_proj.weight"] = mapping
+    keys, values, heads = delta.key_dim, delta.group * delta.value_dim, delta.key_heads
+    for fused, sizes in {
+        "linear_attn.in_proj_qkvz.weight": {"q": keys, "k": keys, "v": values, "z": values},
+        "linear_attn.in_proj_ba.weight": {"b": delta.group, "a": delta.group},
+    }.items():
+        rows, size = sum(sizes.values()), config.hidden_size
+        shape, view = (heads * rows, size), (heads, rows, size)
+        mapped |= split_tensor("gated_delta.{}_proj.weight", fused, sizes, shape, view=view, dim=1)
     return mapped
 
 
@@ -103,15 +105,11 @@ def gated_attention_names(config: ModelConfig) -> Names:
         return {}
     attention = cast(AttentionConfig, config.blocks["*"])
     heads, width = attention.heads, attention.head_dim
-    mapped = {}
-    for leaf, shape in (("weight", (config.hidden_size,)), ("bias", ())):
-        for half, name in enumerate(("q_proj", "gate_proj")):
-            mapped[f"attention.{name}.{leaf}"] = TensorMapping(
-                f"self_attn.q_proj.{leaf}",
-                (heads * 2 * width, *shape),
-                view=(heads, 2, width, *shape),
-                index=(slice(None), slice(half, half + 1)),
-            )
+    mapped: dict[str, str | TensorMapping] = {}
+    for leaf, columns in (("weight", (config.hidden_size,)), ("bias", ())):
+        shape, view = (heads * 2 * width, *columns), (heads, 2, width, *columns)
+        name, fused = f"attention.{{}}_proj.{leaf}", f"self_attn.q_proj.{leaf}"
+        mapped |= split_tensor(name, fused, {"q": 1, "gate": 1}, shape, view=view, dim=1)
     return mapped
 
 
@@ -120,33 +118,17 @@ def gated_delta_names(config: ModelConfig) -> Names:
     if "G" not in config.blocks:
         return {}
     delta = cast(GatedDeltaConfig, config.blocks["G"])
-    channels, width = 2 * delta.keys + delta.values, delta.conv_kernel
-    ends = (delta.keys, 2 * delta.keys, channels)
-    mapped: dict[str, str | TensorMapping] = {
-        f"gated_delta.{name}_conv.weight": TensorMapping(
-            "linear_attn.conv1d.weight", (channels, 1, width), view=(channels, width), index=(slice(start, stop),)
-        )
-        for name, start, stop in zip("qkv", (0, *ends), ends, strict=False)
-    }
-    return mapped | {
+    sizes = {"q": delta.keys, "k": delta.keys, "v": delta.values}
+    channels, width = sum(sizes.values()), delta.conv_kernel
+    shape, view = (channels, 1, width), (channels, width)
+    return {
+        **split_tensor("gated_delta.{}_conv.weight", "linear_attn.conv1d.weight", sizes, shape, view=view),
         "gated_delta.norm": "input_layernorm",
         "gated_delta.vectors.A_log": "linear_attn.A_log",
         "gated_delta.vectors.dt_bias": "linear_attn.dt_bias",
         "gated_delta.head_norm": "linear_attn.norm",
         "gated_delta.out_proj": "linear_attn.out_proj",
     }
-
-
-def _by_head(hf_name: str, heads: int, size: int, sizes: Sequence[int]) -> list[TensorMapping]:
-    """Maps matrices that one Hugging Face matrix interleaves by head; `sizes` are their rows per head."""
-    rows_of_head, mapped, start = sum(sizes), [], 0
-    for rows in sizes:
-        index = (slice(None), slice(start, start + rows))
-        mapped.append(
-            TensorMapping(hf_name, (heads * rows_of_head, size), view=(heads, rows_of_head, size), index=index)
-        )
-        start += rows
-    return mapped
 
 
 MTP_NAMES = MTPNames(
