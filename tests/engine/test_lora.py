@@ -247,7 +247,7 @@ def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path
     (actual, refused), _ = ranks(2, read_back, "tp=2", str(tmp_path / "adapter"))
     assert actual.keys() == exported.keys()
     assert all(torch.equal(actual[name], exported[name]) for name in exported)
-    assert "has another adapter of layers.0." in refused
+    assert 'has another adapter "default" of layers.0.' in refused
 
 
 def after_failures(group: Any, directory: str) -> dict[str, str]:

@@ -134,7 +134,7 @@ def test_streamed_weights_are_transformers_own_to_the_bit(
 def test_a_bucket_has_at_most_bucket_bytes_or_one_tensor(name: str, dtype: torch.dtype, limit: int) -> None:
     family, model = model_from_hf(SOURCES[name])
     pieces = plan_tensors(model, family)
-    buckets = plan_buckets(pieces, limit, dtype)
+    buckets = plan_buckets(pieces, dtype, limit)
     assert [piece for bucket in buckets for piece in bucket] == pieces
     for bucket in buckets:
         assert sum(piece.size for piece in bucket) * dtype.itemsize <= limit or len(bucket) == 1
@@ -161,7 +161,7 @@ def stop_early(group: Any, taken_count: int) -> int:
     """How many tensors a rank gets of a stream that the first rank leaves after a few."""
     engine = build("tp=2", TIED)
     pieces = plan_tensors(engine.config, engine.family)
-    buckets = plan_buckets(pieces, 300_000, torch.float32)
+    buckets = plan_buckets(pieces, torch.float32, 300_000)
     assert len(buckets) > 3
     stream = InterruptibleStream(buckets, engine, torch.float32)
     count = len(list(itertools.islice(stream, taken_count if dist.get_rank() == 0 else None)))

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from postlude.engine import checkpoint
-from postlude.engine.checkpoint import TrainingState
+from postlude.engine.adapters import AdaptedModel
 
 
 def save_adapter_state(
-    engine: TrainingState,
+    engine: AdaptedModel,
     directory: str | os.PathLike[str],
     *,
     name: str | None = None,
@@ -29,7 +29,7 @@ def save_adapter_state(
 
 
 def load_adapter_state(
-    engine: TrainingState, directory: str | os.PathLike[str], *, name: str | None = None
+    engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None
 ) -> dict[str, Any]:
     """Restores the training state of an adapter, by default that in use. Returns the saved `extra`.
 
@@ -37,8 +37,4 @@ def load_adapter_state(
     gradients are freed. Other adapters and random generators do not change. Every rank calls it.
     """
     engine.failure_state.check()
-    if name is None or name in engine.adapters.by_name:
-        name = engine.adapters.resolve(name)
-    else:
-        engine.adapters.check_new(name)
-    return checkpoint.load(engine, directory, adapter=name)
+    return checkpoint.load(engine, directory, adapter=engine.adapters.resolve_or_new(name))

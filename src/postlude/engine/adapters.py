@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,11 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude.engine.checkpoint_checks import check_adapter
 from postlude.engine.failure_state import FailureState
 from postlude.engine.stages import StageBuilder, Stages
-from postlude.engine.streaming import DistributedModel, StreamedTensor, WeightDelta, is_owner, plan_buckets, stream
+from postlude.engine.streaming import (
+    DistributedModel,
+    StreamedTensor,
+    WeightDelta,
+    device_of,
+    is_owner,
+    plan_buckets,
+    stream,
+)
 from postlude.engine.training import Training
-from postlude.hf.family import Family, TensorMapping
+from postlude.hf.family import Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
@@ -34,7 +44,6 @@ from postlude.world.mesh import Mesh
 DEFAULT = "default"
 """The name of the adapter of `Engine(lora=LoRA(...))`."""
 FINGERPRINT_BITS = 63
-BUCKET_BYTES = 1 << 30
 
 
 class AdaptedModel(DistributedModel, Protocol):
@@ -51,6 +60,10 @@ class AdaptedModel(DistributedModel, Protocol):
 
     def use(self, adapter: str | None) -> None:
         """Selects the adapter that other calls use."""
+        ...
+
+    def base_fingerprint(self) -> str | None:
+        """Returns a digest of the frozen tensors; None if all are trained. Every rank calls it."""
         ...
 
 
@@ -119,6 +132,13 @@ class Adapters:
             raise ValueError(f"this engine has no adapters in use: {fix}. {self._existing}")
         return name
 
+    def resolve_or_new(self, name: str | None) -> str:
+        """Returns what `resolve` returns, or the name of an adapter that can be added."""
+        if name is None or name in self.by_name:
+            return self.resolve(name)
+        self.check_new(name)
+        return name
+
     @property
     def _existing(self) -> str:
         return f"There are {', '.join(self.names)}." if self.by_name else "There are none; add_adapter makes one."
@@ -149,15 +169,9 @@ def plan_adapter_tensors(
     """Returns every tensor of the adapters of the whole model, under our names."""
     with torch.device("meta"):
         tensors = LanguageModel(config, blocks=blocks, adapters=adapters).state_dict()
-    return [
-        StreamedTensor(name, tuple(tensor.shape), ((name, _identity(name, tensor)),), torch.float32)
-        for name, tensor in tensors.items()
-        if is_adapter(name)
-    ]
-
-
-def _identity(name: str, tensor: Tensor) -> TensorMapping:
-    return TensorMapping(name, tuple(tensor.shape), region=tuple(slice(0, size) for size in tensor.shape))
+    shapes = ((name, tensor.shape) for name, tensor in tensors.items() if is_adapter(name))
+    mapped = map_to_hf(None, config, shapes).values()
+    return [StreamedTensor(tensor.name, tensor.shape, tensor.parts, torch.float32) for tensor in mapped]
 
 
 @torch.no_grad()
@@ -165,47 +179,36 @@ def weight_deltas(stages: Stages) -> dict[str, WeightDelta]:
     """Returns what each adapter of this rank's stages adds to the weight of its layer. Every rank calls it."""
     return {
         name.removesuffix("adapter") + "weight": WeightDelta(
-            _full_tensor(adapter.a), _full_tensor(adapter.b), adapter.config.scale
+            _full_tensor(module.a), _full_tensor(module.b), module.config.scale
         )
-        for name, adapter in _adapters(stages)
+        for stage in stages.models.values()
+        for name, module in stage.named_modules()
+        if isinstance(module, Adapter)
     }
-
-
-def _adapters(stages: Stages) -> Iterator[tuple[str, Adapter]]:
-    for stage in stages.models.values():
-        yield from ((name, module) for name, module in stage.named_modules() if isinstance(module, Adapter))
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if is_dtensor(parameter) else parameter.detach()
 
 
-def add_adapter(
-    engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0, optimizer: OptimizerConfig | None = None
-) -> None:
+def add_adapter(engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0) -> None:
     """Adds an adapter that changes nothing yet. Every rank calls it. `use` selects it.
 
-    Its A starts from `seed`, the same in every layout. `optimizer` is by default the engine's. On a failure the engine
-    is as before.
+    Its A starts from `seed`, the same in every layout. On a failure the engine is as before.
     """
     engine.failure_state.check()
     engine.adapters.check_new(name)
     configs = adapter_configs(lora, engine.config, engine.family, engine.block_types)
-    add_adapter_configs(engine, name, configs, seed=seed, optimizer=optimizer)
+    add_adapter_configs(engine, name, configs, seed=seed)
 
 
 def add_adapter_configs(
-    engine: AdaptedModel,
-    name: str,
-    configs: Mapping[str, AdapterConfig],
-    *,
-    seed: int = 0,
-    optimizer: OptimizerConfig | None = None,
+    engine: AdaptedModel, name: str, configs: Mapping[str, AdapterConfig], *, seed: int = 0
 ) -> None:
     """Adds an adapter of these layers, whose stages share the frozen model."""
-    builder = engine.builder.with_adapters(configs)
+    builder = replace(engine.builder, adapters=configs)
     stages = builder.build_on(engine.trainings[None].stages, seed)
-    engine.trainings[name] = Training(builder, stages, optimizer or engine.default_optimizer)
+    engine.trainings[name] = Training(builder, stages, engine.default_optimizer)
     engine.adapters.by_name[name] = configs
 
 
@@ -240,7 +243,7 @@ def stream_adapters(
     }
     local = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     planned = plan_adapter_tensors(engine.config, engine.block_types, engine.adapters.by_name[name])
-    buckets = plan_buckets(planned, BUCKET_BYTES, torch.float32)
+    buckets = plan_buckets(planned, torch.float32)
     return stream(buckets, local, engine.mesh, torch.float32, shared=())
 
 
@@ -266,23 +269,13 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
     Gradients and the optimizer's state stay as they are.
     """
     engine.failure_state.check()
-    if name is None or name in engine.adapters.by_name:
-        name = engine.adapters.resolve(name)
-    else:
-        engine.adapters.check_new(name)
+    name = engine.adapters.resolve_or_new(name)
     configs, pairs = on_rank0(
         lambda: from_peft(*read_adapter(directory), engine.config, engine.family, engine.block_types)
     )
     if name not in engine.adapters.by_name:
         add_adapter_configs(engine, name, configs)
-    present = engine.adapters.by_name[name]
-    for layer in sorted(configs.keys() | present.keys()):
-        saved, current = configs.get(layer), present.get(layer)
-        if saved != current:
-            raise ValueError(
-                f"{directory} has another adapter of {layer}: {saved or 'none'} there, {current or 'none'} here. Give "
-                "the engine the lora that it was made with."
-            )
+    check_adapter(Path(directory), name, configs, engine.adapters.by_name[name])
     with engine.failure_state.guard_write("load_adapter"):
         for key, parameter in engine.trainings[name].parameters.items():
             if is_adapter(key):
@@ -294,8 +287,7 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
 @torch.no_grad()
 def base_fingerprint(tensors: Mapping[str, Tensor], mesh: Mesh, shared_parameters: Collection[str]) -> str:
     """Returns a sum over all weights of the base, rounded to bf16: the same in every layout. Every rank calls it."""
-    device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    total = torch.zeros((), dtype=torch.int64, device=device_of(tensors, mesh))
     for name, tensor in tensors.items():
         if not is_adapter(name) and tensor.is_floating_point() and is_owner(name, tensor, mesh, shared_parameters):
             bits = local_shard(tensor).to(torch.bfloat16).contiguous().view(torch.int16)

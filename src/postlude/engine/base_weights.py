@@ -18,8 +18,6 @@ from postlude.model import LanguageModel
 if TYPE_CHECKING:
     from postlude.engine.engine import Engine
 
-BUCKET_BYTES = 1 << 30
-
 
 class WithoutAdapters:
     """A distributed model without its adapters."""
@@ -39,8 +37,7 @@ def copy_base(engine: Engine, model: LanguageModel) -> None:
     """Copies the frozen weights into an unsharded model on every rank. Every rank calls it."""
     engine.failure_state.check()
     planned, dtype = plan_tensors(engine.config, engine.family, engine.block_types), engine.compute_dtype
-    buckets = plan_buckets(planned, BUCKET_BYTES, dtype)
-    shared = engine.shared_parameters
+    buckets, shared = plan_buckets(planned, dtype), engine.shared_parameters
     copy_into(model, planned, stream(buckets, engine.tensors, engine.mesh, dtype, shared=shared))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,15 +51,7 @@ RANDOM = "rng/"  # prefix of a kind of generator; a rank's number follows, excep
 UNWRITTEN = "What was written is not a checkpoint; fix the cause and save again."
 
 
-class TrainingState(AdaptedModel, Protocol):
-    """The engine, as checkpoints use it."""
-
-    def base_fingerprint(self) -> str | None:
-        """Returns a digest of the tensors that are not saved; None if all are. Every rank calls it."""
-        ...
-
-
-def saved_trainings(trained: TrainingState) -> dict[str, Training]:
+def saved_trainings(trained: AdaptedModel) -> dict[str, Training]:
     """Returns the trainings that a checkpoint saves: all adapters by name; "" is the default one, or all weights."""
     named = {name: trained.trainings[name] for name in trained.adapters.names if name != DEFAULT}
     return {"": trained.trainings.get(DEFAULT) or trained.trainings[None], **named}
@@ -80,7 +72,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        trained: TrainingState,
+        trained: AdaptedModel,
         directory: str | os.PathLike[str],
         extra: Mapping[str, Any] | None,
         write_model_files: Callable[[Path], None] = lambda directory: None,
@@ -166,7 +158,7 @@ def _prepare_save(
 
 
 def _describe(
-    trained: TrainingState, trainings: Mapping[str, Training], extra: Mapping[str, Any] | None
+    trained: AdaptedModel, trainings: Mapping[str, Training], extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the entries of state.json besides the index."""
     try:
@@ -192,7 +184,7 @@ def _describe(
 
 
 def load(
-    trained: TrainingState,
+    trained: AdaptedModel,
     directory: str | os.PathLike[str],
     recast: RecastPlan | None = None,
     *,
@@ -243,7 +235,7 @@ def load(
 
 @contextmanager
 def _adapters_of(
-    trained: TrainingState, source: Path, state: Mapping[str, Any], adapter: str | None, *, same_layers: bool
+    trained: AdaptedModel, source: Path, state: Mapping[str, Any], adapter: str | None, *, same_layers: bool
 ) -> Iterator[dict[str, Training]]:
     """Yields the trainings that a checkpoint is loaded into, by their names there.
 
@@ -255,7 +247,7 @@ def _adapters_of(
     names: dict[str, str | None] = {"": adapter or DEFAULT} | {name: name for name in entries if name}
     if not trained.adapters.enabled:
         names = {"": None}
-    elif not state.get("adapter", True):
+    elif not state["adapter"]:
         names[""] = None  # saved without a default adapter
     for name in trained.adapters.names:
         if adapter is None and name not in names.values():
@@ -266,13 +258,9 @@ def _adapters_of(
             layers = entries[saved_name].get("adapter", {})
             configs = {layer: AdapterConfig(*values) for layer, values in layers.items()}
             if present is not None and present not in trained.trainings:
-                if not configs:
-                    raise ValueError(
-                        f'{source} does not say how its adapter was made: give the engine lora for "{present}".'
-                    )
                 add_adapter_configs(trained, present, configs)
                 added.append(present)
-            elif present is not None and same_layers and "adapter" in entries[saved_name]:
+            elif present is not None and same_layers:
                 check_adapter(source, present, configs, trained.trainings[present].adapters)
         yield {saved_name: trained.trainings[present] for saved_name, present in names.items()}
     except BaseException:
@@ -386,7 +374,7 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
-def shards_to_save(trained: TrainingState, trainings: Mapping[str, Training]) -> dict[str, TensorShard]:
+def shards_to_save(trained: AdaptedModel, trainings: Mapping[str, Training]) -> dict[str, TensorShard]:
     """Returns the shards that this rank writes. Of ranks that hold the same shard, one writes it."""
     return {
         _prefix(adapter) + name: shard
@@ -396,7 +384,7 @@ def shards_to_save(trained: TrainingState, trainings: Mapping[str, Training]) ->
     }
 
 
-def _random_shards(trained: TrainingState) -> dict[str, TensorShard]:
+def _random_shards(trained: AdaptedModel) -> dict[str, TensorShard]:
     suffix = f"/{rank}" if (rank := dist.get_rank()) else ""
     return {f"{RANDOM}{kind}{suffix}": _shard(values) for kind, values in _random_states(trained).items()}
 
@@ -407,7 +395,7 @@ def _random_state_name(state: Mapping[str, Any], kind: str) -> str:
     return next((name for name in names if name in state["tensors"]), "")
 
 
-def _random_states(trained: TrainingState) -> dict[str, Tensor]:
+def _random_states(trained: AdaptedModel) -> dict[str, Tensor]:
     """Returns the state of each of this rank's random generators, by kind."""
     states = {"cpu": torch.get_rng_state()}
     if trained.mesh.device_type == "cuda":
@@ -415,7 +403,7 @@ def _random_states(trained: TrainingState) -> dict[str, Tensor]:
     return states
 
 
-def _all_shards(trained: TrainingState, training: Training) -> dict[str, tuple[TensorShard, Tensor]]:
+def _all_shards(trained: AdaptedModel, training: Training) -> dict[str, tuple[TensorShard, Tensor]]:
     """Returns this rank's trained tensors and optimizer state, by names that are the same in every layout.
 
     Each comes with the tensor that it is sharded like. Waits for copies of state in host memory.

@@ -337,7 +337,7 @@ class Engine(TrainingProperties):
         return Reference(self, offload=offload)
 
     def stream_weights(
-        self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
+        self, *, bucket_bytes: int = streaming.BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors of the model by Hugging Face name, in transformers' order, on every rank.
 
@@ -348,11 +348,11 @@ class Engine(TrainingProperties):
         return chain.from_iterable(self.stream_buckets(bucket_bytes=bucket_bytes, dtype=dtype))
 
     def stream_buckets(
-        self, *, bucket_bytes: int = 1 << 30, dtype: torch.dtype | None = None
+        self, *, bucket_bytes: int = streaming.BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields the tensors of `stream_weights` bucket by bucket. All ranks may stop together after any of them."""
         self.failure_state.check()
-        buckets = streaming.plan_buckets(self._streamed_tensors, bucket_bytes, dtype or self.compute_dtype)
+        buckets = streaming.plan_buckets(self._streamed_tensors, dtype or self.compute_dtype, bucket_bytes)
         return streaming.stream_buckets(buckets, self, dtype or self.compute_dtype, all_bits=dtype is not None)
 
     def weight_deltas(self) -> Mapping[str, streaming.WeightDelta]:
@@ -367,7 +367,7 @@ class Engine(TrainingProperties):
         """Yields full gradients, fp32, with names and order of `stream_weights`, without the value head's."""
         self.failure_state.check(gradients=True)
         local = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
-        buckets = streaming.plan_buckets(self._streamed_tensors, 1 << 30, torch.float32)
+        buckets = streaming.plan_buckets(self._streamed_tensors, torch.float32)
         return streaming.stream(buckets, local, self.mesh, torch.float32, shared=self.shared_parameters)
 
     @cached_property

@@ -32,7 +32,6 @@ from postlude.model.recast import RecastPlan, plan_recast
 from postlude.safetensors_file import TensorInfo
 from postlude.world.agreement import gather_and_decide, on_rank0
 
-BUCKET_BYTES = 1 << 30
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
@@ -110,7 +109,7 @@ def export(
             )
         config, size = as_classifier(config), model.config.hidden_size
         tensors.append(StreamedTensor(SCORE, (1, size), ((VALUE_HEAD, score_mapping(size)),), torch.float32))
-    stream = InterruptibleStream(plan_buckets(tensors, BUCKET_BYTES, dtype), model, dtype)
+    stream = InterruptibleStream(plan_buckets(tensors, dtype), model, dtype)
 
     def write() -> None:
         infos = {tensor.name: TensorInfo(tensor.dtype(dtype), tensor.shape) for tensor in tensors}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -79,22 +79,13 @@ class Reference:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Gives the engine the frozen weights inside the block, and its own afterwards, also if the block raises."""
-        before = self.engine.adapters.in_use
-        self.engine.use(self.adapter)
-        try:
-            with self._swapped():
-                yield
-        finally:
-            self.engine.use(before)
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        training = self.engine.training
-        self._swap(training)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
+            stack.callback(self.engine.use, self.engine.adapters.in_use)
+            self.engine.use(self.adapter)
+            training = self.engine.training
             self._swap(training)
+            stack.callback(self._swap, training)
+            yield
 
     def _swap(self, training: Training) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []

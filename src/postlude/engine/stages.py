@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -125,18 +125,14 @@ class StageBuilder:
             options = {"lora": self.frozen, "overlap": self.overlap, "fp8": self.fp8}
             check_batch_invariant(self.config, self.mesh.layout, options, self.blocks)
 
-    def with_adapters(self, adapters: Mapping[str, AdapterConfig]) -> StageBuilder:
-        """Returns the builder of stages with these adapters."""
-        return replace(self, adapters=adapters)
-
     def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
         """Returns this rank's stages. Each is sharded on the meta device, then allocated and filled by `fill`."""
-        layout, models, sharding = self.mesh.layout, dict[int, LanguageModel](), dict[int, ParameterSharding]()
-        for index in range(self.mesh.pp.rank, layout.stages, layout.pp):
-            models[index], sharding[index] = self._build_on_meta(index)
-            models[index].to_empty(device=self.device)
-            fill(models[index])
-        return self._stages(models, sharding)
+
+        def allocate(index: int, model: LanguageModel) -> None:
+            fill(model.to_empty(device=self.device))
+
+        layout = self.mesh.layout
+        return self._build(range(self.mesh.pp.rank, layout.stages, layout.pp), allocate)
 
     def rebuild(self, old: Stages) -> Stages:
         """Returns new stages around the same parameters, after an exception in the middle of a pass."""
@@ -144,27 +140,28 @@ class StageBuilder:
             torch.cuda.synchronize(self.device)  # running kernels on other streams still use the old ones
         for old_sharding in old.sharding.values():
             old_sharding.end_pass()
-        models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
-        for index, old_model in old.models.items():
-            models[index], sharding[index] = self._build_on_meta(index)
-            _move_tensors(old_model, models[index])
-        return self._stages(models, sharding)
+        return self._build(old.models, lambda index, model: _move_tensors(old.models[index], model))
 
     def build_on(self, base: Stages, seed: int) -> Stages:
         """Returns stages that share the frozen tensors of `base`, with new trained parameters initialised by `seed`."""
-        models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
-        for index, base_model in base.models.items():
-            models[index], sharding[index] = self._build_on_meta(index)
+
+        def share(index: int, model: LanguageModel) -> None:
             new = {
                 name: nn.Parameter(torch.empty_like(parameter, device=self.device))
-                for name, parameter in models[index].named_parameters()
+                for name, parameter in model.named_parameters()
                 if parameter.requires_grad
             }
-            _move_tensors(base_model, models[index], new)
-            models[index].reset(seed, only=new)
-        return self._stages(models, sharding)
+            _move_tensors(base.models[index], model, new)
+            model.reset(seed, only=new)
 
-    def _stages(self, models: dict[int, LanguageModel], sharding: dict[int, ParameterSharding]) -> Stages:
+        return self._build(base.models, share)
+
+    def _build(self, indices: Iterable[int], fill: Callable[[int, LanguageModel], None]) -> Stages:
+        """Returns the stages of these numbers. `fill` gives each its tensors."""
+        models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
+        for index in indices:
+            models[index], sharding[index] = self._build_on_meta(index)
+            fill(index, models[index])
         return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
 
     def _build_on_meta(self, index: int) -> tuple[LanguageModel, ParameterSharding]:

@@ -26,6 +26,8 @@ from postlude.model.parallel import local_shard, region
 from postlude.ops.adamw_storage import join_halves
 from postlude.world.mesh import Mesh
 
+BUCKET_BYTES = 1 << 30
+
 
 class DistributedModel(Protocol):
     """A model of which each rank holds a part: an engine."""
@@ -109,7 +111,7 @@ def plan_tensors(
 
 
 def plan_buckets(
-    tensors: Sequence[StreamedTensor], bucket_bytes: int, dtype: torch.dtype
+    tensors: Sequence[StreamedTensor], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[StreamedTensor]]:
     """Returns consecutive tensors of at most `bucket_bytes` together; a larger tensor has its own bucket."""
     buckets: list[list[StreamedTensor]] = []
@@ -142,11 +144,10 @@ def stream(
     iterator: the others wait for a rank that stops early.
     """
     owned = {name: tensor for name, tensor in tensors.items() if is_owner(name, tensor, mesh, shared)}
-    device = next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
+    device = device_of(tensors, mesh)
     for bucket in buckets:
-        words = [
-            -(-tensor.bytes(dtype) // 8) for tensor in bucket
-        ]  # each starts at a multiple of 8 bytes, aligned for any dtype
+        # Each starts at a multiple of 8 bytes, aligned for any dtype.
+        words = [-(-tensor.bytes(dtype) // 8) for tensor in bucket]
         flat = torch.zeros(sum(words), dtype=torch.int64, device=device)
         views = []
         for tensor, buffer in zip(bucket, flat.split(words), strict=True):
@@ -170,9 +171,9 @@ def stream_buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields a model's tensors bucket by bucket; without `all_bits` split weights as a forward uses them."""
     low_bits, deltas = model.low_bits if all_bits else None, model.weight_deltas()
-    shared = model.shared_parameters
+    tensors, shared = model.tensors, model.shared_parameters
     return (
-        list(stream([bucket], model.tensors, model.mesh, dtype, shared=shared, low_bits=low_bits, deltas=deltas))
+        list(stream([bucket], tensors, model.mesh, dtype, shared=shared, low_bits=low_bits, deltas=deltas))
         for bucket in buckets
     )
 
@@ -192,37 +193,32 @@ class InterruptibleStream:
     def __init__(
         self, buckets: Sequence[Sequence[StreamedTensor]], model: DistributedModel, dtype: torch.dtype
     ) -> None:
-        self.buckets, self.mesh, self.dtype = buckets, model.mesh, dtype
-        self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
-        self.deltas = model.weight_deltas()
-        self.begun = 0
+        self.buckets = stream_buckets(buckets, model, dtype, all_bits=True)
+        self.remaining = len(buckets)
+        self.device = device_of(model.tensors, model.mesh)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self.buckets:
-            self.begun += 1
+        while self.remaining:
+            self.remaining -= 1
             if not self._continues(True):
                 return
-            yield from stream(
-                [bucket],
-                self.tensors,
-                self.mesh,
-                self.dtype,
-                shared=self.shared_parameters,
-                low_bits=self.low_bits,
-                deltas=self.deltas,
-            )
+            yield from next(self.buckets)
 
     def end(self) -> None:
         """Makes all ranks stop, on rank 0. Does nothing on other ranks, and after the last bucket."""
-        if dist.get_rank() == 0 and self.begun < len(self.buckets):
+        if dist.get_rank() == 0 and self.remaining:
             self._continues(False)
 
     def _continues(self, proceed: bool) -> bool:
         """Broadcasts rank 0's `proceed`, and returns it on every rank."""
-        device = next((tensor.device for tensor in self.tensors.values()), torch.device(self.mesh.device_type))
-        flag = torch.tensor([proceed], dtype=torch.uint8, device=device)
+        flag = torch.tensor([proceed], dtype=torch.uint8, device=self.device)
         dist.broadcast(flag, 0)
         return bool(flag.item())
+
+
+def device_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> torch.device:
+    """Returns the device of a rank's tensors, of which it may hold none."""
+    return next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
 
 
 def is_owner(name: str, tensor: Tensor, mesh: Mesh, shared: Collection[str]) -> bool:
