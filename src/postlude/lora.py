@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from postlude.checks import Bounds, check_bounds, check_choice
 
@@ -32,7 +32,9 @@ class AdapterConfig:
     """Of experts: the matrix that all experts of the layer share."""
 
 
-NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
+AdapterConfigs: TypeAlias = Mapping[str, AdapterConfig]
+"""Adapters by the names of their layers."""
+NO_ADAPTERS: AdapterConfigs = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

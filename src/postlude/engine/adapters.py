@@ -30,10 +30,10 @@ from postlude.hf.family import Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
-from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRA
+from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRA
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.adapters import is_adapter
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.config import RATE
 from postlude.model.parallel import Adapter, is_dtensor, local_shard, region
 from postlude.optimizer import OptimizerConfig
@@ -50,7 +50,7 @@ class AdaptedModel(DistributedModel, Protocol):
     """A distributed model with adapters: an engine."""
 
     config: ModelConfig
-    block_types: Mapping[str, type[Block]]
+    block_types: BlockTable
     family: Family | None
     builder: StageBuilder
     default_optimizer: OptimizerConfig
@@ -75,12 +75,12 @@ class Adapters:
         lora: LoRA | Mapping[str, LoRA] | None,
         config: ModelConfig,
         family: Family | None,
-        blocks: Mapping[str, type[Block]],
+        blocks: BlockTable,
         weights: WeightStorage,
     ) -> None:
         self.enabled = lora is not None
         """Whether the model is frozen and adapters are trained."""
-        self.by_name: dict[str, Mapping[str, AdapterConfig]] = {}
+        self.by_name: dict[str, AdapterConfigs] = {}
         """The adapter of each layer of the whole model, by the adapter's name and the layer's global name."""
         self._fingerprint: str | None = None
         if lora is not None:
@@ -96,7 +96,7 @@ class Adapters:
         return tuple(self.by_name)
 
     @property
-    def configs(self) -> Mapping[str, AdapterConfig]:
+    def configs(self) -> AdapterConfigs:
         """The adapter in use of each layer, by the layer's global name; empty if there is none."""
         return NO_ADAPTERS if self.in_use is None else self.by_name[self.in_use]
 
@@ -163,9 +163,7 @@ def _check_options(config: ModelConfig, weights: WeightStorage) -> None:
         raise ValueError(f"{RATE}={rates[0]} changes biases of the model, which lora freezes. Use 0.")
 
 
-def plan_adapter_tensors(
-    config: ModelConfig, blocks: Mapping[str, type[Block]], adapters: Mapping[str, AdapterConfig]
-) -> list[StreamedTensor]:
+def plan_adapter_tensors(config: ModelConfig, blocks: BlockTable, adapters: AdapterConfigs) -> list[StreamedTensor]:
     """Returns every tensor of the adapters of the whole model, under our names."""
     with torch.device("meta"):
         tensors = LanguageModel(config, blocks=blocks, adapters=adapters).state_dict()
@@ -202,9 +200,7 @@ def add_adapter(engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0) -
     add_adapter_configs(engine, name, configs, seed=seed)
 
 
-def add_adapter_configs(
-    engine: AdaptedModel, name: str, configs: Mapping[str, AdapterConfig], *, seed: int = 0
-) -> None:
+def add_adapter_configs(engine: AdaptedModel, name: str, configs: AdapterConfigs, *, seed: int = 0) -> None:
     """Adds an adapter of these layers, whose stages share the frozen model."""
     builder = replace(engine.builder, adapters=configs)
     stages = builder.build_on(engine.trainings[None].stages, seed)

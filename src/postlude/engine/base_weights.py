@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude.engine.adapters import stream_adapters
 from postlude.engine.export import Exported, Untied, export
 from postlude.engine.streaming import WeightDelta, copy_into, plan_buckets, plan_tensors, stream
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfigs
 from postlude.model import LanguageModel
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def export_base(engine: Engine, directory: str | os.PathLike[str], *, untied: bo
     return export(model, directory, None, engine.compute_dtype, card=None, overwrite=False)
 
 
-def adapter_matrices(engine: Engine) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
+def adapter_matrices(engine: Engine) -> tuple[AdapterConfigs, dict[str, tuple[Tensor, Tensor]]]:
     """Returns config, A and B of every adapted layer, whole, in fp32, by the layers' global names. Every rank calls it.
 
     They are of the adapter in use, and on the engine's device.

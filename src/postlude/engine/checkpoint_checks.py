@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from postlude.hf.tensor_sources import MODEL
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfigs
 from postlude.sharded_tensors import TensorShard, damaged_files
 from postlude.world.agreement import gather_and_decide
 
@@ -109,9 +109,7 @@ def check_base(source: Path, saved: str | None, present: str | None) -> None:
         )
 
 
-def check_adapter(
-    source: Path, name: str, saved: Mapping[str, AdapterConfig], present: Mapping[str, AdapterConfig]
-) -> None:
+def check_adapter(source: Path, name: str, saved: AdapterConfigs, present: AdapterConfigs) -> None:
     """Raises ValueError unless an adapter of a checkpoint has the layers, ranks and scales of the engine's."""
     for layer in sorted(saved.keys() | present.keys()):
         stored, current = saved.get(layer), present.get(layer)

@@ -30,7 +30,7 @@ from postlude.engine.training import Training, TrainingProperties
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family
+from postlude.hf.family import Families
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
@@ -38,7 +38,7 @@ from postlude.hf.read_model import read_generation_config, read_model, read_reca
 from postlude.layout import Layout
 from postlude.lora import NO_ADAPTERS, LoRA
 from postlude.model import LanguageModel
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.output import NO_VALUE_HEAD
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
@@ -102,8 +102,8 @@ class Engine(TrainingProperties):
         batch_invariant: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
-        blocks: Mapping[str, type[Block]] = BLOCKS,
-        families: Mapping[str, Family] = FAMILIES,
+        blocks: BlockTable = BLOCKS,
+        families: Families = FAMILIES,
     ) -> None:
         check_initialized()
         self.device = group_device() if device is None else torch.device(device)

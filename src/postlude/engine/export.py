@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +20,13 @@ from postlude.engine.streaming import (
     plan_tensors,
 )
 from postlude.hf.export import ModelFiles, export_config, untied, write_model_directory
-from postlude.hf.family import Family
+from postlude.hf.family import Families
 from postlude.hf.model_card import ModelCard
 from postlude.hf.postlude_format import PostludeConfig
 from postlude.hf.read_model import read_model_with_mtp
 from postlude.hf.sequence_classification import SCORE, VALUE_HEAD, as_classifier, score_mapping
 from postlude.model import ModelConfig
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.recast import RecastPlan, plan_recast
 from postlude.safetensors_file import TensorInfo
 from postlude.world.agreement import gather_and_decide, on_rank0
@@ -39,8 +38,8 @@ class Exported(DistributedModel, Protocol):
     """A distributed model and its description: an engine."""
 
     config: ModelConfig
-    families: Mapping[str, Family]
-    block_types: Mapping[str, type[Block]]
+    families: Families
+    block_types: BlockTable
     generation_config: dict[str, Any]
 
     def base_fingerprint(self) -> str | None:

@@ -15,11 +15,11 @@ from postlude.data import Microbatch
 from postlude.engine.fsdp import ParameterSharding, shard_stage
 from postlude.head import HeadConfig
 from postlude.layout import Stage
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfigs
 from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
 from postlude.model.adapters import freeze_base
 from postlude.model.batch_invariant import check_batch_invariant
-from postlude.model.blocks import Block
+from postlude.model.blocks import Block, BlockTable
 from postlude.model.fp8 import use_fp8
 from postlude.ops.fp8 import check_fp8
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
@@ -112,10 +112,10 @@ class StageBuilder:
     gather_once: bool
     weights: WeightStorage
     fp8: bool
-    blocks: Mapping[str, type[Block]]
+    blocks: BlockTable
     frozen: bool
     """With LoRA: the model is stored in the compute dtype and not trained."""
-    adapters: Mapping[str, AdapterConfig]
+    adapters: AdapterConfigs
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from postlude.hf.family import Family, TensorMapping, copy_from_hf, copy_to_hf, map_to_hf
 from postlude.hf.tensor_sources import names_in_order
 from postlude.model import LanguageModel, ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import local_shard, region
 from postlude.ops.adamw_storage import join_halves
 from postlude.world.mesh import Mesh
@@ -93,9 +93,7 @@ class StreamedTensor:
         return self.size * self.dtype(requested).itemsize
 
 
-def plan_tensors(
-    config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> list[StreamedTensor]:
+def plan_tensors(config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS) -> list[StreamedTensor]:
     """Returns every tensor of the model, in transformers' order; with our names and order if it has no family."""
     with torch.device("meta"):
         # Parameters that a block keeps in a wider dtype stay wider.

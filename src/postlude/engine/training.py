@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from postlude.engine import gradients, optimizers
 from postlude.engine.stages import StageBuilder, Stages
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfigs
 from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard
 from postlude.optimizer import AdamW, OptimizerConfig
@@ -36,7 +36,7 @@ class Training:
         self.optimizer = self._build_optimizer(optimizer)
 
     @property
-    def adapters(self) -> Mapping[str, AdapterConfig]:
+    def adapters(self) -> AdapterConfigs:
         """The adapter of each layer, by the layer's name."""
         return self.builder.adapters
 

@@ -18,13 +18,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, copy_to_hf, map_to_hf
+from postlude.hf.family import Families, Family, copy_to_hf, map_to_hf
 from postlude.hf.model_card import MARK, ModelCard
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
 from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation_config
 from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import region
 from postlude.safetensors_file import TensorInfo, write
 from postlude.sharded_tensors import STATE
@@ -46,7 +46,7 @@ def export_hf(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    families: Mapping[str, Family] = FAMILIES,
+    families: Families = FAMILIES,
     generation_config: Mapping[str, Any] | None = None,
     card: ModelCard | None = None,
     overwrite: bool = False,
@@ -76,7 +76,7 @@ def export_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    families: Mapping[str, Family] = FAMILIES,
+    families: Families = FAMILIES,
     generation_config: Mapping[str, Any] | None = None,
     card: ModelCard | None = None,
     overwrite: bool = False,
@@ -212,7 +212,7 @@ def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInf
 
 
 def hf_export_config(
-    config: ModelConfig, dtype: torch.dtype, families: Mapping[str, Family] = FAMILIES
+    config: ModelConfig, dtype: torch.dtype, families: Families = FAMILIES
 ) -> tuple[Family, PretrainedConfig]:
     """Returns the family and the transformers config to export a model as."""
     hf = hf_config(config)
@@ -239,10 +239,7 @@ def untied(config: ModelConfig) -> ModelConfig:
 
 
 def export_config(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    families: Mapping[str, Family] = FAMILIES,
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    config: ModelConfig, dtype: torch.dtype, families: Families = FAMILIES, blocks: BlockTable = BLOCKS
 ) -> tuple[Family | None, PretrainedConfig | PostludeConfig]:
     """Returns the config that `describe` returns, or Postlude's own for a model that no family describes."""
     if has_hf_config(config, families):
@@ -252,7 +249,7 @@ def export_config(
     return None, postlude_config
 
 
-def has_hf_config(config: ModelConfig, families: Mapping[str, Family] = FAMILIES) -> bool:
+def has_hf_config(config: ModelConfig, families: Families = FAMILIES) -> bool:
     """Whether a transformers config describes this one: it has a family, and nothing was changed."""
     family = families.get(config.family or "")
     if family is None or not config.hf_config:

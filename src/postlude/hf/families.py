@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 
 from postlude.hf.deepseek_v3 import DEEPSEEK_V3
-from postlude.hf.family import Family
+from postlude.hf.family import Families
 from postlude.hf.gemma3 import GEMMA3
 from postlude.hf.glm4_moe import GLM4_MOE
 from postlude.hf.gpt_oss import GPT_OSS
@@ -19,7 +18,7 @@ from postlude.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_VISION, QWEN3_
 from postlude.hf.qwen3_moe import QWEN3_MOE
 from postlude.hf.qwen3_next import QWEN3_NEXT
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Families = MappingProxyType(
     {
         family.model_type: family
         for family in (

@@ -183,6 +183,10 @@ class Family:
                 yield f"{copy}.{leaf}"
 
 
+Families: TypeAlias = Mapping[str, Family]
+"""Families by `model_type`."""
+
+
 def tensor_mappings(
     family: Family | None, config: ModelConfig, name: str, shape: Sequence[int]
 ) -> Iterator[TensorMapping]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from postlude.hf.family import EXPERT, Family, TensorMapping
 from postlude.lora import LoRAGroup, SharedMatrix
 from postlude.model import LanguageModel, ModelConfig
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.expert_linear import ExpertLinear
 from postlude.model.parallel import ColumnLinear, FP32Linear, Linear, RowLinear, VocabularyEmbedding
 
@@ -30,7 +30,7 @@ class LinearLayer:
     """Of experts: the matrix of an adapter that they may share."""
 
 
-def linear_layers(config: ModelConfig, blocks: Mapping[str, type[Block]]) -> dict[str, LinearLayer]:
+def linear_layers(config: ModelConfig, blocks: BlockTable) -> dict[str, LinearLayer]:
     """Returns every linear layer of the whole model by name, with the embedding; those of group "none" cannot adapt."""
     with torch.device("meta"):
         model = LanguageModel(config, blocks=blocks)

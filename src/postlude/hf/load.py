@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from postlude.data.chat_template import read_chat_template
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import NOT_IN_HF, Family, HFTensor, TensorSource, copy_from_hf, map_to_hf, overlap
+from postlude.hf.family import NOT_IN_HF, Families, Family, HFTensor, TensorSource, copy_from_hf, map_to_hf, overlap
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.read_model import (
     GGUF_NEEDS,
@@ -33,7 +33,7 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.adapters import base_tensors, is_adapter
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import local_shard, region
 from postlude.world.mesh import Mesh
 
@@ -48,8 +48,8 @@ def load_model(
     seed: int = 0,
     mtp: bool = False,
     value_head: bool = False,
-    families: Mapping[str, Family] = FAMILIES,
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    families: Families = FAMILIES,
+    blocks: BlockTable = BLOCKS,
 ) -> LanguageModel:
     """Loads a model, or makes one with random weights.
 
@@ -110,11 +110,7 @@ def _load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def init_or_load_weights(
-    model: LanguageModel,
-    source: Source,
-    family: Family | None,
-    seed: int,
-    families: Mapping[str, Family] = FAMILIES,
+    model: LanguageModel, source: Source, family: Family | None, seed: int, families: Families = FAMILIES
 ) -> None:
     """Loads the source's weights into a model, or initialises them if the source is only a config."""
     if isinstance(source, Recast):
@@ -145,7 +141,7 @@ def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> 
         copy_score(tensors, model.value_head.weight)
 
 
-def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Mapping[str, Family]) -> None:
+def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Families) -> None:
     """Loads the source's weights for blocks that stay, and initialises the others."""
     blocks = model.block_types
     plan = read_recast_plan(source, families, blocks)
@@ -219,16 +215,14 @@ def _compare_copies(
                 )
 
 
-def expected_tensors(
-    config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> dict[str, HFTensor]:
+def expected_tensors(config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS) -> dict[str, HFTensor]:
     """Returns every Hugging Face tensor of a whole model of this config, by name."""
     with torch.device("meta"):
         state_dict = LanguageModel(config, blocks=blocks).state_dict()
     return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in state_dict.items()))
 
 
-def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> int | None:
+def check_weights(source: Source, families: Families = FAMILIES) -> int | None:
     """Checks by the files' headers that every tensor is there in the shape of the config. Returns their number.
 
     Of a tied model whose files repeat the head, head and embedding are read and compared. Returns None if weights are
@@ -244,7 +238,7 @@ def check_weights(source: Source, families: Mapping[str, Family] = FAMILIES) -> 
 
 
 def check_tensors(
-    tensors: TensorSource, family: Family | None, config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS
+    tensors: TensorSource, family: Family | None, config: ModelConfig, blocks: BlockTable = BLOCKS
 ) -> int:
     """Checks the tensors of any source as `check_weights` does."""
     expected, available = expected_tensors(config, family, blocks), set(tensors.names())

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from postlude.hf.family import EXPERT, Family
 from postlude.hf.linear_layers import LinearLayer, hf_matrices, linear_layers, shared_use
-from postlude.lora import AdapterConfig, LoRA
+from postlude.lora import AdapterConfig, AdapterConfigs, LoRA
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 
 IN_ALL = ("attention", "mlp", "experts")
 GROUPS = (*IN_ALL, "router", "embedding", "head")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def adapter_configs(
-    lora: LoRA, config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS
+    lora: LoRA, config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS
 ) -> dict[str, AdapterConfig]:
     """Returns the adapter of every adapted layer of the whole model, by our name of the layer.
 
@@ -45,7 +45,7 @@ def adapter_configs(
 class _Targets:
     """The names of a model's linear layers."""
 
-    def __init__(self, config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(self, config: ModelConfig, family: Family | None, blocks: BlockTable) -> None:
         self.config = config
         self.layers = linear_layers(config, blocks)
         self.matrices = hf_matrices(config, family, self.layers.values())
@@ -98,7 +98,7 @@ def _specificity(key: str) -> tuple[int, int]:
     return (1 + key.count("."), len(key))
 
 
-def _check_alike(targets: _Targets, configs: Mapping[str, AdapterConfig]) -> None:
+def _check_alike(targets: _Targets, configs: AdapterConfigs) -> None:
     """Refuses different adapters of layers that are one matrix in transformers, which has one adapter there."""
     for matrix in targets.matrices.values():
         by_layer = {part.layer.name: configs.get(part.layer.name) for part in matrix.parts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from postlude.hf.linear_layers import linear_layers
 from postlude.hf.peft import CONFIG, Adapters, read_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.hf.tensor_sources import MODEL
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfig, AdapterConfigs
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS
 from postlude.sharded_tensors import STATE, ShardReader, damaged_files, read_state
@@ -25,7 +24,7 @@ class SavedAdapter:
     """An adapter from disk, by our names of its layers."""
 
     path: Path
-    configs: Mapping[str, AdapterConfig]
+    configs: AdapterConfigs
     pairs: Adapters
     base: str | None = None
     """The fingerprint of the model that it was trained on, if it is known."""

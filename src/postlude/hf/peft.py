@@ -29,9 +29,9 @@ from torch import Tensor
 
 from postlude.hf.family import EXPERT, Family
 from postlude.hf.linear_layers import HFMatrix, LayerRows, hf_matrices, linear_layers, module_name
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfigs
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.safetensors_file import TensorInfo, write
 
 PREFIX = "base_model.model."
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class AdaptableModel:
     """The matrices of a model that peft can adapt, and their names."""
 
-    def __init__(self, config: ModelConfig, family: Family | None, blocks: Mapping[str, type[Block]] = BLOCKS) -> None:
+    def __init__(self, config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS) -> None:
         self.family = family
         self.converts_experts = family is not None and family.peft_stacks_experts
         self.layers = {name: layer for name, layer in linear_layers(config, blocks).items() if layer.group != "none"}
@@ -67,12 +67,12 @@ class AdaptableModel:
 
 def to_peft(
     adapters: Mapping[str, tuple[Tensor, Tensor]],
-    configs: Mapping[str, AdapterConfig],
+    configs: AdapterConfigs,
     config: ModelConfig,
     family: Family | None,
     *,
     separate_experts: bool | None = None,
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    blocks: BlockTable = BLOCKS,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns adapter_config.json and the tensors of the file, from whole A and B by our name of the layer.
 
@@ -140,7 +140,7 @@ def _join(matrix: HFMatrix, adapters: Mapping[str, tuple[Tensor, Tensor]]) -> tu
 
 
 def _config_json(
-    model: AdaptableModel, adapted: list[HFMatrix], configs: Mapping[str, AdapterConfig], *, separate: bool
+    model: AdaptableModel, adapted: list[HFMatrix], configs: AdapterConfigs, *, separate: bool
 ) -> dict[str, Any]:
     """Returns adapter_config.json. It depends on the adapters alone, whatever the settings that led to them."""
     single = [matrix for matrix in adapted if matrix.in_files_one_by_one and separate]
@@ -191,7 +191,7 @@ def _config_json(
     }
 
 
-def _rank_alpha(configs: Mapping[str, AdapterConfig], parts: Collection[LayerRows]) -> tuple[int, float]:
+def _rank_alpha(configs: AdapterConfigs, parts: Collection[LayerRows]) -> tuple[int, float]:
     """Returns rank and alpha of the adapter of all parts, whose alpha / rank is exactly the scale of each."""
     rank = sum(configs[part.layer.name].rank for part in parts)
     scale = configs[next(iter(parts)).layer.name].scale

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.config_json import config_from_json, config_to_json
 
 POSTLUDE_CONFIG = "postlude.json"
@@ -38,7 +38,7 @@ class PostludeConfig:
 
     config: ModelConfig
     dtype: torch.dtype
-    blocks: Mapping[str, type[Block]]
+    blocks: BlockTable
 
     def save_pretrained(self, directory: Path) -> None:
         """Writes `postlude.json`, as transformers' configs write config.json."""
@@ -56,7 +56,7 @@ class PostludeConfig:
         }
 
 
-def read_postlude_config(directory: Path, blocks: Mapping[str, type[Block]] = BLOCKS) -> ModelConfig:
+def read_postlude_config(directory: Path, blocks: BlockTable = BLOCKS) -> ModelConfig:
     """Returns the config of a model in Postlude's own format; `blocks` is the table of blocks, with yours added."""
     file = directory / POSTLUDE_CONFIG
     try:
@@ -89,7 +89,7 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON's")
 
 
-def _read(data: Any, blocks: Mapping[str, type[Block]]) -> ModelConfig:
+def _read(data: Any, blocks: BlockTable) -> ModelConfig:
     if not isinstance(data, dict):
         raise ValueError(f"it holds {data!r}, but it must be an object with the entries {', '.join(ENTRIES)}.")
     if data.get("format") != FORMAT:

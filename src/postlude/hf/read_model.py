@@ -15,12 +15,12 @@ from transformers import AutoConfig, PretrainedConfig
 from postlude.data.hub import HubRepo, hub_repo
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Family, TensorSource
+from postlude.hf.family import Families, Family, TensorSource
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, read_postlude_config
 from postlude.hf.tensor_sources import CheckpointSource, SafetensorsSource, hf_config
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.recast import RecastPlan, plan_recast, recast
 from postlude.sharded_tensors import STATE
 
@@ -33,7 +33,7 @@ GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install '
 
 
 def read_model(
-    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+    source: Source, families: Families = FAMILIES, blocks: BlockTable = BLOCKS
 ) -> tuple[Family | None, ModelConfig]:
     """Returns the family and the config of any source; no family, and so our own names, if none describes the model.
 
@@ -52,7 +52,7 @@ def read_model(
     return None if description.family is None else _known(description.family, families), description
 
 
-def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BLOCKS) -> PretrainedConfig | ModelConfig:
+def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> PretrainedConfig | ModelConfig:
     """Returns the transformers config of a source, or the `ModelConfig` if it has no other."""
     if isinstance(source, PretrainedConfig | ModelConfig):
         return source
@@ -82,7 +82,7 @@ def read_description(source: PlainSource, blocks: Mapping[str, type[Block]] = BL
 
 
 def read_model_with_mtp(
-    source: PlainSource, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
+    source: PlainSource, families: Families = FAMILIES, blocks: BlockTable = BLOCKS
 ) -> tuple[Family | None, ModelConfig]:
     """Returns what `read_model` returns, with the multi-token-prediction depths whose names the source's files have."""
     family, config = read_model(source, families, blocks)
@@ -96,9 +96,7 @@ def read_model_with_mtp(
     return family, family.with_mtp(config, family.mtp.count_in(config, names))
 
 
-def with_mtp(
-    source: Source, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> Source:
+def with_mtp(source: Source, families: Families = FAMILIES, blocks: BlockTable = BLOCKS) -> Source:
     """Returns the source with the multi-token-prediction depths of its files, which it is otherwise read without."""
     if isinstance(source, Recast) or read_model(source, families, blocks)[1].pattern.mtp:
         return source
@@ -106,16 +104,14 @@ def with_mtp(
     return Recast(source, pattern) if pattern.mtp else source
 
 
-def read_recast_plan(
-    source: Recast, families: Mapping[str, Family] = FAMILIES, blocks: Mapping[str, type[Block]] = BLOCKS
-) -> RecastPlan:
+def read_recast_plan(source: Recast, families: Families = FAMILIES, blocks: BlockTable = BLOCKS) -> RecastPlan:
     """Returns what becomes of every tensor of a source under another pattern."""
     before = read_model_with_mtp(source.source, families, blocks)[1]
     after = recast(before, source.pattern, source.blocks)
     return plan_recast(before, _as_its_family(after, families), blocks)
 
 
-def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> ModelConfig:
+def _as_its_family(config: ModelConfig, families: Families) -> ModelConfig:
     """Returns the config with the family that it was first read from, if that describes it again."""
     family = families.get(config.hf_config.get("model_type", ""))
     if config.family is not None or family is None:
@@ -126,7 +122,7 @@ def _as_its_family(config: ModelConfig, families: Mapping[str, Family]) -> Model
     return family_config if replace(config, family=family_config.family) == used else config
 
 
-def read_generation_config(source: Source, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
+def read_generation_config(source: Source, blocks: BlockTable = BLOCKS) -> dict[str, Any]:
     """Returns the source's generation_config.json, or the special tokens of its config."""
     if isinstance(source, Recast):
         return read_generation_config(source.source, blocks)
@@ -150,7 +146,7 @@ def end_tokens(generation_config: Mapping[str, Any], eos_token_id: int | None) -
     return tuple(sorted({int(token) for token in (*tokens, eos_token_id) if token is not None}))
 
 
-def model_from_hf(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, ModelConfig]:
+def model_from_hf(hf: PretrainedConfig, families: Families = FAMILIES) -> tuple[Family, ModelConfig]:
     """Returns the family of a transformers config, and our config of the same model."""
     family = _known(hf.model_type, families)
     quantised = getattr(hf, "quantization_config", None)
@@ -168,7 +164,7 @@ def model_from_hf(hf: PretrainedConfig, families: Mapping[str, Family] = FAMILIE
     return family, replace(config, hf_config=settings)
 
 
-def _known(model_type: str, families: Mapping[str, Family]) -> Family:
+def _known(model_type: str, families: Families) -> Family:
     family = families.get(model_type)
     if family is None:
         raise ValueError(f"model_type {model_type!r} has no adapter; there are {', '.join(sorted(families))}.")

@@ -17,7 +17,7 @@ from postlude.hf.linear_layers import HFMatrix, module_name, shared_use
 from postlude.hf.peft import AdaptableModel, Adapters
 from postlude.lora import AdapterConfig
 from postlude.model import ModelConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(embedding_[AB])(?:\.default)?)")
 SAVED_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
@@ -42,7 +42,7 @@ def from_peft(
     tensors: Mapping[str, Tensor],
     config: ModelConfig,
     family: Family | None,
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    blocks: BlockTable = BLOCKS,
 ) -> tuple[dict[str, AdapterConfig], Adapters]:
     """Returns the adapter configs, and A and B, by our names of the layers.
 

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from postlude.lora import AdapterConfig
+from postlude.lora import AdapterConfig, AdapterConfigs
 from postlude.model.blocks import Block
 from postlude.model.parallel import Adapter
 
@@ -26,7 +26,7 @@ class AdaptableLayer(Protocol):
         ...
 
 
-def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: Mapping[str, AdapterConfig]) -> None:
+def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: AdapterConfigs) -> None:
     """Gives each layer of the model and its blocks its adapter. Those of other layers are of other pipeline stages."""
     for name, layer in model.named_children():
         if config := adapters.get(name):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from postlude.layout import Layout
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.config import ModelConfig
 
 OFF = "Set batch_invariant to false"
@@ -16,7 +16,7 @@ def check_batch_invariant(
     config: ModelConfig,
     layout: Layout,
     options: Mapping[str, object] = MappingProxyType({}),
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    blocks: BlockTable = BLOCKS,
 ) -> None:
     """Raises ValueError for a model, a layout or an option by name, if set, whose results depend on the batch."""
     for name in ("pp", "cp", "tp", "ep"):

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.pattern import SYMBOLS, Pattern
 
@@ -29,7 +29,7 @@ SIMPLE: Mapping[Any, tuple[Any, str]] = {
 }
 
 
-def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> dict[str, Any]:
+def config_to_json(config: ModelConfig, blocks: BlockTable = BLOCKS) -> dict[str, Any]:
     """Returns the config as JSON values, without its family and hf_config.
 
     Raises ValueError for one that would not be read back unchanged, such as a block config with a non-JSON field.
@@ -42,7 +42,7 @@ def config_to_json(config: ModelConfig, blocks: Mapping[str, type[Block]] = BLOC
     return data
 
 
-def config_from_json(data: Any, blocks: Mapping[str, type[Block]] = BLOCKS) -> ModelConfig:
+def config_from_json(data: Any, blocks: BlockTable = BLOCKS) -> ModelConfig:
     """Returns the config that `config_to_json` wrote. `blocks` is the table of blocks, including your own."""
     data = dict(_object("the config", data))
     symbols = {**SYMBOLS, **_read("symbols", dict[str, str], data.pop("symbols", {}))}

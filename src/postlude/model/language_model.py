@@ -13,9 +13,9 @@ from torch import Tensor
 from postlude.data import Microbatch
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
-from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRAGroup
+from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRAGroup
 from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
-from postlude.model.blocks import BLOCKS, Block, SeparateUnit
+from postlude.model.blocks import BLOCKS, Block, BlockTable, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import DecodeState, ForwardContext
@@ -83,8 +83,8 @@ class LanguageModel(FSDPUnit):
         head: HeadConfig = DEFAULT_HEAD,
         value_head: bool = False,
         dtype: torch.dtype | None = None,
-        blocks: Mapping[str, type[Block]] = BLOCKS,
-        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
+        blocks: BlockTable = BLOCKS,
+        adapters: AdapterConfigs = NO_ADAPTERS,
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LanguageModel(FSDPUnit):
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset()
 
-    def _build_modules(self, blocks: Mapping[str, type[Block]], value_head: bool) -> None:
+    def _build_modules(self, blocks: BlockTable, value_head: bool) -> None:
         config, tp = self.config, self.mesh.tp
         # A tied head and MTP need the embedding on the last stage; then both stages hold it.
         if self.stage.first or (self.stage.last and config.shared_parameters):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.lora import LoRAGroup
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.output import MTPOptions, OutputInputs
@@ -34,7 +34,7 @@ class MTPDepth(nn.Module):
 
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"proj": "named"}
 
-    def __init__(self, depth: int, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(self, depth: int, config: ModelConfig, mesh: Mesh, blocks: BlockTable) -> None:
         super().__init__()
         size = config.hidden_size
         self.hidden_norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
@@ -65,7 +65,7 @@ class MTPDepth(nn.Module):
 class MTP(nn.ModuleList):
     """The depths of a model, numbered from 0. If `repeated`, one module serves every depth."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, blocks: BlockTable) -> None:
         self.depths = len(config.pattern.mtp)
         super().__init__(MTPDepth(depth, config, mesh, blocks) for depth in range(config.mtp_module_count))
 

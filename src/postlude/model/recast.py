@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from postlude.model.block_config import BlockConfig
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.language_model import LanguageModel
 from postlude.model.pattern import Layer, Pattern
@@ -54,7 +54,7 @@ def recast(config: ModelConfig, pattern: str | Pattern, blocks: Mapping[str, Blo
     return replace(after, blocks={symbol: all_blocks[symbol] for symbol in after.symbols})
 
 
-def plan_recast(before: ModelConfig, after: ModelConfig, blocks: Mapping[str, type[Block]] = BLOCKS) -> RecastPlan:
+def plan_recast(before: ModelConfig, after: ModelConfig, blocks: BlockTable = BLOCKS) -> RecastPlan:
     """Returns what happens to every tensor of a model that gets another config of the same sizes.
 
     A block stays if the old block at its position has the same symbol, or another symbol with the same name and tensors
@@ -154,7 +154,7 @@ def _inside(shapes: Shapes, part: str) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(f"{part}."): shape for name, shape in shapes.items() if name.startswith(f"{part}.")}
 
 
-def _shapes(config: ModelConfig, blocks: Mapping[str, type[Block]]) -> Shapes:
+def _shapes(config: ModelConfig, blocks: BlockTable) -> Shapes:
     with torch.device("meta"):
         tensors = LanguageModel(config, blocks=blocks).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from postlude.layout import Stage
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.parallel import FSDPUnit
@@ -24,13 +23,7 @@ class LogicalLayer(FSDPUnit):
     """The blocks of one logical layer in order, under distinct names such as "attention" and "mlp"."""
 
     def __init__(
-        self,
-        layer: Layer,
-        config: ModelConfig,
-        mesh: Mesh,
-        blocks: Mapping[str, type[Block]],
-        *,
-        prefix: str = "layers",
+        self, layer: Layer, config: ModelConfig, mesh: Mesh, blocks: BlockTable, *, prefix: str = "layers"
     ) -> None:
         super().__init__()
         self.name = f"{prefix}.{layer.index}"
@@ -66,7 +59,7 @@ class LogicalLayer(FSDPUnit):
 class HybridStack(nn.ModuleDict):
     """Logical layers by their global index, so that names are the same in every layout."""
 
-    def __init__(self, config: ModelConfig, stage: Stage, mesh: Mesh, blocks: Mapping[str, type[Block]]) -> None:
+    def __init__(self, config: ModelConfig, stage: Stage, mesh: Mesh, blocks: BlockTable) -> None:
         for symbol in config.symbols:
             _check_block(symbol, config, blocks)
         layers = (config.pattern.layer(index) for index in config.stage_layers(stage))
@@ -79,7 +72,7 @@ class HybridStack(nn.ModuleDict):
         return hidden
 
 
-def _check_block(symbol: str, config: ModelConfig, blocks: Mapping[str, type[Block]]) -> None:
+def _check_block(symbol: str, config: ModelConfig, blocks: BlockTable) -> None:
     if symbol not in blocks:
         raise ValueError(
             f"pattern {config.pattern} uses {symbol!r} ({config.pattern.symbols[symbol]}), which has no "

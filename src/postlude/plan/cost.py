@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from postlude.layout import Layout, Stage
-from postlude.lora import NO_ADAPTERS, AdapterConfig
+from postlude.lora import NO_ADAPTERS, AdapterConfigs
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.options import Recompute, WeightStorage
@@ -67,7 +67,7 @@ class CostModel:
     """Numbers of fp32 that the optimizer keeps on the GPU for each parameter."""
     frozen: int = 0
     """Parameters of other models in memory: a reference, a teacher."""
-    adapters: Mapping[str, AdapterConfig] = field(default_factory=lambda: NO_ADAPTERS)
+    adapters: AdapterConfigs = field(default_factory=lambda: NO_ADAPTERS)
     """With LoRA, the adapters of the whole model: they alone are trained."""
     known: ModelParameterCount | None = None
     """The parameters of a rank of this layout, if they are counted already."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from postlude.layout import Layout, Stage
-from postlude.lora import NO_ADAPTERS, AdapterConfig
+from postlude.lora import NO_ADAPTERS, AdapterConfig, AdapterConfigs
 from postlude.model import ModelConfig
 from postlude.model.adapters import add_adapters, is_adapter
 from postlude.model.blocks import BLOCKS, Block, SeparateUnit
@@ -106,7 +106,7 @@ def total(parts: Iterable[ParameterCount]) -> ParameterCount:
 
 
 def count_parameters(
-    config: ModelConfig, layout: Layout | None = None, *, adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS
+    config: ModelConfig, layout: Layout | None = None, *, adapters: AdapterConfigs = NO_ADAPTERS
 ) -> ModelParameterCount:
     """Counts the parameters that the first rank of each stage of a layout uses; by default of one rank.
 
@@ -134,9 +134,7 @@ def count_parameters(
     return ModelParameterCount(config, layers, depth, vocabulary, vocabulary, norm, inside, *outside)
 
 
-def _count_adapters(
-    config: ModelConfig, mesh: Mesh, adapters: Mapping[str, AdapterConfig]
-) -> tuple[ParameterCount, ...]:
+def _count_adapters(config: ModelConfig, mesh: Mesh, adapters: AdapterConfigs) -> tuple[ParameterCount, ...]:
     """Returns the adapters of each layer and depth. Of layers with the same blocks and adapters one is built."""
     counted: dict[tuple[str, frozenset[tuple[str, AdapterConfig]]], ParameterCount] = {}
     counts = []

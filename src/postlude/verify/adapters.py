@@ -28,10 +28,10 @@ from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.model_source import Source
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.hf.read_model import read_model
-from postlude.lora import AdapterConfig, LoRA
+from postlude.lora import AdapterConfigs, LoRA
 from postlude.model import LanguageModel, OutputInputs
 from postlude.model.adapters import freeze_base, is_adapter
-from postlude.model.blocks import BLOCKS, Block
+from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import local_shard, region
 from postlude.verify.cases import BUDGET, batches
 
@@ -78,7 +78,7 @@ def adapted_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    blocks: Mapping[str, type[Block]] = BLOCKS,
+    blocks: BlockTable = BLOCKS,
 ) -> LanguageModel:
     """Returns a whole model on one rank, frozen, with adapters of random A and B in the same dtype."""
     family, config = read_model(source, blocks=blocks)
@@ -155,9 +155,7 @@ def _differentiate(model: LanguageModel, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def _merge(
-    base: LanguageModel, pairs: Mapping[str, tuple[Tensor, Tensor]], configs: Mapping[str, AdapterConfig]
-) -> None:
+def _merge(base: LanguageModel, pairs: Mapping[str, tuple[Tensor, Tensor]], configs: AdapterConfigs) -> None:
     for name, (a, b) in pairs.items():
         base.get_parameter(f"{name}.weight").add_(b @ a, alpha=configs[name].scale)
 
@@ -176,7 +174,7 @@ def _run_peft(
     base: Any,
     directory: Path,
     pairs: Mapping[str, tuple[Tensor, Tensor]],
-    configs: Mapping[str, AdapterConfig],
+    configs: AdapterConfigs,
     family: Family | None,
     config: Any,
     batch: Batch,

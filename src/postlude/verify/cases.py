@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from postlude.hf.read_model import CONFIG, read_description
 from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.model import ModelConfig
-from postlude.model.blocks import Block
+from postlude.model.blocks import BlockTable
 from postlude.model.routing import Routers
 from postlude.options import Overlap, Recompute
 from postlude.verify.choices import GRID
@@ -47,7 +46,7 @@ class Case:
     tied: bool | None = None
     initializer_range: float | None = None
     seed: int = 0
-    blocks: Mapping[str, type[Block]] | None = None
+    blocks: BlockTable | None = None
     lora: LoRA | None = None
     fp8: bool = False
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeAlias
 
 from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.attention import Attention, AttentionConfig, SlidingAttention, SlidingAttentionConfig
@@ -12,7 +13,10 @@ from postlude.model.blocks.mamba import Mamba, MambaConfig
 from postlude.model.blocks.mlp import MLP, MLPConfig
 from postlude.model.blocks.moe import MoE, MoEConfig
 
-BLOCKS: Mapping[str, type[Block]] = MappingProxyType(
+BlockTable: TypeAlias = Mapping[str, type[Block]]
+"""The class of each block symbol."""
+
+BLOCKS: BlockTable = MappingProxyType(
     {
         "*": Attention,
         "S": SlidingAttention,
@@ -31,6 +35,7 @@ __all__ = [
     "AttentionConfig",
     "Block",
     "BlockConfig",
+    "BlockTable",
     "GatedDelta",
     "GatedDeltaConfig",
     "LatentAttention",
