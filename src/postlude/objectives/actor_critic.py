@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from postlude.checks import Bounds, Positive
 from postlude.objectives.loss import Loss, Objective
 from postlude.objectives.value import ValueLoss
+from postlude.objectives.weights import Denominators
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -27,8 +28,8 @@ class ActorCritic:
     def __post_init__(self) -> None:
         Bounds(above=0).check("coefficient", self.coefficient)
 
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean that is known before a pass."""
+    def denominators(self, depths: int) -> Denominators:
+        """Returns the weights of the means that are known before a pass."""
         policy = getattr(self.policy, "denominators", None)
         return (*(() if policy is None else policy(depths)), *self.value.denominators(depths))
 

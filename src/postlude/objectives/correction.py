@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import check_choice
-from postlude.objectives.checks import check_interval
 from postlude.objectives.kl import clamp_log_ratio
 from postlude.objectives.weights import broadcast_to_tokens, sequence_mean
 
@@ -53,7 +52,7 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         check_choice("level", self.level, get_args(Level))
         for name in ("truncate", "mask", "sequence_mask"):
-            check_interval(name, getattr(self, name))
+            _check_interval(name, getattr(self, name))
 
     def __call__(self, microbatch: Microbatch, old: Tensor, rollout: Tensor, has_weight: Tensor) -> CorrectionWeights:
         """Returns the weights of the tokens [T] of a microbatch. `has_weight` [T]: the tokens trained on."""
@@ -69,6 +68,15 @@ class RolloutCorrection:
             average = clamp_log_ratio(sequence_mean(microbatch, difference, has_weight)).exp()
             weights = weights.where(broadcast_to_tokens(microbatch, _inside(average, self.sequence_mask)), 0.0)
         return CorrectionWeights(weights, (weights != raw).float())
+
+
+def _check_interval(name: str, bounds: Bounds | None) -> None:
+    """Refuses bounds of importance weights unless 0 ≤ low < high; high may be infinite."""
+    if bounds is None:
+        return
+    low, high = bounds
+    if not 0 <= low < high:
+        raise ValueError(f"{name} is ({low:g}, {high:g}), but its bounds are 0 ≤ low < high. Swap or widen them.")
 
 
 def _inside(values: Tensor, bounds: Bounds) -> Tensor:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import weighted_targets
+from postlude.objectives.weights import MeanOverTokens, check_per_token, weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ LEAST_LOGPROB = -100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distill:
+class Distill(MeanOverTokens):
     """forward · Σ p · log(p / q) + (1 - forward) · Σ q · log(q / p) + nll · (-log q(token))
 
     for student q and teacher p, summed over the teacher's k likeliest tokens of each position and averaged by the
@@ -67,10 +66,6 @@ class Distill:
                 'outside="ignore" lets the reverse divergence fall by moving the student away from all k tokens. '
                 'Use outside="bucket" or "renormalise", or forward=1.'
             )
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return ((self.over, 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, Positive, check_bounds
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.preference import REFERENCE
-from postlude.objectives.weights import sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -21,7 +20,7 @@ BATCH_KL = "batch_kl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTO:
+class KTO(MeanOverSequences):
     """λ_d · (1 - σ(β · (Δ - z)))   for a desirable completion,   λ_u · (1 - σ(β · (z - Δ)))   for another
 
     averaged over the completions of the batch, with
@@ -49,10 +48,6 @@ class KTO:
         check_per_token(self.mask)
         if not self.desirable_weight + self.undesirable_weight:
             raise ValueError("desirable_weight and undesirable_weight are both 0, which leaves nothing to learn from.")
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from postlude.checks import Bounds
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, Objective, mean
-from postlude.objectives.weights import weighted_nll, weighted_targets
+from postlude.objectives.weights import Denominators, check_per_token, weighted_nll, weighted_targets
 from postlude.user_code import load_callable
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class MTP:
 
         return MTPOptions(stop_trunk=self.stop_trunk)
 
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
+    def denominators(self, depths: int) -> Denominators:
         """Returns the denominators of the objective, and those of each depth."""
         inner = getattr(self.objective, "denominators", None)
         depth_denominators = tuple((self.over, depth) for depth in range(1, depths + 1))

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from postlude.checks import NonNegative, Positive, check_bounds
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss
 from postlude.objectives.preference import check_pairs, pair_loss, pairs, rewards_of
-from postlude.objectives.weights import sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +20,7 @@ LARGEST = -1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ORPO:
+class ORPO(MeanOverSequences):
     """nll · (-log p_c) - β · log σ(log odds_c - log odds_r),   odds = p / (1 - p)
 
     averaged over the pairs of the batch. log p is the mean log-prob of the completion's tokens, for the chosen
@@ -42,10 +41,6 @@ class ORPO:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_per_token(self.mask)
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

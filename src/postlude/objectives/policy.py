@@ -18,12 +18,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.correction import CorrectionWeights, RolloutCorrection
 from postlude.objectives.kl import ReferenceKL, clamp_log_ratio, estimate_kl
 from postlude.objectives.loss import Loss, Metric, mean
 from postlude.objectives.mismatch import mismatch_metrics, ratio_metrics
-from postlude.objectives.weights import broadcast_to_tokens, sequence_mean, weighted_targets
+from postlude.objectives.weights import (
+    Denominators,
+    broadcast_to_tokens,
+    check_per_token,
+    sequence_mean,
+    weighted_targets,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,8 +120,8 @@ class PolicyGradient:
         if (self.surrogate, self.ratio) == ("reinforce", "sequence"):
             raise ValueError('surrogate="reinforce" uses no ratio. Use ratio="token" or "on_policy" with it.')
 
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
+    def denominators(self, depths: int) -> Denominators:
+        """Returns the weights of its mean."""
         return ((self.over, 0),) if self.length is None else (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ LossType = Literal["sigmoid", "ipo"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference:
+class Preference(MeanOverSequences):
     """-(1 - ε) · log σ(m) - ε · log σ(-m),   m = β · (Δ_c - Δ_r) - margin          loss_type="sigmoid"
     (Δ_c - Δ_r - 1 / 2β)²                                                           loss_type="ipo"
 
@@ -79,10 +78,6 @@ class Preference:
             raise ValueError(
                 'loss_type="ipo" has a margin of its own, 1 / 2β. Leave label_smoothing, margin and margins at 0.'
             )
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

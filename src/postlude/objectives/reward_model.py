@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
 from postlude.objectives.preference import check_pairs, pair_loss, pair_margins, pairs
+from postlude.objectives.weights import MeanOverSequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BradleyTerry:
+class BradleyTerry(MeanOverSequences):
     """-log σ(s_c - s_r - margin) + centring · (s_c + s_r)²
 
     averaged over the pairs of the batch, for the scores s of the chosen completion c and the rejected one r. The score
@@ -34,10 +35,6 @@ class BradleyTerry:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

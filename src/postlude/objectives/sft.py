@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, check_bounds
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import weighted_nll, weighted_targets
+from postlude.objectives.weights import MeanOverTokens, check_per_token, weighted_nll, weighted_targets
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT:
+class SFT(MeanOverTokens):
     """Σ wₜ · (-log p(tokenₜ) + z_loss · lseₜ²) / Σ wₜ,   lse = log Σ e^logit
 
     `over` names the weights w: "tokens" for 1 each, or a column such as "loss_mask". Positions of weight zero are not
@@ -32,10 +31,6 @@ class SFT:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_per_token(self.over)
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return ((self.over, 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
-from postlude.objectives.weights import broadcast_to_tokens, sequence_mean
+from postlude.objectives.weights import Denominators, broadcast_to_tokens, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ class SummedLoss:
     def __post_init__(self) -> None:
         check_bounds(self)
 
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
+    def denominators(self, depths: int) -> Denominators:
+        """Returns the weights of its sum, whose count is 1."""
         return (("tokens", 0),)
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from postlude.checks import Positive, check_bounds
-from postlude.objectives.checks import check_per_token
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import weighted_targets
+from postlude.objectives.weights import MeanOverTokens, check_per_token, weighted_targets
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -21,7 +20,7 @@ OLD_VALUES = "old_values"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLoss:
+class ValueLoss(MeanOverTokens):
     """½ · max((v - return)², (v' - return)²),   v = critic(hidden),   v' = v_old + clamp(v - v_old, -clip, clip)
 
     averaged by the weights that `over` names. Without `clip` it is ½ · (v - return)². v belongs to the position that
@@ -43,10 +42,6 @@ class ValueLoss:
     def __post_init__(self) -> None:
         check_per_token(self.over)
         check_bounds(self)
-
-    def denominators(self, depths: int) -> tuple[tuple[str, int], ...]:
-        """Returns (column name, MTP depth) of the weights of each mean."""
-        return ((self.over, 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from postlude.checks import check_choice
 
@@ -23,6 +23,35 @@ if TYPE_CHECKING:
     from postlude.data import Microbatch
 
 Mean = Literal["tokens", "sequences", "groups"]
+Denominators: TypeAlias = tuple[tuple[str, int], ...]
+"""(column name, MTP depth) of the weights of each mean of a loss, which the engine checks before a pass."""
+
+
+class MeanOverSequences:
+    """An objective that is a mean over the sequences of the batch."""
+
+    def denominators(self, depths: int) -> Denominators:
+        """Returns the weights of its mean."""
+        return (("sequences", 0),)
+
+
+class MeanOverTokens:
+    """An objective that is a mean over tokens, by the weights that `over` names."""
+
+    over: str
+
+    def denominators(self, depths: int) -> Denominators:
+        """Returns the weights of its mean."""
+        return ((self.over, 0),)
+
+
+def check_per_token(over: str) -> None:
+    """Refuses weights that are not one per token."""
+    if over == "sequences":
+        raise ValueError(
+            'over is "sequences", but this loss has a value for each token. Name a column of weights; '
+            'weights(masks, mean="sequences") makes one that counts every sequence equally.'
+        )
 
 
 def weights(
