@@ -12,8 +12,7 @@ from postlude import Batch, Engine, LanguageModel, load_model, pack, ranks
 from postlude.generate.probe import WeightProbe
 from postlude.model.blocks import AttentionConfig, MLPConfig
 from postlude.model.fp8 import use_fp8
-from postlude.model.fp8_layer import FP8Layer
-from postlude.model.parallel import apply_linears
+from postlude.model.parallel import Linear, apply_linears
 from postlude.ops import fp8
 from postlude.ops.kernels import capabilities
 from postlude.ops.kernels.capabilities import GPUS
@@ -26,14 +25,14 @@ SIZES = {
 
 
 def in_fp8(model: LanguageModel) -> set[str]:
-    return {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer) and layer.fp8 is not None}
+    return {name for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.fp8 is not None}
 
 
 def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
     model = load_model("tiny-hybrid")
     unfit = use_fp8(model.blocks, tp=1)
     assert unfit == ["layers.3.latent_attention.kv_a_proj", "layers.3.latent_attention.kv_b_proj"]
-    other_layers = {name for name, layer in model.named_modules() if isinstance(layer, FP8Layer)} - in_fp8(model)
+    other_layers = {name for name, layer in model.named_modules() if isinstance(layer, Linear)} - in_fp8(model)
     kinds = {".".join(name.split(".")[-2:]) for name in other_layers - set(unfit)}
     assert kinds == {"mamba.dt_proj", "gated_delta.a_proj", "gated_delta.b_proj", "moe.router", "0.proj", "head"}
     assert any(name.startswith("mtp.0.") for name in in_fp8(model))

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from postlude.model.blocks.block import Block
-from postlude.model.fp8_layer import FP8Layer
+from postlude.model.parallel import Linear
 from postlude.ops.fp8 import MULTIPLE
 
 
@@ -46,7 +46,7 @@ def without_fp8(blocks: Iterable[Block]) -> Iterator[None]:
             layer.fp8 = scaling
 
 
-def _layers(block: Block) -> list[tuple[str, FP8Layer]]:
+def _layers(block: Block) -> list[tuple[str, Linear]]:
     """Returns the layers that may be in FP8, by their names in the block."""
     never = itertools.chain.from_iterable(
         [getattr(module, name) for name in getattr(module, "never_fp8", ())] for module in block.modules()
@@ -55,7 +55,7 @@ def _layers(block: Block) -> list[tuple[str, FP8Layer]]:
     return [
         (name, module)
         for name, module in block.named_modules()
-        if isinstance(module, FP8Layer) and id(module) not in excluded
+        if isinstance(module, Linear) and id(module) not in excluded
     ]
 
 
@@ -63,7 +63,7 @@ def _unfit(sizes: Sequence[int]) -> bool:
     return any(size % MULTIPLE for size in sizes)
 
 
-def _check_parts(name: str, layer: FP8Layer, tp: int) -> None:
+def _check_parts(name: str, layer: Linear, tp: int) -> None:
     sizes = list(layer.weight.shape[-2:])
     if layer.weight_dim is None or not _unfit([sizes[layer.weight_dim] // tp]):
         return

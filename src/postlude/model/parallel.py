@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig
-from postlude.model.fp8_layer import FP8Layer
 from postlude.model.recompute import Recompute, recomputed
 from postlude.ops.activation import Activation, gated_activation, gated_linear
 from postlude.ops.adapted_linear import AdapterOperand, adapted_linears
 from postlude.ops.block_fp8 import FP8Weight, fp8_linears, joined
 from postlude.ops.collectives import scatter_to_sequence, sum_over_group
 from postlude.ops.experts import grouped_linear
+from postlude.ops.fp8 import FP8Scaling
 from postlude.ops.linear import adjacent_view, embed, linear, linear_group
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import rms_norm, rms_norm_with_residual
@@ -203,10 +203,12 @@ def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return linear(rows, weight) if weight.dim() == 2 else grouped_linear(rows, weight, counts)
 
 
-class Linear(FP8Layer):
+class Linear(nn.Module):
     """A linear layer with a replicated weight, applied token by token."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "matrix", "bias": "vector"}
+    weight_dim: ClassVar[int | None] = None
+    """The dimension of the weight [out, in] that tensor parallelism shards."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, tp: Axis = SINGLE_RANK) -> None:
         super().__init__()
@@ -215,6 +217,12 @@ class Linear(FP8Layer):
         self.bias = sharded_parameter(out_features, axis=tp, dim=0 if self.weight_dim == 0 else None) if bias else None
         self.adapter: Adapter | None = None
         self.fp8_weight: FP8Weight | None = None  # used instead of the weight: see `FP8Weights`
+        self.fp8: FP8Scaling | None = None  # of products in FP8: `fp8.py` says which layers have them
+
+    def use_fp8(self) -> None:
+        """Multiplies in FP8 from now on. Ranks that hold parts of the rows of an operand share their scales."""
+        groups = {None: (None, None), 0: (None, self.tp.group), 1: (self.tp.group, None)}
+        self.fp8 = FP8Scaling(*groups[self.weight_dim])
 
     def add_adapter(self, config: AdapterConfig) -> None:
         """Gives the layer a new adapter."""
@@ -445,12 +453,12 @@ class RMSNorm(nn.Module):
     """x / rms(x) · (offset + weight), computed in fp32, token by token."""
 
     roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
+    weight_dim: ClassVar[int | None] = None
 
     def __init__(self, size: int, eps: float, *, tp: Axis = SINGLE_RANK, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.offset = offset
-        self.weight = sharded_parameter(size, axis=tp, dim=None)
+        self.size, self.eps, self.offset, self.tp = size, eps, offset, tp
+        self.weight = sharded_parameter(size, axis=tp, dim=self.weight_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
@@ -473,23 +481,15 @@ class NoNorm(nn.Module):
         return hidden, hidden
 
 
-class ColumnRMSNorm(nn.Module):
+class ColumnRMSNorm(RMSNorm):
     """RMSNorm of a vector whose features are sharded over ranks."""
 
-    roles: ClassVar[Mapping[str, Role]] = {"weight": "norm"}
-
-    def __init__(self, size: int, eps: float, *, tp: Axis = SINGLE_RANK, offset: float = 0.0) -> None:
-        super().__init__()
-        self.offset = offset
-        self.size = size
-        self.eps = eps
-        self.tp = tp
-        self.weight = sharded_parameter(size, axis=tp, dim=0)
+    weight_dim = 0
 
     def forward(self, features: Tensor) -> Tensor:
         """[T, size / tp] -> [T, size / tp]."""
         if self.tp.group is None:
-            return rms_norm(features, local(self.weight), self.eps, self.offset)
+            return super().forward(features)
         wide = features.float()
         squares = sum_over_group(wide.square().sum(-1, keepdim=True), self.tp.group)
         normed = wide * torch.rsqrt(squares / self.size + self.eps)
