@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
 from postlude.model.block_config import BlockConfig, default_heads
-from postlude.model.blocks.recurrent import Recurrent
+from postlude.model.blocks.recurrent import Recurrence, Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import (
@@ -26,7 +26,7 @@ from postlude.model.parallel import (
     local,
 )
 from postlude.ops.collectives import gather_from_sequence
-from postlude.ops.convolution import convolve, convolve_step, last_inputs
+from postlude.ops.convolution import convolve, convolve_step
 from postlude.ops.gated_delta import CHUNK, gated_delta, gated_delta_step
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
@@ -118,6 +118,7 @@ class GatedDelta(Recurrent):
     Config = GatedDeltaConfig
     never_fp8 = ("a_proj", "b_proj")  # they set how fast states decay
     decays = (0.01, 16.0)
+    ones = ("head_norm.weight",)  # it has no offset
 
     def __init__(self, config: GatedDeltaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -155,14 +156,6 @@ class GatedDelta(Recurrent):
         """Key heads of this tensor-parallel rank."""
         return self.config.key_heads // self.mesh.tp.size
 
-    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Initialises the head norm to one, since it has no offset; the rest as usual."""
-        match name.split("."):
-            case ["head_norm", "weight"]:
-                parameter.fill_(1.0)
-            case _:
-                super().reset(name, parameter, std, generator)
-
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> DeltaRule:
@@ -179,12 +172,11 @@ class GatedDelta(Recurrent):
 
 
 @dataclass(frozen=True)
-class DeltaRule:
-    """Convolution and scan of some heads, over whole sequences or token by token.
+class DeltaRule(Recurrence):
+    """The recurrence of some value heads, whose states are [key_dim, value_dim].
 
     Its input is everything of each key head, [T, key_heads, 2 · key_dim + group · (value_dim + 2)]: query, key, its
-    values, and `b` and `a` for each. Its states are the last inputs of the convolution [sequences, K - 1, channels] and
-    those of the scan, fp32 [sequences, value_heads, key_dim, value_dim].
+    values, and `b` and `a` for each.
     """
 
     config: GatedDeltaConfig
@@ -193,17 +185,15 @@ class DeltaRule:
     dt_bias: Tensor
     backend: ScanBackend
 
-    def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """Returns the heads' outputs, [T, value_heads, value_dim]."""
+    def run(self, inputs: Inputs, packing: Packing, *, last_states: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns [T, value_heads, value_dim], the scan's states on request, and the convolution's inputs."""
         channels, writing = self._split(inputs[0])
-        return self._scan(channels, writing, packing, last_states=False)[0]
-
-    def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """Returns outputs [T, value_heads, value_dim] and the states after each sequence."""
-        channels, writing = self._split(inputs[0])
-        heads, states = self._scan(channels, writing, packing, last_states=True)
-        assert states is not None
-        return heads, (last_inputs(channels, packing, self.kernel.shape[1] - 1), states)
+        heads = self._heads(convolve(channels, self.kernel, None, packing, silu=True))
+        chunk = self.config.chunk
+        outputs, states = gated_delta(
+            *heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states, backend=self.backend
+        )
+        return outputs, states, channels
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
         """Runs one token of each sequence. Returns [sequences, value_heads, value_dim] and the states after it."""
@@ -211,15 +201,6 @@ class DeltaRule:
         convolved, last = convolve_step(channels, states[0], self.kernel, None, silu=True)
         heads, state = gated_delta_step(*self._heads(convolved), *writing, states[1], normalise=True)
         return heads, (last, state)
-
-    def _scan(
-        self, channels: Tensor, writing: tuple[Tensor, Tensor], packing: Packing, last_states: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        heads = self._heads(convolve(channels, self.kernel, None, packing, silu=True))
-        chunk = self.config.chunk
-        return gated_delta(
-            *heads, *writing, packing, normalise=True, chunk=chunk, last_states=last_states, backend=self.backend
-        )
 
     def _split(self, projected: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the convolution's input [T, channels]; log decay and beta [T, value_heads], fp32."""

@@ -15,7 +15,7 @@ from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
 from postlude.lora import LoRAGroup
 from postlude.model.block_config import BlockConfig, default_heads
-from postlude.model.blocks.recurrent import Recurrent
+from postlude.model.blocks.recurrent import Recurrence, Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import (
@@ -29,7 +29,7 @@ from postlude.model.parallel import (
     sharded_parameter,
 )
 from postlude.ops.collectives import gather_from_sequence, sum_over_group
-from postlude.ops.convolution import convolve, convolve_step, last_inputs
+from postlude.ops.convolution import convolve, convolve_step
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.packing import Packing
 from postlude.ops.ssd import ssd, ssd_step
@@ -153,6 +153,7 @@ class Mamba(Recurrent):
     # transformers' fused kernel ignores an adapter of out_proj, so peft refuses it.
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "attention", "out_proj": "named"}
     decays = (1.0, 16.0)
+    ones = ("vectors.D", "gated_norm.weight")
 
     def __init__(self, config: MambaConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -186,14 +187,6 @@ class Mamba(Recurrent):
         y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
         return output
-
-    def reset(self, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-        """Initialises D and the gated norm to one; the rest as usual."""
-        match name.split("."):
-            case ["vectors", "D"] | ["gated_norm", "weight"]:
-                parameter.fill_(1.0)
-            case _:
-                super().reset(name, parameter, std, generator)
 
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
@@ -239,12 +232,10 @@ def _repeat_for_cp_ranks(head_exchange: HeadExchange, groups: Tensor, dimension:
 
 
 @dataclass(frozen=True)
-class StateSpace:
-    """Convolution and scan of some heads, over whole sequences or token by token.
+class StateSpace(Recurrence):
+    """The recurrence of some heads, whose states are [p, n].
 
     Its inputs are the channels [T, heads · p + 2 · groups · n] of x, B and C, and the projected time steps [T, heads].
-    Its states are the last inputs of the convolution [sequences, K - 1, channels] and those of the scan, fp32
-    [sequences, heads, p, n].
     """
 
     config: MambaConfig
@@ -255,15 +246,14 @@ class StateSpace:
     D: Tensor
     backend: ScanBackend
 
-    def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """Returns the heads' outputs, [T, heads, p]."""
-        return self._scan(inputs, packing, last_states=False)[0]
-
-    def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """Returns outputs [T, heads, p] and the states after each sequence."""
-        y, states = self._scan(inputs, packing, last_states=True)
-        assert states is not None
-        return y, (last_inputs(inputs[0], packing, self.kernel.shape[1] - 1), states)
+    def run(self, inputs: Inputs, packing: Packing, *, last_states: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns [T, heads, p], the scan's states on request, and the convolution's inputs."""
+        x, b, c = self._parts(convolve(inputs[0], self.kernel, self.bias, packing, silu=True))
+        dt, chunk = self._time_steps(inputs[1]), self.config.chunk
+        y, states = ssd(
+            x, dt, self.A, b, c, self.D, packing, chunk=chunk, last_states=last_states, backend=self.backend
+        )
+        return y, states, inputs[0]
 
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
         """Runs one token of each sequence. Returns [sequences, heads, p] and the states after it."""
@@ -271,11 +261,6 @@ class StateSpace:
         x, b, c = self._parts(channels)
         y, state = ssd_step(x, self._time_steps(inputs[1]), self.A, b, c, self.D, states[1])
         return y, (last, state)
-
-    def _scan(self, inputs: Inputs, packing: Packing, last_states: bool) -> tuple[Tensor, Tensor | None]:
-        x, b, c = self._parts(convolve(inputs[0], self.kernel, self.bias, packing, silu=True))
-        dt, chunk = self._time_steps(inputs[1]), self.config.chunk
-        return ssd(x, dt, self.A, b, c, self.D, packing, chunk=chunk, last_states=last_states, backend=self.backend)
 
     def _parts(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, width = len(self.A), self.config.head_dim

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +15,37 @@ from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.context import ForwardContext, Inputs, States
 from postlude.model.parallel import PerHeadVectors
 from postlude.model.steps import LayerStep, compute
+from postlude.ops.convolution import last_inputs
 from postlude.ops.packing import Packing
 
 
-class Recurrence(Protocol):
-    """Convolution and scan of some heads, of whole sequences or one token at a time."""
+class Recurrence(ABC):
+    """Convolution and scan of some heads, over whole sequences or one token at a time.
+
+    Its states are the last inputs of the convolution [sequences, K - 1, channels] and those of the scan, fp32
+    [sequences, heads, ...].
+    """
+
+    kernel: Tensor
+    """Of the convolution, [channels, K]."""
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
         """Returns the outputs of whole sequences, [T, heads, width]."""
-        ...
+        return self.run(inputs, packing, last_states=False)[0]
 
     def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
         """Returns the outputs and the states after each sequence."""
-        ...
+        outputs, states, channels = self.run(inputs, packing, last_states=True)
+        assert states is not None
+        return outputs, (last_inputs(channels, packing, self.kernel.shape[1] - 1), states)
 
+    @abstractmethod
+    def run(self, inputs: Inputs, packing: Packing, *, last_states: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns the outputs, the scan's states after each sequence on request, and the convolution's inputs."""
+
+    @abstractmethod
     def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
         """Runs one token of each sequence. Returns [sequences, heads, width] and the states after it."""
-        ...
 
 
 class Recurrent(Block):
@@ -46,6 +61,8 @@ class Recurrent(Block):
     """Initial range of A."""
     time_steps: tuple[float, float] = (1e-3, 1e-1)
     """Initial range of softplus(dt_bias), uniform in its logarithm."""
+    ones: tuple[str, ...]
+    """Parameters that start from one, whatever the model's norms do."""
 
     def steps(self) -> tuple[LayerStep, ...]:
         """Returns the steps. The vectors are gathered in a separate step, so that everything else can be recomputed."""
@@ -83,6 +100,8 @@ class Recurrent(Block):
             return torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high, generator=generator)
 
         match name.split("."):
+            case _ if name in self.ones:
+                parameter.fill_(1.0)
             case ["vectors", "A_log"]:
                 parameter.copy_(uniform(*self.decays).log())
             case ["vectors", "dt_bias"]:
