@@ -70,9 +70,14 @@ class ModelConfig:
         at_both_ends = self.tied_head or self.pattern.mtp
         return frozenset(("embedding.weight",)) if at_both_ends else frozenset()
 
-    @cached_property
+    @property
     def named_blocks(self) -> dict[str, BlockConfig]:
         """The config of every block of every stage by its global name, those of MTP depths last."""
+        return {name: self.blocks[symbol] for name, symbol in self.block_symbols.items()}
+
+    @cached_property
+    def block_symbols(self) -> dict[str, str]:
+        """The symbol of every block of every stage by its global name, those of MTP depths last."""
         trunk = {f"layers.{index}": self.pattern.layer(index) for index in range(len(self.pattern))}
         ahead = {
             f"mtp.{depth}.layers.{layer.index}": layer
@@ -80,7 +85,7 @@ class ModelConfig:
             for layer in self.pattern.depth_layers(depth)
         }
         return {
-            f"{within}.{name}": self.blocks[symbol]
+            f"{within}.{name}": symbol
             for within, layer in (trunk | ahead).items()
             for symbol, name in zip(layer.blocks, layer.names, strict=True)
         }

@@ -6,7 +6,7 @@ same tensors. A block with another symbol is a new one at the same position. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.language_model import LanguageModel
-from postlude.model.pattern import Layer, Pattern
+from postlude.model.pattern import Pattern
 
 Shapes = Mapping[str, tuple[int, ...]]
 TRUNK = "the trunk"
@@ -120,18 +120,10 @@ def _matched(before: ModelConfig, old: Shapes, after: ModelConfig, new: Shapes) 
 
 def _sections(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
     """Returns (symbol, name) of every block in order, for the trunk and for each MTP depth."""
-
-    def named(within: str, layers: Iterable[Layer]) -> list[tuple[str, str]]:
-        return [
-            (symbol, f"{within}.{layer.index}.{name}")
-            for layer in layers
-            for symbol, name in zip(layer.blocks, layer.names, strict=True)
-        ]
-
-    pattern = config.pattern
-    sections = {TRUNK: named("layers", map(pattern.layer, range(len(pattern))))}
-    for depth in range(config.mtp_module_count):
-        sections[f"mtp.{depth}"] = named(f"mtp.{depth}.layers", pattern.depth_layers(depth))
+    sections: dict[str, list[tuple[str, str]]] = {TRUNK: []}
+    for name, symbol in config.block_symbols.items():
+        depth = name.rpartition(".layers.")[0]
+        sections.setdefault(depth or TRUNK, []).append((symbol, name))
     return sections
 
 
