@@ -22,13 +22,7 @@ from typing import Any, NoReturn
 from postlude.checks import USER_ERRORS, error_message
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
-from postlude.option_types import above_zero as _above_zero
-from postlude.option_types import count as _count
-from postlude.option_types import count_from_zero as _count_from_zero
-from postlude.option_types import from_zero as _from_zero
-from postlude.option_types import layout as _layout
-from postlude.option_types import lora as _lora
-from postlude.option_types import port as _port
+from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port
 from postlude.plan.hardware import HARDWARE
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
@@ -216,7 +210,7 @@ def _add_model(command: argparse.ArgumentParser, also: str = "") -> None:
 
 def _add_address(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    command.add_argument("--port", type=_port, default=0, help="port (default: a free one)")
+    command.add_argument("--port", type=port, default=0, help="port (default: a free one)")
 
 
 def _add_overlap(command: argparse.ArgumentParser) -> None:
@@ -231,7 +225,7 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
 
 
 def _add_lora(command: argparse.ArgumentParser, purpose: str) -> None:
-    command.add_argument("--lora", type=_lora, metavar="rank=8,targets=q_proj,v_proj", help=purpose)
+    command.add_argument("--lora", type=lora, metavar="rank=8,targets=q_proj,v_proj", help=purpose)
 
 
 def _add_recompute(command: argparse.ArgumentParser) -> None:
@@ -243,7 +237,7 @@ def _add_recompute(command: argparse.ArgumentParser) -> None:
 def _add_device_and_timeout(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument(
-        "--timeout", type=_above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
+        "--timeout", type=above_zero, default=600.0, help="seconds to wait for a rank that does not respond"
     )
 
 
@@ -266,7 +260,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         metavar="RUN/step-N",
         help="start from the weights of another run's checkpoint, instead of --model",
     )
-    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
+    command.add_argument("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
     _add_device_and_timeout(command)
     _add_ray(command)
 
@@ -302,7 +296,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_model(command, "; or a config.json, for random weights")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
-        "--layout", action="append", type=_layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
+        "--layout", action="append", type=layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
     )
     chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
     command.add_argument(
@@ -315,7 +309,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     command.add_argument(
-        "--tolerance", type=_from_zero, help=f"tolerance relative to the largest value (default: {limits})"
+        "--tolerance", type=from_zero, help=f"tolerance relative to the largest value (default: {limits})"
     )
     _add_device_and_timeout(command)
     command.add_argument(
@@ -335,7 +329,7 @@ def _add_logprobs(command: argparse.ArgumentParser) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     _add_sampling(command)
     command.add_argument("--prompt", action="append", help="prompt; may be repeated (default, and -: standard input)")
-    command.add_argument("--n", type=_count, default=1, help="completions of each prompt (default: 1)")
+    command.add_argument("--n", type=count, default=1, help="completions of each prompt (default: 1)")
     command.add_argument("--plain", action="store_true", help="send the prompt as it is, without the chat template")
     command.add_argument("--json", action="store_true", help="print one JSON object per completion, with its tokens")
 
@@ -344,25 +338,25 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     command.add_argument("--system", help="system message")
     command.add_argument(
-        "--max-new-tokens", type=_count, default=512, help="maximum tokens of a completion (default: 512)"
+        "--max-new-tokens", type=count, default=512, help="maximum tokens of a completion (default: 512)"
     )
     command.add_argument(
-        "--temperature", type=_from_zero, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"
+        "--temperature", type=from_zero, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"
     )
     command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
     command.add_argument(
-        "--top-p", type=_above_zero, default=1.0, help="sample from the smallest set with this probability"
+        "--top-p", type=above_zero, default=1.0, help="sample from the smallest set with this probability"
     )
     command.add_argument(
-        "--min-p", type=_from_zero, default=0.0, help="sample from tokens with this fraction of the top probability"
+        "--min-p", type=from_zero, default=0.0, help="sample from tokens with this fraction of the top probability"
     )
     command.add_argument(
         "--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated"
     )
     command.add_argument("--seed", type=int, help="random seed (default: a new one each time)")
     _add_dtype_and_device(command)
-    command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
-    command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
+    command.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
+    command.add_argument("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -376,28 +370,28 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--name", help="name of the model (default: MODEL)")
     _add_dtype_and_device(command)
-    command.add_argument("--threads", type=_count, help="CPU threads (default: all cores)")
-    command.add_argument("--max-sequences", type=_count, help="maximum completions at a time (default: 256)")
-    command.add_argument("--max-batch-tokens", type=_count, help="tokens in the KV cache (default: 65536)")
+    command.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
+    command.add_argument("--max-sequences", type=count, help="maximum completions at a time (default: 256)")
+    command.add_argument("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
     command.add_argument(
-        "--max-prefill-tokens", type=_count, help="maximum prompt tokens of a prefill step (default: 8192)"
+        "--max-prefill-tokens", type=count, help="maximum prompt tokens of a prefill step (default: 8192)"
     )
     command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
 
 
 def _add_tinker(command: argparse.ArgumentParser) -> None:
     command.add_argument("models", metavar="MODEL", nargs="+", help=f"NAME=MODEL, or MODEL alone: {MODEL_HELP}")
-    command.add_argument("--layout", default="", type=_layout, metavar="dp_shard=2", help="layout (default: one rank)")
+    command.add_argument("--layout", default="", type=layout, metavar="dp_shard=2", help="layout (default: one rank)")
     _add_address(command)
     saved = "directory of what is saved (default: runs/tinker)"
     command.add_argument("--state", metavar="DIR", type=Path, default=Path("runs/tinker"), help=saved)
     keys = "keys that clients must send (tml-…), one a line; needed if other machines can connect"
     command.add_argument("--key-file", metavar="FILE", type=Path, help=keys)
-    command.add_argument("--max-models", type=_count, default=64, help="models trained at the same time (default: 64)")
+    command.add_argument("--max-models", type=count, default=64, help="models trained at the same time (default: 64)")
     full = "models among them of which all weights are trained, without LoRA (default: 1; 0 refuses them)"
-    command.add_argument("--max-full-models", type=_count_from_zero, default=1, metavar="N", help=full)
+    command.add_argument("--max-full-models", type=count_from_zero, default=1, metavar="N", help=full)
     silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"
-    command.add_argument("--session-timeout", type=_above_zero, default=1800.0, metavar="SECONDS", help=silent)
+    command.add_argument("--session-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=silent)
     _add_ray(command)
     _add_dtype_and_device(command)
 
@@ -405,19 +399,19 @@ def _add_tinker(command: argparse.ArgumentParser) -> None:
 def _add_trace(command: argparse.ArgumentParser) -> None:
     _add_model(command, "; or a config.json, for random weights")
     command.add_argument(
-        "--layout", default="", type=_layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
+        "--layout", default="", type=layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
     )
     _add_overlap(command)
     command.add_argument("--plain", action="store_true", help="with --overlap: also draw a step without it")
     command.add_argument(
-        "--microbatches", type=_count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)"
+        "--microbatches", type=count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)"
     )
     command.add_argument("--tokens", type=int, default=512, help="tokens of a microbatch (default: 512)")
     _add_recompute(command)
     command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
     _add_device_and_timeout(command)
     command.add_argument("--seed", type=int, default=0, help="random seed")
-    command.add_argument("--nproc", type=_count, help="ranks to start on this machine (default: those of the layout)")
+    command.add_argument("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
     command.add_argument(
         "--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json"
     )
@@ -433,12 +427,12 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         help="take layout, batch, recompute, overlap, storage and reference from a recipe's config",
     )
     command.add_argument(
-        "--gpus", type=_count, help="number of GPUs (default: those of the layout); dp_shard takes the rest"
+        "--gpus", type=count, help="number of GPUs (default: those of the layout); dp_shard takes the rest"
     )
-    command.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")
-    command.add_argument("--budget", type=_count, help="tokens of a microbatch (default: one sequence)")
+    command.add_argument("--seq", type=count, required=True, help="tokens of a sequence")
+    command.add_argument("--budget", type=count, help="tokens of a microbatch (default: one sequence)")
     command.add_argument(
-        "--batch-tokens", type=_count, help="tokens of a step (default: 4 microbatches per pipeline rank)"
+        "--batch-tokens", type=count, help="tokens of a step (default: 4 microbatches per pipeline rank)"
     )
     _add_overlap(command)
     _add_lora(command, "plan training of adapters, with the model frozen")

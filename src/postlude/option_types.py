@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+from collections.abc import Callable
+from typing import TypeVar
 
 from postlude.layout import Layout
 from postlude.lora import LoRA
 
-
-def above_zero(text: str) -> float:
-    """Returns a number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+Number = TypeVar("Number", int, float)
 
 
-def count(text: str) -> int:
-    """Returns a whole number of at least 1."""
-    if not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _number(kind: Callable[[str], Number], accepts: Callable[[Number], bool], what: str) -> Callable[[str], Number]:
+    """Returns a type of option: a number that is accepted, called `what` in messages."""
+
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if accepts(number := kind(text)):
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def count_from_zero(text: str) -> int:
-    """Returns a whole number of at least 0."""
+def _whole(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+        raise ValueError
     return int(text)
 
 
-def from_zero(text: str) -> float:
-    """Returns a number of at least 0."""
-    with contextlib.suppress(ValueError):
-        if (number := float(text)) >= 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-
-
-def port(text: str) -> int:
-    """Returns a port, or 0 for one that is free."""
-    if not (text.isdigit() and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 65535, or 0 for one that is free")
-    return int(text)
+above_zero = _number(float, lambda number: 0 < number < math.inf, "a number above 0")
+from_zero = _number(float, lambda number: number >= 0, "a number of at least 0")
+count = _number(_whole, lambda number: number > 0, "a whole number of at least 1")
+count_from_zero = _number(_whole, lambda number: True, "a whole number of at least 0")
+port = _number(_whole, lambda number: number <= 65535, "from 1 to 65535, or 0 for one that is free")
 
 
 def layout(text: str) -> str:

@@ -263,7 +263,7 @@ def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
         ({"groups": 3}, "groups divide the experts"),
         ({"groups": 4, "top_groups": 3, "top_k": 4}, "top_groups divides top_k"),
         ({"groups": 4, "top_groups": 1, "top_k": 4}, "hold at least top_k"),
-        ({"scores": "relu"}, "use softmax or sigmoid"),
+        ({"scores": "relu"}, "scores is 'relu', but the choices are 'softmax', 'sigmoid'"),
         ({"shared_gate": True}, "needs a shared expert"),
     ],
 )

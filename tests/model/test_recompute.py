@@ -62,5 +62,5 @@ def test_activations_that_are_not_saved_are_recomputed() -> None:
 
 
 def test_an_unknown_word() -> None:
-    with pytest.raises(ValueError, match="recompute='some' is unknown; use none, selective, full"):
+    with pytest.raises(ValueError, match="recompute is 'some', but the choices are 'none', 'selective', 'full'"):
         LanguageModel(small_config(), recompute="some")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from postlude.checks import check_choice
 from postlude.data.chat_template import (
     QUESTION,
     ChatTemplate,
@@ -85,8 +86,7 @@ class Encoder:
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}, but the least is 2: the first is never trained on.")
-        if self.turns not in ("all", "last"):
-            raise ValueError(f'turns is {self.turns!r}, but the choices are "all" and "last".')
+        check_choice("turns", self.turns, ("all", "last"))
 
     def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:
         """Returns the tokens that a model continues: text as it is, messages with the assistant's header."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
 
+from postlude.checks import check_choice
 from postlude.data import Microbatch
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
@@ -41,7 +42,7 @@ from postlude.model.parallel import (
     region,
     role_of,
 )
-from postlude.model.recompute import Recompute, check_recompute
+from postlude.model.recompute import Recompute
 from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
@@ -92,7 +93,7 @@ class LanguageModel(FSDPUnit):
         self.mesh, self.stage = mesh or Mesh.single_rank(), stage or Stage()
         self.recompute, self.scans, self.head_config = recompute, scans, head
         self.block_types, self.batch_invariant = blocks, batch_invariant
-        check_recompute(recompute)
+        check_choice("recompute", recompute, get_args(Recompute))
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
         add_adapters(self, self.blocks, adapters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -43,12 +43,6 @@ KEPT = (
     "postlude.ssd_triton",
     "postlude.gated_delta",
 )
-
-
-def check_recompute(recompute: str) -> None:
-    """Raises ValueError for an unknown name."""
-    if recompute not in get_args(Recompute):
-        raise ValueError(f"recompute={recompute!r} is unknown; use {', '.join(get_args(Recompute))}.")
 
 
 def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments: Any) -> Result:

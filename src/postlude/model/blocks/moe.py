@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from postlude.checks import Bounds
+from postlude.checks import Bounds, check_choice
 from postlude.layout import Layout, nearest_degrees
 from postlude.lora import LoRAGroup, SharedMatrix
 from postlude.model.block_config import BlockConfig, LayerMetric
@@ -122,8 +122,7 @@ class MoEConfig(GatedConfig):
             raise ValueError(
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
             )
-        if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"router scores {self.scores!r} are unknown; use softmax or sigmoid.")
+        check_choice("scores", self.scores, ("softmax", "sigmoid"))
         if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(
                 f"{self.experts} experts in {self.groups} groups, {self.top_groups} of them chosen: groups divide the "
