@@ -250,17 +250,16 @@ def _add_dtype_and_device(command: argparse.ArgumentParser) -> None:
 
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dry-run", action="store_true", help="run the preflight only")
-    command.add_argument(
-        "--resume-from", metavar="step-N", help="resume from this checkpoint; later steps are repeated"
-    )
-    command.add_argument(
+    option = command.add_argument
+    option("--dry-run", action="store_true", help="run the preflight only")
+    option("--resume-from", metavar="step-N", help="resume from this checkpoint; later steps are repeated")
+    option(
         "--from",
         dest="from_checkpoint",
         metavar="RUN/step-N",
         help="start from the weights of another run's checkpoint, instead of --model",
     )
-    command.add_argument("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
+    option("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
     _add_device_and_timeout(command)
     _add_ray(command)
 
@@ -293,31 +292,28 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_model(command, "; or a config.json, for random weights")
     chosen = command.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
         "--layout", action="append", type=layout, metavar="pp=2,cp=2", help="layout to compare; may be repeated"
     )
     chosen.add_argument("--grid", action="store_true", help="compare the standard set of layouts, up to 8 ranks")
-    command.add_argument(
-        "--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)"
-    )
+    option("--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)")
     _add_lora(command, "compare the gradients of adapters, and those of one rank with the merged model and with peft")
     _add_recompute(command)
     _add_overlap(command)
-    command.add_argument("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
+    option("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
+    option("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
-    command.add_argument(
-        "--tolerance", type=from_zero, help=f"tolerance relative to the largest value (default: {limits})"
-    )
+    option("--tolerance", type=from_zero, help=f"tolerance relative to the largest value (default: {limits})")
     _add_device_and_timeout(command)
-    command.add_argument(
+    option(
         "--backend",
         choices=("gloo", "nccl"),
         help="communication backend (default: nccl with a GPU for each rank, else gloo)",
     )
-    command.add_argument("--seed", type=int, default=0, help="random seed")
+    option("--seed", type=int, default=0, help="random seed")
 
 
 def _add_logprobs(command: argparse.ArgumentParser) -> None:
@@ -327,145 +323,130 @@ def _add_logprobs(command: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_sampling(command)
-    command.add_argument("--prompt", action="append", help="prompt; may be repeated (default, and -: standard input)")
-    command.add_argument("--n", type=count, default=1, help="completions of each prompt (default: 1)")
-    command.add_argument("--plain", action="store_true", help="send the prompt as it is, without the chat template")
-    command.add_argument("--json", action="store_true", help="print one JSON object per completion, with its tokens")
+    option("--prompt", action="append", help="prompt; may be repeated (default, and -: standard input)")
+    option("--n", type=count, default=1, help="completions of each prompt (default: 1)")
+    option("--plain", action="store_true", help="send the prompt as it is, without the chat template")
+    option("--json", action="store_true", help="print one JSON object per completion, with its tokens")
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_model(command)
-    command.add_argument("--system", help="system message")
-    command.add_argument(
-        "--max-new-tokens", type=count, default=512, help="maximum tokens of a completion (default: 512)"
-    )
-    command.add_argument(
-        "--temperature", type=from_zero, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"
-    )
-    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
-    command.add_argument(
-        "--top-p", type=above_zero, default=1.0, help="sample from the smallest set with this probability"
-    )
-    command.add_argument(
-        "--min-p", type=from_zero, default=0.0, help="sample from tokens with this fraction of the top probability"
-    )
-    command.add_argument(
-        "--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated"
-    )
-    command.add_argument("--seed", type=int, help="random seed (default: a new one each time)")
+    option("--system", help="system message")
+    option("--max-new-tokens", type=count, default=512, help="maximum tokens of a completion (default: 512)")
+    option("--temperature", type=from_zero, default=1.0, help="sampling temperature; 0 is greedy (default: 1)")
+    option("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
+    option("--top-p", type=above_zero, default=1.0, help="sample from the smallest set with this probability")
+    option("--min-p", type=from_zero, default=0.0, help="sample from tokens with this fraction of the top probability")
+    option("--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated")
+    option("--seed", type=int, help="random seed (default: a new one each time)")
     _add_dtype_and_device(command)
-    command.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
-    command.add_argument("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
+    option("--threads", type=count, help="CPU threads (default: all cores)")
+    option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_model(command)
     _add_address(command)
-    command.add_argument(
+    option(
         "--api-key",
         metavar="KEY",
         help="key that requests must send as `Authorization: Bearer KEY`; needed if other machines can connect. Prefer "
         "the variable POSTLUDE_API_KEY: process lists show command lines",
     )
-    command.add_argument("--name", help="name of the model (default: MODEL)")
+    option("--name", help="name of the model (default: MODEL)")
     _add_dtype_and_device(command)
-    command.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
-    command.add_argument("--max-sequences", type=count, help="maximum completions at a time (default: 256)")
-    command.add_argument("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
-    command.add_argument(
-        "--max-prefill-tokens", type=count, help="maximum prompt tokens of a prefill step (default: 8192)"
-    )
-    command.add_argument("--empty", action="store_true", help="start without weights; POST /weights loads them")
+    option("--threads", type=count, help="CPU threads (default: all cores)")
+    option("--max-sequences", type=count, help="maximum completions at a time (default: 256)")
+    option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
+    option("--max-prefill-tokens", type=count, help="maximum prompt tokens of a prefill step (default: 8192)")
+    option("--empty", action="store_true", help="start without weights; POST /weights loads them")
 
 
 def _add_tinker(command: argparse.ArgumentParser) -> None:
-    command.add_argument("models", metavar="MODEL", nargs="+", help=f"NAME=MODEL, or MODEL alone: {MODEL_HELP}")
-    command.add_argument("--layout", default="", type=layout, metavar="dp_shard=2", help="layout (default: one rank)")
+    option = command.add_argument
+    option("models", metavar="MODEL", nargs="+", help=f"NAME=MODEL, or MODEL alone: {MODEL_HELP}")
+    option("--layout", default="", type=layout, metavar="dp_shard=2", help="layout (default: one rank)")
     _add_address(command)
     saved = "directory of what is saved (default: runs/tinker)"
-    command.add_argument("--state", metavar="DIR", type=Path, default=Path("runs/tinker"), help=saved)
+    option("--state", metavar="DIR", type=Path, default=Path("runs/tinker"), help=saved)
     keys = "keys that clients must send (tml-…), one a line; needed if other machines can connect"
-    command.add_argument("--key-file", metavar="FILE", type=Path, help=keys)
-    command.add_argument("--max-models", type=count, default=64, help="models trained at the same time (default: 64)")
+    option("--key-file", metavar="FILE", type=Path, help=keys)
+    option("--max-models", type=count, default=64, help="models trained at the same time (default: 64)")
     full = "models among them of which all weights are trained, without LoRA (default: 1; 0 refuses them)"
-    command.add_argument("--max-full-models", type=count_from_zero, default=1, metavar="N", help=full)
+    option("--max-full-models", type=count_from_zero, default=1, metavar="N", help=full)
     silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"
-    command.add_argument("--session-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=silent)
+    option("--session-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=silent)
     _add_ray(command)
     _add_dtype_and_device(command)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_model(command, "; or a config.json, for random weights")
-    command.add_argument(
-        "--layout", default="", type=layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)"
-    )
+    option("--layout", default="", type=layout, metavar="dp_shard=2,ep=2", help="parallel layout (default: one rank)")
     _add_overlap(command)
-    command.add_argument("--plain", action="store_true", help="with --overlap: also draw a step without it")
-    command.add_argument(
-        "--microbatches", type=count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)"
-    )
-    command.add_argument("--tokens", type=int, default=512, help="tokens of a microbatch (default: 512)")
+    option("--plain", action="store_true", help="with --overlap: also draw a step without it")
+    option("--microbatches", type=count, help="microbatches of each data-parallel rank (default: 2·pp, at least 4)")
+    option("--tokens", type=int, default=512, help="tokens of a microbatch (default: 512)")
     _add_recompute(command)
-    command.add_argument("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
+    option("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
     _add_device_and_timeout(command)
-    command.add_argument("--seed", type=int, default=0, help="random seed")
-    command.add_argument("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
-    command.add_argument(
-        "--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json"
-    )
+    option("--seed", type=int, default=0, help="random seed")
+    option("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
+    option("--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json")
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
+    option = command.add_argument
     _add_model(command, "; or a config.json alone")
-    command.add_argument("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")
-    command.add_argument(
+    option("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")
+    option(
         "--recipe",
         nargs=2,
         metavar=("RECIPE", "CONFIG"),
         help="take layout, batch, recompute, overlap, storage and reference from a recipe's config",
     )
-    command.add_argument(
-        "--gpus", type=count, help="number of GPUs (default: those of the layout); dp_shard takes the rest"
-    )
-    command.add_argument("--seq", type=count, required=True, help="tokens of a sequence")
-    command.add_argument("--budget", type=count, help="tokens of a microbatch (default: one sequence)")
-    command.add_argument(
-        "--batch-tokens", type=count, help="tokens of a step (default: 4 microbatches per pipeline rank)"
-    )
+    option("--gpus", type=count, help="number of GPUs (default: those of the layout); dp_shard takes the rest")
+    option("--seq", type=count, required=True, help="tokens of a sequence")
+    option("--budget", type=count, help="tokens of a microbatch (default: one sequence)")
+    option("--batch-tokens", type=count, help="tokens of a step (default: 4 microbatches per pipeline rank)")
     _add_overlap(command)
     _add_lora(command, "plan training of adapters, with the model frozen")
     _add_recompute(command)
-    command.add_argument("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
-    command.add_argument(
+    option("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
+    option(
         "--gpu",
         default="h100",
         metavar="NAME",
         help=f"{', '.join(HARDWARE)}, or a .json file (default: h100)",
     )
-    command.add_argument("--search", action="store_true", help="propose the best layouts of --gpus that fit")
+    option("--search", action="store_true", help="propose the best layouts of --gpus that fit")
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+    option = command.add_argument
+    option(
         "adapter",
         metavar="ADAPTER",
         nargs="?",
         help="an adapter to merge into SRC: a directory of peft, or a checkpoint of a LoRA run",
     )
-    command.add_argument("source", metavar="SRC", help=MODEL_HELP)
-    command.add_argument("target", metavar="DST", help="directory to write")
-    command.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
-    command.add_argument(
+    option("source", metavar="SRC", help=MODEL_HELP)
+    option("target", metavar="DST", help="directory to write")
+    option("--dtype", choices=DTYPES, help="dtype of the written weights (default: the source's)")
+    option(
         "--pattern",
         metavar="'[*-]{4}'",
         help="another pattern; equal blocks at the same place keep their weights, "
         "and a model without a Hugging Face family is written in Postlude's own format (docs/models.md)",
     )
-    command.add_argument("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
-    command.add_argument("--seed", type=int, default=0, help="random seed of new weights")
-    command.add_argument("--overwrite", action="store_true", help="replace a model in DST")
+    option("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
+    option("--seed", type=int, default=0, help="random seed of new weights")
+    option("--overwrite", action="store_true", help="replace a model in DST")
 
 
 if __name__ == "__main__":

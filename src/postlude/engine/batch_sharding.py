@@ -7,7 +7,6 @@ column, give ranks without rows its dtype, and detect ranks that have another ba
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +74,7 @@ class LocalBatch:
         sizes = [sum(self.plan.lengths[member] for member in sequences) for sequences in members]
         returned_ranks = [mesh.dp.rank] if self.sharded else list(range(ranks))
         results = {}
-        for name, dtype, trailing in self._result_types(values, device):
+        for name, dtype, trailing in self._result_types(values):
             local = torch.zeros((sizes[mesh.dp.rank], *trailing), dtype=dtype, device=device)
             if values:
                 self._write_values([value[name].detach() for value in values], local, members[mesh.dp.rank], shifted)
@@ -126,24 +125,13 @@ class LocalBatch:
             indices = indices.where(microbatch.batch_indices >= 0, -1)
             scatter_add(replace(microbatch, batch_indices=indices, batch_tokens=end), value, output, shifted=shifted)
 
-    def _result_types(
-        self, values: Sequence[Mapping[str, Tensor]], device: torch.device
-    ) -> list[tuple[str, torch.dtype, list[int]]]:
+    def _result_types(self, values: Sequence[Mapping[str, Tensor]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns name, dtype and trailing shape of the last stage's results, on the other stages too."""
-        specs = json.dumps(
-            [[name, str(value.dtype).split(".")[1], list(value.shape[1:])] for name, value in values[0].items()]
-            if values
-            else []
-        )
+        first = values[0] if values else {}
+        types = [[(name, value.dtype, tuple(value.shape[1:])) for name, value in first.items()]]
         if self.mesh.pp.group is not None:
-            group, last = self.mesh.pp.group, self.mesh.pp.size - 1
-            data = torch.frombuffer(bytearray(specs.encode()), dtype=torch.uint8)
-            size = for_backend(torch.tensor([len(data)], device=device))
-            dist.broadcast(size, group=group, group_src=last)
-            data = for_backend((data if values else torch.zeros(int(size), dtype=torch.uint8)).to(device))
-            dist.broadcast(data, group=group, group_src=last)
-            specs = bytes(data.cpu().numpy()).decode()
-        return [(name, getattr(torch, dtype), trailing) for name, dtype, trailing in json.loads(specs)]
+            dist.broadcast_object_list(types, group=self.mesh.pp.group, group_src=self.mesh.pp.size - 1)
+        return types[0]
 
 
 def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[Any, Any], budget: int) -> Batch:

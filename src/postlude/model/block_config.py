@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
+from postlude.checks import Bounds
 from postlude.layout import Layout
 
 NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
+Size: TypeAlias = Annotated[int, Bounds(least=1)]
 
 
 def default_heads(width: int, size: int) -> tuple[int, int]:

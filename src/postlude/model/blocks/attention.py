@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from postlude.checks import check_bounds
 from postlude.layout import Layout, nearest_degrees
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, default_heads
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, default_heads
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -46,9 +47,9 @@ class AttentionConfig(BlockConfig):
     """
 
     kernel_share = 0.82
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
     rotary: RotaryConfig | None = field(default_factory=RotaryConfig)
     rotary_dim: int | None = None
     qkv_bias: bool = False
@@ -65,11 +66,9 @@ class AttentionConfig(BlockConfig):
         return None
 
     def __post_init__(self) -> None:
-        if min(self.heads, self.kv_heads, self.head_dim) < 1 or self.heads % self.kv_heads:
-            raise ValueError(
-                f"attention with heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}: every size is "
-                "at least 1 and kv_heads divides heads."
-            )
+        check_bounds(self)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"attention with heads={self.heads}, kv_heads={self.kv_heads}: kv_heads divides heads.")
         if self.rotary and self.rotary_dim is None and self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but rotary embedding rotates pairs; use an even head_dim."
@@ -141,7 +140,7 @@ class AttentionConfig(BlockConfig):
 class SlidingAttentionConfig(AttentionConfig):
     """Attention that sees the last `sliding_window` keys, the query's own included."""
 
-    sliding_window: int
+    sliding_window: Size
 
     @classmethod
     def _extra_fields(cls) -> dict[str, Any]:
@@ -151,11 +150,6 @@ class SlidingAttentionConfig(AttentionConfig):
     def window(self) -> int | None:
         """How many keys a query sees, its own included."""
         return self.sliding_window
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sliding_window < 1:
-            raise ValueError(f"sliding_window={self.sliding_window}: a query sees at least its own key, so at least 1.")
 
 
 class Attention(Block):

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from postlude.checks import check_bounds
 from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
-from postlude.model.block_config import BlockConfig, default_heads
+from postlude.model.block_config import BlockConfig, Size, default_heads
 from postlude.model.blocks.recurrent import Recurrence, Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
@@ -42,20 +43,19 @@ class GatedDeltaConfig(BlockConfig):
     only changes speed.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int = 4
-    chunk: int = CHUNK
+    key_heads: Size
+    value_heads: Size
+    key_dim: Size
+    value_dim: Size
+    conv_kernel: Size = 4
+    chunk: Size = CHUNK
 
     def __post_init__(self) -> None:
-        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_kernel, self.chunk)
-        if min(sizes) < 1 or self.value_heads % self.key_heads:
+        check_bounds(self)
+        if self.value_heads % self.key_heads:
             raise ValueError(
-                f"gated delta net with key_heads={self.key_heads}, value_heads={self.value_heads}, "
-                f"key_dim={self.key_dim}, value_dim={self.value_dim}, conv_kernel={self.conv_kernel}, "
-                f"chunk={self.chunk}: every size is at least 1 and key_heads divide value_heads."
+                f"gated delta net with key_heads={self.key_heads}, value_heads={self.value_heads}: key_heads divide "
+                "value_heads."
             )
 
     @classmethod

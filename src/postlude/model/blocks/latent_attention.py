@@ -9,8 +9,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from postlude.checks import check_bounds
 from postlude.layout import Layout, nearest_degrees
-from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, default_heads
+from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, default_heads
 from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
@@ -35,11 +36,11 @@ class LatentAttentionConfig(BlockConfig):
     """
 
     caches_latents = True
-    heads: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    latent_size: int
+    heads: Size
+    nope_dim: Size
+    rope_dim: Size
+    value_dim: Size
+    latent_size: Size
     query_latent_size: int | None = None
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     interleaved: bool = False
@@ -48,10 +49,7 @@ class LatentAttentionConfig(BlockConfig):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("heads", "nope_dim", "rope_dim", "value_dim", "latent_size")
-        small = [name for name in sizes if getattr(self, name) < 1]
-        if small:
-            raise ValueError(f"latent attention with {small[0]}={getattr(self, small[0])}: every size is at least 1.")
+        check_bounds(self)
         if self.rope_dim % 2:
             raise ValueError(
                 f"rope_dim={self.rope_dim} is odd, but rotary embedding rotates pairs; use an even rope_dim."

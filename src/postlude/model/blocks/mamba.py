@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from postlude.checks import check_bounds
 from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
 from postlude.lora import LoRAGroup
-from postlude.model.block_config import BlockConfig, default_heads
+from postlude.model.block_config import BlockConfig, Size, default_heads
 from postlude.model.blocks.recurrent import Recurrence, Recurrent
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext, Inputs, States
@@ -46,34 +47,25 @@ class MambaConfig(BlockConfig):
     size and only changes speed. New biases give time steps within `time_step_start`.
     """
 
-    heads: int
-    head_dim: int
-    state_size: int
-    groups: int = 1
-    conv_kernel: int = 4
+    heads: Size
+    head_dim: Size
+    state_size: Size
+    groups: Size = 1
+    conv_kernel: Size = 4
     conv_bias: bool = True
     bias: bool = False
-    norm_groups: int = 1
+    norm_groups: Size = 1
     norm_before_gate: bool = False
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     time_step_start: tuple[float, float] = (1e-3, 1e-1)
-    chunk: int = 128
+    chunk: Size = 128
 
     def __post_init__(self) -> None:
-        sizes = (
-            self.heads,
-            self.head_dim,
-            self.state_size,
-            self.groups,
-            self.conv_kernel,
-            self.norm_groups,
-            self.chunk,
-        )
-        if min(sizes) < 1 or self.heads % self.groups or self.inner % self.norm_groups:
+        check_bounds(self)
+        if self.heads % self.groups or self.inner % self.norm_groups:
             raise ValueError(
-                f"Mamba-2 with heads={self.heads}, head_dim={self.head_dim}, state_size={self.state_size}, "
-                f"groups={self.groups}, norm_groups={self.norm_groups}, conv_kernel={self.conv_kernel}, "
-                f"chunk={self.chunk}: every size is at least 1, groups divide heads and norm_groups heads · head_dim."
+                f"Mamba-2 with heads={self.heads}, head_dim={self.head_dim}, groups={self.groups}, "
+                f"norm_groups={self.norm_groups}: groups divide heads and norm_groups heads · head_dim."
             )
         low, high = self.time_step_limit
         if not 0 <= low < high:
