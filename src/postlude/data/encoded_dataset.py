@@ -61,9 +61,8 @@ class EncodedDataset:
 
     def first_of(self, index: int) -> int:
         """Returns the first row that comes from the same row of the dataset: a conversation may be one row per turn."""
-        return (
-            int(np.searchsorted(self.sources, self.sources[index * self.sequences_per_row])) // self.sequences_per_row
-        )
+        sequence = np.searchsorted(self.sources, self.sources[index * self.sequences_per_row])
+        return int(sequence) // self.sequences_per_row
 
     def content(self, index: int) -> bytes:
         """Returns what held-out rows are compared by: the tokens of the prompt, or of the whole row if it has none.
@@ -73,9 +72,8 @@ class EncodedDataset:
         first = self.first_of(index) * self.sequences_per_row
         end, start = first + self.sequences_per_row, int(self.starts[first])
         prompt = int(self.mask[start : int(self.starts[first + 1])].view(bool).argmax())
-        stop = (
-            start + prompt if prompt > 1 else int(self.starts[end])
-        )  # a prompt of one token is the beginning-of-sequence token
+        # A prompt of one token is the beginning-of-sequence token.
+        stop = start + prompt if prompt > 1 else int(self.starts[end])
         return self.tokens[start:stop].tobytes()
 
     def _sequence(self, index: int) -> EncodedSequence:
@@ -106,12 +104,7 @@ class EncodedDataset:
         for name in ARRAYS:
             np.save(aside / f"{name}.npy", getattr(self, name), allow_pickle=False)
         sums = {name: _checksum(aside / f"{name}.npy") for name in ARRAYS}
-        about = {
-            "digest": digest,
-            "sides": self.sequences_per_row,
-            "dropped": self.dropped,
-            "checksums": sums,
-        }
+        about = {"digest": digest, "sides": self.sequences_per_row, "dropped": self.dropped, "checksums": sums}
         (aside / ABOUT).write_text(json.dumps(about))
         try:
             aside.rename(target)

@@ -73,15 +73,20 @@ def sequence_lengths(sequences: Sequences) -> list[int]:
     """Returns the number of tokens of each sequence."""
     lengths = []
     for index, sequence in enumerate(sequences):
-        if isinstance(sequence, Tensor | np.ndarray) and sequence.ndim != 1:
-            raise ValueError(
-                f"sequence {index} has shape {tuple(sequence.shape)}, but a sequence is one-dimensional, [length]. "
-                f"Give a list with one such sequence per entry."
-            )
+        if isinstance(sequence, Tensor | np.ndarray):
+            _check_one_dimensional(index, sequence)
         if len(sequence) == 0:
             raise ValueError(f"sequence {index} has no tokens, but the least is 1. Leave out empty sequences.")
         lengths.append(len(sequence))
     return lengths
+
+
+def _check_one_dimensional(index: int, sequence: Tensor | NDArray[Any]) -> None:
+    if sequence.ndim != 1:
+        raise ValueError(
+            f"sequence {index} has shape {tuple(sequence.shape)}, but a sequence is one-dimensional, [length]. "
+            f"Give a list with one such sequence per entry."
+        )
 
 
 def read_content(
@@ -215,11 +220,7 @@ def scatter_add(microbatch: Microbatch, values: Tensor, output: Tensor, *, shift
         shifted: the values are shifted to the predicting position, so the value at token i's position is added at token
             i + 1, and positions without a target are left out. With False, it is added at token i.
     """
-    if values.ndim == 0 or values.shape[0] != len(microbatch):
-        raise ValueError(
-            f"the values of microbatch {microbatch.index} have shape {tuple(values.shape)}, but it holds "
-            f"{len(microbatch)} tokens. Give one value per position, [{len(microbatch)}, ...]."
-        )
+    _check_rows(microbatch, values)
     if output.shape != (microbatch.batch_tokens, *values.shape[1:]):
         expected_shape = (microbatch.batch_tokens, *values.shape[1:])
         raise ValueError(
@@ -277,11 +278,7 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept_lengt
     tokens: list[Tensor] = []
     for member, sequence, kept_length in zip(members, sequences, kept_lengths, strict=True):
         ids = _read_tensor(f"sequence {member}", sequence)
-        if ids.ndim != 1:
-            raise ValueError(
-                f"sequence {member} has shape {tuple(ids.shape)}, but a sequence is one-dimensional, [length]. "
-                f"Give a list with one such sequence per entry."
-            )
+        _check_one_dimensional(member, ids)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(
                 f"sequence {member} holds {ids.dtype}, but tokens are integers. Give the token ids of a tokenizer."
@@ -355,6 +352,14 @@ def _read_tensor(name: str, value: Any) -> Tensor:
         ) from error
 
 
+def _check_rows(microbatch: Microbatch, values: Tensor) -> None:
+    if values.ndim == 0 or values.shape[0] != len(microbatch):
+        raise ValueError(
+            f"the values of microbatch {microbatch.index} have shape {tuple(values.shape)}, but it holds "
+            f"{len(microbatch)} tokens. Give one value per position, [{len(microbatch)}, ...]."
+        )
+
+
 def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tensor]) -> None:
     """Raises ValueError if values do not fit the microbatches, or the microbatches are not one whole batch."""
     if len(values) != len(microbatches):
@@ -362,11 +367,7 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
             f"there are {len(values)} tensors of values for {len(microbatches)} microbatches. Give one per microbatch."
         )
     for microbatch, rows in zip(microbatches, values, strict=True):
-        if rows.ndim == 0 or rows.shape[0] != len(microbatch):
-            raise ValueError(
-                f"the values of microbatch {microbatch.index} have shape {tuple(rows.shape)}, but it holds "
-                f"{len(microbatch)} tokens. Give one value per position, [{len(microbatch)}, ...]."
-            )
+        _check_rows(microbatch, rows)
         if microbatch.count != len(microbatches):
             raise ValueError(
                 f"microbatch {microbatch.index} is one of {microbatch.count}, but {len(microbatches)} were given. "

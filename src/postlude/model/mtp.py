@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from postlude.lora import LoRAGroup
-from postlude.model.blocks import BlockTable
+from postlude.model.blocks import Block, BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.output import MTPOptions, OutputInputs
@@ -47,6 +47,11 @@ class MTPDepth(nn.Module):
             }
         )
         self.norm = RMSNorm(size, config.norm_eps, tp=mesh.tp, offset=config.norm_offset)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of its layers, in order."""
+        return tuple(block for layer in self.layers.values() for block in cast(LogicalLayer, layer).blocks)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
         """Runs the depth, both [T / tp, H] -> [T / tp, H], for the head and the next depth."""

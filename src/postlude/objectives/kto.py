@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.preference import REFERENCE
-from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -51,12 +51,8 @@ class KTO(MeanOverSequences):
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""
-        from postlude.data import IGNORE
-
         microbatch = inputs.microbatch
-        targets, _, count = weighted_targets(microbatch, self.mask)
-        has_weight = targets != IGNORE
-        logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
+        logprob, has_weight = masked_logprobs(inputs, self.mask)
         deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(has_weight, 0.0))
         desirable = sequence_mean(microbatch, microbatch.column(DESIRABLE).float(), has_weight) > 0.5
         kl = sequence_mean(microbatch, microbatch.column(BATCH_KL).float(), has_weight)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.loss import Loss
 from postlude.objectives.preference import check_pairs, pair_loss, pairs, rewards_of
-from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +46,8 @@ class ORPO(MeanOverSequences):
         """Returns the loss of one microbatch."""
         from torch.nn.functional import logsigmoid
 
-        from postlude.data import IGNORE
-
-        microbatch = inputs.microbatch
-        check_pairs(microbatch)
-        targets, _, count = weighted_targets(microbatch, self.mask)
-        logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
-        chosen, rejected = pairs(sequence_mean(microbatch, logprob, targets != IGNORE))
+        check_pairs(inputs.microbatch)
+        chosen, rejected = pairs(sequence_mean(inputs.microbatch, *masked_logprobs(inputs, self.mask)))
         difference = log_odds(chosen) - log_odds(rejected)
         losses = -self.nll * chosen - self.beta * logsigmoid(difference)
         return pair_loss(losses, rewards_of(chosen, rejected, self.beta) | {"log_odds_ratio": difference})

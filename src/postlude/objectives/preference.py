@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import MeanOverSequences, check_per_token, sequence_mean, weighted_targets
+from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,13 +81,9 @@ class Preference(MeanOverSequences):
 
     def __call__(self, inputs: OutputInputs) -> Loss:
         """Returns the loss of one microbatch."""
-        from postlude.data import IGNORE
-
         microbatch = inputs.microbatch
         check_pairs(microbatch)
-        targets, _, count = weighted_targets(microbatch, self.mask)
-        has_weight = targets != IGNORE
-        logprob = inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob
+        logprob, has_weight = masked_logprobs(inputs, self.mask)
         delta = logprob - microbatch.column(REFERENCE).float() if self.reference else logprob
         if self.length_normalised:
             deltas = sequence_mean(microbatch, delta, has_weight)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from postlude.data import Microbatch
+    from postlude.model import OutputInputs
 
 Mean = Literal["tokens", "sequences", "groups"]
 Denominators: TypeAlias = tuple[tuple[str, int], ...]
@@ -109,6 +110,14 @@ def weighted_targets(microbatch: Microbatch, over: str) -> WeightedTargets:
     stats = microbatch.column_stats.get(over)
     targets = microbatch.targets.masked_fill(values == 0, IGNORE)
     return WeightedTargets(targets, values, None if stats is None else stats.nonzero)
+
+
+def masked_logprobs(inputs: OutputInputs, mask: str) -> tuple[Tensor, Tensor]:
+    """Returns the log-prob of each token [T] fp32, and whether it has a weight in the column `mask` [T]."""
+    from postlude.data import IGNORE
+
+    targets, _, count = weighted_targets(inputs.microbatch, mask)
+    return inputs.head.logprobs(inputs.hidden, targets, target_count=count).logprob, targets != IGNORE
 
 
 def sequence_mean(microbatch: Microbatch, values: Tensor, mask: Tensor) -> Tensor:

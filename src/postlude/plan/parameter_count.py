@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import nn
 
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfig, AdapterConfigs
 from postlude.model import ModelConfig
 from postlude.model.adapters import add_adapters, is_adapter
-from postlude.model.blocks import BLOCKS, Block, SeparateUnit
+from postlude.model.blocks import BLOCKS, SeparateUnit
 from postlude.model.mtp import MTPDepth
 from postlude.model.stack import LogicalLayer
 from postlude.world.mesh import Mesh
@@ -118,15 +116,11 @@ def count_parameters(
     vocabulary = ParameterCount(_local_rows(config.vocab_size, mesh) * config.hidden_size)
     with torch.device("meta"):
         layers = {
-            kind: _count(layer := LogicalLayer(pattern.layer(index), config, mesh, BLOCKS), layer.blocks)
-            for kind, index in kinds.items()
+            kind: _count(LogicalLayer(pattern.layer(index), config, mesh, BLOCKS)) for kind, index in kinds.items()
         }
         depth = ParameterCount()
         if pattern.mtp:
-            mtp_depth = MTPDepth(0, config, mesh, BLOCKS)
-            depth = _count(
-                mtp_depth, [block for layer in mtp_depth.layers.values() for block in cast(LogicalLayer, layer).blocks]
-            )
+            depth = _count(MTPDepth(0, config, mesh, BLOCKS))
     norm, inside = ParameterCount(config.hidden_size), _count_adapters(config, mesh, adapters)
     features = config.hidden_size + _local_rows(config.vocab_size, mesh)
     ranks = [adapters[name].rank if name in adapters else 0 for name in ("embedding", "head")]
@@ -147,14 +141,13 @@ def _count_adapters(config: ModelConfig, mesh: Mesh, adapters: AdapterConfigs) -
             with torch.device("meta"):
                 layer = LogicalLayer(config.pattern.layer(index), config, mesh, BLOCKS)
                 add_adapters(layer, layer.blocks, adapters)
-            counted[blocks, inner] = _count(layer, layer.blocks, only_adapters=True)
+            counted[blocks, inner] = _count(layer, only_adapters=True)
         counts.append(counted[blocks, inner])
     for index in range(config.mtp_module_count if adapters else 0):
         with torch.device("meta"):
             depth = MTPDepth(index, config, mesh, BLOCKS)
-            inside = [block for layer in depth.layers.values() for block in cast(LogicalLayer, layer).blocks]
-            add_adapters(depth, inside, adapters)
-        counts.append(_count(depth, inside, only_adapters=True))
+            add_adapters(depth, depth.blocks, adapters)
+        counts.append(_count(depth, only_adapters=True))
     return tuple(counts)
 
 
@@ -168,8 +161,8 @@ def _local_rows(rows: int, mesh: Mesh) -> int:
     return stop - start
 
 
-def _count(module: nn.Module, blocks: Iterable[Block], *, only_adapters: bool = False) -> ParameterCount:
-    units: list[SeparateUnit] = [unit for block in blocks for unit in block.sharded_separately()]
+def _count(module: LogicalLayer | MTPDepth, *, only_adapters: bool = False) -> ParameterCount:
+    units: list[SeparateUnit] = [unit for block in module.blocks for unit in block.sharded_separately()]
     experts = {id(parameter) for unit in units if unit.experts for parameter in unit.module.parameters()}
     sizes = [
         (parameter.numel(), id(parameter) in experts)

@@ -119,7 +119,7 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
         peft = _start_peft(base, family, Path(directory))
         _merge(base, pairs, configs)
         with torch.no_grad():
-            merged = _logprobs(base, _pack(batch))
+            merged = _logprobs(base, pack_batch(batch))
         reports.append(AdapterReport("the merged model", difference(logprobs, merged)))
         if isinstance(peft, str):
             return [*reports, AdapterReport("peft", skipped=peft)]
@@ -130,8 +130,9 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
     return [*reports, AdapterReport(f"peft {version}", difference(logprobs, peft_logprobs), offs)]
 
 
-def _pack(batch: Batch) -> list[Microbatch]:
-    return pack(batch.sequences, budget=BUDGET, columns=batch.columns, groups=batch.groups)
+def pack_batch(batch: Batch, depths: int = 0) -> list[Microbatch]:
+    """Returns the microbatches of a batch on one rank."""
+    return pack(batch.sequences, budget=BUDGET, columns=batch.columns, groups=batch.groups, depths=depths)
 
 
 def _score(inputs: OutputInputs, context: None) -> Tensor:
@@ -146,7 +147,7 @@ def _logprobs(model: LanguageModel, microbatches: list[Microbatch]) -> Tensor:
 def _differentiate(model: LanguageModel, batch: Batch) -> Tensor:
     """Returns the log-probs of all tokens, and leaves the gradient of their weighted sum in the adapters."""
     model.eval()  # without the balance loss of routers, which peft's model has none of
-    microbatches, parts = _pack(batch), []
+    microbatches, parts = pack_batch(batch), []
     for microbatch in microbatches:
         logprob = model(microbatch, output_processor=_score)
         (logprob * microbatch.column(WEIGHTS)).sum().backward()

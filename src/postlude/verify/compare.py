@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.data import pack, unpack
+from postlude.data import unpack
 from postlude.engine import Engine
 from postlude.engine.adapters import stream_adapters
 from postlude.engine.layer_metrics import LayerMetrics
@@ -34,6 +34,7 @@ from postlude.verify.adapters import (
     adapter_gradients,
     compare_adapters,
     difference,
+    pack_batch,
     randomize_b,
 )
 from postlude.verify.cases import BUDGET, Case, batches
@@ -165,13 +166,7 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
     for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
-        packed = pack(
-            batch.sequences,
-            budget=BUDGET,
-            columns=batch.columns,
-            groups=batch.groups,
-            depths=len(model.config.pattern.mtp),
-        )
+        packed = pack_batch(batch, depths=len(model.config.pattern.mtp))
         microbatches = [microbatch.to(device) for microbatch in packed]
         scale = LossNormalizer(packed)
         model.train()

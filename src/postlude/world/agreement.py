@@ -42,11 +42,9 @@ def gather_and_decide(
     if not dist.is_initialized():
         return decide([work()])
     local: tuple[Any, Exception | None] = _result_or_error(work)
-    is_rank0 = dist.get_rank(group) == 0
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_rank0 else None
-    dist.gather_object(local, gathered, group=group, group_dst=0)
+    gathered = _gather(local, group)
     decision: list[Any] = [None]
-    if gathered is not None:
+    if gathered:
         failed = [(rank, error) for rank, (_, error) in enumerate(gathered) if error is not None]
         if failed:
             decision = [(None, failed[0])]
@@ -116,11 +114,7 @@ class Rank0Controller(Generic[Argument, Value]):
 
     def gather(self, value: Result) -> list[Result]:
         """Returns every rank's value, by rank, on rank 0; an empty list on the others."""
-        if self.group is None:
-            return [value]
-        gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.is_rank0 else None
-        dist.gather_object(value, gathered, group=self.group, group_dst=0)
-        return gathered or []
+        return [value] if self.group is None else _gather(value, self.group)
 
     def scatter(self, values: list[Result] | None) -> Result:
         """Returns this rank's value. Rank 0 passes the values of all ranks; the others pass None."""
@@ -148,6 +142,13 @@ class Rank0Controller(Generic[Argument, Value]):
             if error is not None:
                 raise error
         return [value for value, _ in gathered]
+
+
+def _gather(value: Result, group: dist.ProcessGroup | None) -> list[Result]:
+    """Returns every rank's value, by rank, on rank 0; an empty list on the others."""
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, gathered, group=group, group_dst=0)
+    return gathered or []
 
 
 def _result_or_error(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
