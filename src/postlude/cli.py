@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Command:
-    """Imports the module of a command and returns its `run`."""
     run: Command = importlib.import_module(f"postlude.commands.{name}").run
     return run
 
@@ -152,7 +151,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _user_recipe(name: str) -> Recipe:
-    """Returns the recipe of a trainer path/to/file.py:Trainer. Exits if there is none."""
     try:
         return UserRecipe.load(name)
     except (ValueError, AttributeError) as error:
@@ -161,7 +159,6 @@ def _user_recipe(name: str) -> Recipe:
 
 
 def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Returns the parser and the names of the commands."""
     parser = _Parser(prog="postlude", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

@@ -100,7 +100,6 @@ class LoRA:
 
 
 def _parse_value(text: str, name: str, value: str) -> Any:
-    """Returns the value of a setting, of the type of its default."""
     default = getattr(LoRA, name)
     if isinstance(default, bool):
         if value not in ("true", "false"):

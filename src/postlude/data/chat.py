@@ -284,7 +284,6 @@ class Encoder:
         return fitted
 
     def _run(self, steps: EncodingSteps[Result], row: str) -> Result:
-        """Encodes one row."""
         (result,) = self._run_all([steps], [row])
         if isinstance(result, TooLongError):
             raise result
@@ -349,7 +348,6 @@ class Encoder:
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # without the cached properties
 
     def _fitted(self, encoded: EncodedSequence, row: str) -> EncodedSequence:
-        """Returns a sequence within max_length, or raises."""
         encoded = self._single_end(encoded)
         if self.max_length is not None and len(encoded) > self.max_length:
             if not self.truncate:

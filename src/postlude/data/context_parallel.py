@@ -89,7 +89,6 @@ def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -
 
 
 def _chunk_count(size: int) -> int:
-    """Returns the number of chunks of a sequence."""
     return 2 * size if size > 1 else 1
 
 

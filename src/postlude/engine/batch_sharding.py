@@ -330,7 +330,6 @@ def _columns_of_common_dtype(content: BatchContent, check: ConsistencyCheck) -> 
 
 
 def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Returns the sum of every column over the whole batch."""
     columns = [
         {
             count_name(name, depth): column

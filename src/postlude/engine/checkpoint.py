@@ -396,7 +396,6 @@ def _random_state_name(state: Mapping[str, Any], kind: str) -> str:
 
 
 def _random_states(trained: AdaptedModel) -> dict[str, Tensor]:
-    """Returns the state of each of this rank's random generators, by kind."""
     states = {"cpu": torch.get_rng_state()}
     if trained.mesh.device_type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()

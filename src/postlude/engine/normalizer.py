@@ -322,7 +322,6 @@ def _combine(
 
 
 def _final_value(reduction: Reduction, numbers: MetricNumbers[float]) -> float:
-    """Returns a metric from its reduced numbers."""
     total, weight, highest = numbers
     if reduction == "sum":
         return total

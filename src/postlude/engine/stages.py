@@ -165,7 +165,6 @@ class StageBuilder:
         return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
 
     def _build_on_meta(self, index: int) -> tuple[LanguageModel, ParameterSharding]:
-        """Returns one stage, sharded, on the meta device."""
         with torch.device("meta"):
             stage = LanguageModel(
                 self.config,

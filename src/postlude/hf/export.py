@@ -205,7 +205,6 @@ def hf_tensors(model: LanguageModel, family: Family | None) -> Iterator[tuple[st
 
 
 def _entries(model: LanguageModel, family: Family | None) -> dict[str, TensorInfo]:
-    """Returns the dtype and shape of each tensor of `hf_tensors`."""
     state_dict = model.state_dict()
     tensors = map_to_hf(family, model.config, ((name, value.shape) for name, value in state_dict.items()))
     return {name: TensorInfo(state_dict[tensor.parts[0][0]].dtype, tensor.shape) for name, tensor in tensors.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,13 @@ def shared_use(config: ModelConfig) -> str:
     if config.tied_head:
         return "the head is the embedding here: an adapter of one of them could not be merged."
     return "the depths of multi-token prediction use the embedding and the head too, without an adapter."
+
+
+def existing_modules(name: str, existing: Iterable[str]) -> str:
+    """Returns the end of a message about a module that does not exist: the closest one, and all."""
+    names = sorted(existing)
+    close = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
+    return (f'; did you mean "{close[0]}"?' if close else ".") + f" There are {', '.join(names)}."
 
 
 @dataclass(frozen=True, eq=False)

@@ -277,7 +277,6 @@ def _check_names(
 
 
 def _tied_names(family: Family) -> tuple[str, str]:
-    """Returns the names of the embedding and the head in the family's files."""
     return f"{family.outer['embedding']}.weight", f"{family.outer['head']}.weight"
 
 

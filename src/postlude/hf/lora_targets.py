@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
 from postlude.hf.family import EXPERT, Family
-from postlude.hf.linear_layers import LinearLayer, hf_matrices, linear_layers, shared_use
+from postlude.hf.linear_layers import LinearLayer, existing_modules, hf_matrices, linear_layers, shared_use
 from postlude.lora import AdapterConfig, AdapterConfigs, LoRA
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -87,9 +86,7 @@ class _Targets:
         groups = {layer.group for layer in self.layers.values()} & set(GROUPS)
         adaptable = (layer.name for layer in self.layers.values() if layer.group != "none")
         modules = {name.rpartition(".")[2] for layer in adaptable for name in self.names[layer]}
-        existing = sorted({"all", *groups, *modules})
-        close = difflib.get_close_matches(key.rpartition(".")[2], existing, n=1)
-        return (f'; did you mean "{close[0]}"?' if close else ".") + f" There are {', '.join(existing)}."
+        return existing_modules(key, {"all", *groups, *modules})
 
 
 def _specificity(key: str) -> tuple[int, int]:

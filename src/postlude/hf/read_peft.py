@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from postlude.hf.family import EXPERT, Family
-from postlude.hf.linear_layers import HFMatrix, module_name, shared_use
+from postlude.hf.linear_layers import HFMatrix, existing_modules, module_name, shared_use
 from postlude.hf.peft import AdaptableModel, Adapters
 from postlude.lora import AdapterConfig
 from postlude.model import ModelConfig
@@ -134,7 +133,6 @@ def _without_base(model: AdaptableModel, tensors: Mapping[str, Tensor]) -> dict[
 
 
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by module."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = KEY.fullmatch(name)
@@ -262,7 +260,6 @@ def _check_complete(model: AdaptableModel, adapter_config: Mapping[str, Any], na
 
 
 def _targets(model: AdaptableModel, target: str, matrix: HFMatrix) -> bool:
-    """Whether an entry of target_modules names a matrix."""
     leaf = target.rpartition(".")[2]
     if matrix.in_files_one_by_one:
         return model.converts_experts and any(part.file_module.endswith(f".{leaf}") for part in matrix.parts)
@@ -276,6 +273,4 @@ def _named(targets: Collection[str] | None, name: str) -> bool:
 
 
 def _hint(model: AdaptableModel, name: str) -> str:
-    leaves = {matrix.module.rpartition(".")[2] for matrix in model.matrices.values()}
-    close = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
-    return (f'; did you mean "{close[0]}"?' if close else ".") + f" There are {', '.join(sorted(leaves))}."
+    return existing_modules(name, {matrix.module.rpartition(".")[2] for matrix in model.matrices.values()})

@@ -265,7 +265,6 @@ class _Parser:
         self.unit = mark
 
     def _join(self, start: int) -> None:
-        """Joins the blocks since `start` into one layer."""
         layer = tuple(chain.from_iterable(self.layers[start:]))
         self.layers[start:] = [layer]
         for at in layer[:-1]:

@@ -157,7 +157,6 @@ class _Run:
         return stage_pass.forward(interleaved=bool(self.executor.overlap) and self.loss is not None)
 
     def _backward(self, action: Action, gradient: Tensor | None) -> StepGenerator:
-        """Returns the steps of a B or a W."""
         model = self.executor.stages[action.stage]
         if self.before_last_backward is not None and self.last_backward_of_stage[action.stage] == action:
             self.before_last_backward(model)

@@ -139,7 +139,6 @@ class CostModel:
         return 3 * sum(self._flops(stage) for stage in stages)
 
     def _flops(self, stage: Stage) -> float:
-        """Returns the forward FLOPs per token."""
         config, hidden = self.config, self.config.hidden_size
         total = 0.0
         for symbol, count in self._counts(stage).items():

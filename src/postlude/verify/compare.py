@@ -110,7 +110,6 @@ def compare_adapters_of(case: Case) -> list[AdapterReport]:
 
 
 def _source(case: Case) -> Source:
-    """Returns the source with the case's changes to its config."""
     if case.tied is None and case.initializer_range is None:
         return case.source
     if isinstance(case.source, Recast):

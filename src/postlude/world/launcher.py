@@ -247,7 +247,6 @@ def _print_and_exit(error: RankError) -> None:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the length of the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -285,7 +284,6 @@ def _rank_and_size() -> tuple[int, int]:
 def _run_rank(
     function: Callable[..., Any], args: tuple[Any, ...], reports: str, timeout: float, backend: str | None, device: Any
 ) -> bytes:
-    """Runs one rank of `launch`."""
     os.setpgrp()  # a key pressed in the terminal signals the launcher only, which forwards it once
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))

@@ -159,7 +159,6 @@ class GatedDelta(Recurrent):
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> DeltaRule:
-        """Returns the recurrence of this rank's heads."""
         kernels = [local(kernel.weight) for kernel in (self.q_conv, self.k_conv, self.v_conv)]
         by_key_head = torch.cat([kernel.unflatten(0, (self.key_heads, -1)) for kernel in kernels], 1)
         return DeltaRule(

@@ -183,7 +183,6 @@ class Mamba(Recurrent):
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
     ) -> StateSpace:
-        """Returns the recurrence of this rank's heads."""
         kernels = (self.x_conv, self.b_conv, self.c_conv)
         biases = [kernel.bias for kernel in kernels if kernel.bias is not None]
         return StateSpace(
