@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Command:
-    run: Command = importlib.import_module(f"postlude.commands.{name}").run
-    return run
+    return importlib.import_module(f"postlude.commands.{name}").run
 
 
 @contextlib.contextmanager

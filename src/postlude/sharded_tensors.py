@@ -130,8 +130,7 @@ class StagedFile:
 
 
 def _bytes(bucket: Tensor) -> memoryview:
-    view: memoryview = bucket.numpy().data
-    return view
+    return bucket.numpy().data
 
 
 def merge_indexes(indexes: Iterable[CheckpointIndex]) -> CheckpointIndex:

@@ -429,5 +429,4 @@ def permutation(size: int, *seed: int) -> list[int]:
 
     # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(seed))))
-    order: list[int] = generator.permutation(size).tolist()
-    return order
+    return generator.permutation(size).tolist()

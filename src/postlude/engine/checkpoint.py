@@ -229,8 +229,7 @@ def load(
         torch.set_rng_state(random_states["cpu"])
     if "cuda" in random_states:
         torch.cuda.set_rng_state(random_states["cuda"])
-    extra: dict[str, Any] = state["extra"]
-    return extra
+    return state["extra"]
 
 
 @contextmanager

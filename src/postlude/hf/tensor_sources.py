@@ -35,8 +35,7 @@ class SafetensorsSource:
     def take(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
         with self._reading(name) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            return file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor from the header of its file."""
@@ -130,8 +129,7 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     settings = {
         key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
     }
-    hf: PretrainedConfig = AutoConfig.for_model(config.family, **settings)
-    return hf
+    return AutoConfig.for_model(config.family, **settings)
 
 
 def as_stored(tensors: Mapping[str, Tensor], family: Family, file_names: Container[str]) -> dict[str, Tensor]:

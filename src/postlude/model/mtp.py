@@ -58,13 +58,11 @@ class MTPDepth(nn.Module):
         hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
-        output: Tensor = self.norm(hidden)
-        return output
+        return self.norm(hidden)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Returns the input of its layers: both [T / tp, H] -> [T / tp, H]."""
-        joined: Tensor = self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
-        return joined
+        return self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
 
 
 class MTP(nn.ModuleList):

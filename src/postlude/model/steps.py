@@ -67,8 +67,7 @@ def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContex
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
         run_step(step, values, context)
-    output: Tensor = values["hidden"]
-    return output
+    return values["hidden"]
 
 
 def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -> None:

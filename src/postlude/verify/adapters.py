@@ -136,8 +136,7 @@ def pack_batch(batch: Batch, depths: int = 0) -> list[Microbatch]:
 
 
 def _score(inputs: OutputInputs, context: None) -> Tensor:
-    logprob: Tensor = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
-    return logprob
+    return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
 
 
 def _logprobs(model: LanguageModel, microbatches: list[Microbatch]) -> Tensor:

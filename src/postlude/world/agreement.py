@@ -57,8 +57,7 @@ def gather_and_decide(
         raise failure[1]
     if failure is not None:
         raise RankFailure(*failure)
-    decided: Result = result
-    return decided
+    return result
 
 
 def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
@@ -101,7 +100,7 @@ class Rank0Controller(Generic[Argument, Value]):
         def finished() -> Result:
             if error is not None:
                 raise error
-            return result  # type: ignore[no-any-return]
+            return result
 
         return on_rank0(finished, self.group)
 
@@ -124,8 +123,7 @@ class Rank0Controller(Generic[Argument, Value]):
             received = values
         else:
             dist.scatter_object_list(received, values, group=self.group, group_src=0)
-        value: Result = received[0]
-        return value
+        return received[0]
 
     def _serve(self) -> None:
         while True:

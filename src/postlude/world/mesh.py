@@ -190,8 +190,7 @@ def _group(grid: Tensor, dimension: int, groups_by_ranks: _Groups, options: Any 
 def _make_groups(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
     if len(rows[0]) == 1:
-        single: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
-        return single
+        return dist.new_group([rank], use_local_synchronization=True)
     joined: dist.ProcessGroup | None = None
     for row in rows:
         group = dist.new_group(row, pg_options=options)

@@ -442,8 +442,7 @@ class Experts(FSDPUnit):
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
         layers = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         *gates, up = apply_expert_linears(rows, counts, *layers)
-        output: Tensor = self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
-        return output
+        return self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
 
 
 class SharedExpert(nn.Module):
