@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from postlude.hf.family import Family, TensorMapping, copy_from_hf, copy_to_hf, map_to_hf
+from postlude.hf.family import Family, HFTensor, copy_from_hf, copy_to_hf, map_to_hf
 from postlude.hf.tensor_sources import names_in_order
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -70,12 +70,9 @@ class WeightDelta:
 
 
 @dataclass(frozen=True)
-class StreamedTensor:
-    """One tensor as Hugging Face names it, and the regions of our tensors that it consists of."""
+class StreamedTensor(HFTensor):
+    """A tensor as Hugging Face names it, with the dtype that it is streamed in."""
 
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[tuple[str, TensorMapping], ...]
     min_dtype: torch.dtype
     """The narrowest dtype that it is streamed in: fp32 if the model keeps it in fp32."""
 
