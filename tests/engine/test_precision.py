@@ -14,7 +14,8 @@ from torch import Tensor
 
 from postlude import LanguageModel, Layout, OutputInputs
 from postlude.data import shard_context
-from postlude.engine.fsdp import ParameterSharding, shard_stage
+from postlude.engine.fsdp import shard_stage
+from postlude.engine.unsharded import ParameterSharding
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import PerHeadVectors, local, local_shard, region
 from tests.engine.training import build, same

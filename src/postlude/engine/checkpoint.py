@@ -280,6 +280,9 @@ class _SavedTraining:
             if saved.startswith(self.prefix or (MODEL, OPTIMIZER))
         )
         self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
+        self.has_optimizer_state = any(name.startswith(OPTIMIZER) for name in self.tensors)
+        """It is created in the first step with gradients."""
+        self.steps_without_gradients: int = self.state["idle"]
         self.shards: dict[str, tuple[TensorShard, Tensor]] = {}
 
     def check_optimizer(self, source: Path) -> None:
@@ -298,10 +301,8 @@ class _SavedTraining:
                 shard.values.zero_()
         training.zero_grad()
         training.step, training.skipped = self.state["step"], self.state["skipped"]
-        training.optimizer_start_step, training.late_start_steps = (
-            self.state["optimizer_start"],
-            self.late_start_steps(),
-        )
+        training.optimizer_start_step = self.state["optimizer_start"]
+        training.late_start_steps = self.late_start_steps()
         training.steps_without_gradients = self.steps_without_gradients
         for name, parameter in training.parameters.items():
             if "step" in training.optimizer.state.get(parameter, {}):
@@ -326,16 +327,6 @@ class _SavedTraining:
         return not name.startswith(OPTIMIZER) or self._relative_name(name) in self.tensors
 
     @property
-    def has_optimizer_state(self) -> bool:
-        """Whether the optimizer had state: it is created in the first step with gradients."""
-        return any(name.startswith(OPTIMIZER) for name in self.tensors)
-
-    @property
-    def steps_without_gradients(self) -> int:
-        """Steps that changed nothing."""
-        return int(self.state.get("idle", 0))
-
-    @property
     def optional(self) -> frozenset[str]:
         """Tensors that may stay unread: dropped ones, and moments of what is not trained."""
         if self.recast is None:
@@ -346,7 +337,7 @@ class _SavedTraining:
 
     def late_start_steps(self) -> dict[str, int]:
         """Returns the parameters whose moments began later than the others': the saved ones, and now those without."""
-        earlier: Mapping[str, int] = self.state.get("began_later", {})
+        earlier: Mapping[str, int] = self.state["began_later"]
         if self.recast is None:
             return dict(earlier)
         moments = {name.rpartition("/")[2] for name in self.tensors if name.startswith(OPTIMIZER)}

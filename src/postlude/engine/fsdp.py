@@ -1,44 +1,20 @@
-"""ParameterSharding: shards a stage's parameters with FSDP2, or keeps them unsharded if no other rank shares them."""
+"""shard_stage: shards a stage's parameters with FSDP2, or keeps them unsharded if no other rank shares them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
-from postlude.engine.unsharded import Unsharded
+from postlude.engine.unsharded import ParameterSharding, Unsharded
 from postlude.model import LanguageModel
 from postlude.model.parallel import FSDPUnit, local_shard
 from postlude.world.mesh import Mesh
-
-
-class ParameterSharding(Protocol):
-    """Makes the weights of one stage ready for passes, and reduces its gradients."""
-
-    def begin_pass(self, *, train: bool) -> None:
-        """Prepares for a pass over microbatches, before its first forward. With `train`, backwards follow."""
-        ...
-
-    def before_last_backward(self) -> None:
-        """Prepares for the last backward."""
-        ...
-
-    def grads_ready(self, module: FSDPUnit) -> None:
-        """Handles the gradients of a layer or the stage, to which a planned backward has added all that it adds."""
-        ...
-
-    def finish_grads(self) -> None:
-        """Finishes the reduction of gradients over ranks, after the last backward."""
-        ...
-
-    def end_pass(self) -> None:
-        """Restores the stored parameters, after a pass or a failed pass."""
-        ...
 
 
 def shard_stage(
@@ -97,7 +73,7 @@ def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     return Shard(next((dimension for dimension, size in enumerate(shape) if size % ranks == 0), 0))
 
 
-class FSDPAutomatic:
+class FSDPAutomatic(ParameterSharding):
     """FSDP's hooks gather weights and reduce gradients around the calls of layers."""
 
     def __init__(self, stage: LanguageModel, *, reduce_once: bool) -> None:
@@ -111,12 +87,6 @@ class FSDPAutomatic:
     def before_last_backward(self) -> None:
         """Configures FSDP for the last backward."""
         self._set_backward(last=True)
-
-    def grads_ready(self, module: FSDPUnit) -> None:
-        """Does nothing: FSDP's hooks reduce gradients."""
-
-    def finish_grads(self) -> None:
-        """Does nothing: FSDP has reduced gradients."""
 
     def end_pass(self) -> None:
         """Frees gathered weights, so that the next forward gathers the current ones."""

@@ -182,18 +182,29 @@ class ShardedAdamW(torch.optim.Optimizer):
         row_slice, *other_slices = region(parameter)
         if not weight.numel():
             return
-        seed, shape, names = name_seed(self.names[parameter]), tuple(parameter.shape), list(state)
-        rows = len(weight)
+        seed, shape, rows = name_seed(self.names[parameter]), tuple(parameter.shape), len(weight)
         if self.config.offload and parameter in self.matrices:
             bytes_of_row = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) // rows
             rows = max(1, PIECE_BYTES // max(bytes_of_row, 1))
-        for start in range(0, len(weight), rows):
-            piece = slice(start, start + rows)
-            bounds = TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape)
-            work = partial(
-                _step_piece, names, weight[piece], gradient[piece], correction, hyperparameters, scale, bounds, seed
+
+        def update(start: int, pieces: Sequence[Tensor]) -> None:
+            """Updates the rows from `start` on, given the pieces of their state."""
+            piece, by_name = slice(start, start + rows), dict(zip(state, pieces, strict=True))
+            adamw_step(
+                weight[piece],
+                gradient[piece],
+                _moment(by_name, FIRST),
+                _moment(by_name, SECOND),
+                correction,
+                hyperparameters,
+                low=by_name.get(LOW),
+                scale=scale,
+                seed=seed,
+                bounds=TensorSlice.of((slice(row_slice.start + start, row_slice.stop), *other_slices), shape),
             )
-            yield [tensor[piece] for tensor in state.values()], work
+
+        for start in range(0, len(weight), rows):
+            yield [tensor[start : start + rows] for tensor in state.values()], partial(update, start)
 
     def low_bits(self) -> dict[str, Tensor]:
         """Returns the lower 16 bits of this rank's split weights by name: empty before the first step."""
@@ -239,34 +250,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             )
 
 
-def _step_piece(
-    names: Sequence[str],
-    weight: Tensor,
-    gradient: Tensor,
-    correction: Tensor,
-    hyperparameters: AdamWHyperparameters,
-    scale: Tensor,
-    bounds: TensorSlice,
-    seed: int,
-    pieces: Sequence[Tensor],
-) -> None:
-    state = dict(zip(names, pieces, strict=True))
-
-    def moment(name: str) -> Moment:
-        return state[name] if name in state else QuantizedMoment(state[name + CODES], state[name + SCALES])
-
-    adamw_step(
-        weight,
-        gradient,
-        moment(FIRST),
-        moment(SECOND),
-        correction,
-        hyperparameters,
-        low=state.get(LOW),
-        scale=scale,
-        seed=seed,
-        bounds=bounds,
-    )
+def _moment(state: Mapping[str, Tensor], name: str) -> Moment:
+    return state[name] if name in state else QuantizedMoment(state[name + CODES], state[name + SCALES])
 
 
 class ShardedSGD(torch.optim.SGD):

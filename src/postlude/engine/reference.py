@@ -10,32 +10,14 @@ import torch
 from torch import Tensor
 
 from postlude.data import Batch
-from postlude.engine.adapters import Adapters
-from postlude.engine.failure_state import FailureState
+from postlude.engine.adapters import AdaptedModel
 from postlude.engine.token_scores import TokenScores
 from postlude.engine.training import Training
 from postlude.model.parallel import local_shard
 
 
-class Scorer(Protocol):
+class Scorer(AdaptedModel, Protocol):
     """A distributed model that scores tokens: an engine."""
-
-    failure_state: FailureState
-    adapters: Adapters
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        ...
-
-    @property
-    def training(self) -> Training:
-        """Its current training."""
-        ...
-
-    def use(self, adapter: str | None) -> None:
-        """Selects the adapter that other calls use."""
-        ...
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
         """Returns the log-prob of every token given those before it."""
@@ -58,12 +40,13 @@ class Reference:
         self.engine = engine
         self.adapter = engine.adapters.in_use
         self.weights: dict[str, Tensor] = {}
-        if engine.training.is_new_adapter():
+        training = engine.trainings[self.adapter]
+        if training.is_new_adapter():
             self.adapter = None
             return
-        device = torch.device("cpu") if offload else engine.device
+        device = torch.device("cpu") if offload else engine.builder.device
         self.weights = {
-            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in engine.training.tensors.items()
+            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in training.tensors.items()
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -82,7 +65,7 @@ class Reference:
         with ExitStack() as stack:
             stack.callback(self.engine.use, self.engine.adapters.in_use)
             self.engine.use(self.adapter)
-            training = self.engine.training
+            training = self.engine.trainings[self.adapter]
             self._swap(training)
             stack.callback(self._swap, training)
             yield

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from postlude.data import Microbatch
-from postlude.engine.fsdp import ParameterSharding, shard_stage
+from postlude.engine.fsdp import shard_stage
+from postlude.engine.unsharded import ParameterSharding
 from postlude.head import HeadConfig
 from postlude.layout import Stage
 from postlude.lora import AdapterConfigs

@@ -22,6 +22,25 @@ BUCKET_BYTES = 1 << 28
 ALIGNED = 128  # elements
 
 
+class ParameterSharding:
+    """Makes the weights of one stage ready for passes, and reduces its gradients. `fsdp.py` has the other kinds."""
+
+    def begin_pass(self, *, train: bool) -> None:
+        """Prepares for a pass over microbatches, before its first forward. With `train`, backwards follow."""
+
+    def before_last_backward(self) -> None:
+        """Prepares for the last backward."""
+
+    def grads_ready(self, module: FSDPUnit) -> None:
+        """Handles the gradients of a layer or the stage, to which a planned backward has added all that it adds."""
+
+    def finish_grads(self) -> None:
+        """Finishes the reduction of gradients over ranks, after the last backward."""
+
+    def end_pass(self) -> None:
+        """Restores the stored parameters, after a pass or a failed pass."""
+
+
 @dataclass(frozen=True)
 class ComputeParameter:
     """A leaf that replaces a parameter in its module during a pass, and this rank's shard of the parameter."""
@@ -38,8 +57,8 @@ class ComputeParameter:
         return self.leaf.dtype != self.shard.dtype
 
 
-class Unsharded:
-    """The `ParameterSharding` of a stage whose parameters no other rank shares. FSDP would copy weights and gradients.
+class Unsharded(ParameterSharding):
+    """A stage whose parameters no other rank shares. FSDP would copy weights and gradients.
 
     During a pass, a plain tensor in the compute dtype replaces each parameter: a copy made once, or the same memory if
     the dtypes are equal. Autograd adds gradients directly to the stored parameter's gradient, in its dtype.
@@ -64,12 +83,6 @@ class Unsharded:
             self._attach_gradients([entry for entry in self.compute_parameters if entry.parameter.requires_grad])
         for entry in self.compute_parameters:
             entry.module.register_parameter(entry.name, entry.leaf)
-
-    def before_last_backward(self) -> None:
-        """Does nothing: gradients are complete after every backward."""
-
-    def grads_ready(self, module: FSDPUnit) -> None:
-        """Does nothing: autograd has added to the stored gradients."""
 
     def finish_grads(self) -> None:
         """Sums the gradients of parameters that tensor-parallel ranks replicate: each has its own addend."""
