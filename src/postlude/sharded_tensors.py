@@ -14,7 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,6 @@ class TensorShard:
         """Its shape."""
         return tuple(self.values.shape)
 
-    @property
-    def info(self) -> ShardInfo:
-        """The shard without its values."""
-        return ShardInfo(DTYPES[self.values.dtype], self.start, self.size, self.shape)
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """A shard without its values."""
-
-    dtype: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    shape: tuple[int, ...]
-
 
 class StagingBuffers:
     """Host memory for one rank's shards, reused from one save to the next.
@@ -81,7 +66,8 @@ class StagingBuffers:
             self._copy(shards[name].values, start)
         for device in devices:
             torch.cuda.synchronize(device)  # the copies are read by another thread
-        return StagedFile(head.data, {name: shards[name].info for name in head.starts}, self.buckets)
+        without_values = {name: replace(shards[name], values=shards[name].values.to("meta")) for name in head.starts}
+        return StagedFile(head.data, without_values, self.buckets)
 
     def _fit(self, total: int, *, pinned: bool) -> None:
         sizes = [min(self.bucket_bytes, total - start) for start in range(0, total, self.bucket_bytes)]
@@ -105,7 +91,8 @@ class StagedFile:
     """One rank's shards in host memory, ready to be written."""
 
     head: bytes
-    shards: Mapping[str, ShardInfo]
+    shards: Mapping[str, TensorShard]
+    """In the order of the file, without their values."""
     buckets: Sequence[Tensor]
 
     def write(self, path: Path) -> CheckpointIndex:
@@ -120,7 +107,7 @@ class StagedFile:
                 length += len(chunk)
         tensors = {
             name: {
-                "dtype": shard.dtype,
+                "dtype": DTYPES[shard.values.dtype],
                 "shape": list(shard.shape),
                 "parts": [[path.name, list(shard.start), list(shard.size)]],
             }

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 HUB_NAME = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 FIRST_FILES = ["README.md", "config.json"]  # small; a download of them also records the commit of the revision
 
 

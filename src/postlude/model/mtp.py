@@ -20,7 +20,7 @@ from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
 from postlude.model.output import MTPOptions, OutputInputs
 from postlude.model.parallel import Linear, RMSNorm
-from postlude.model.schedule_plan import PlannedStep, StepOwner
+from postlude.model.schedule_plan import PlannedStep
 from postlude.model.stack import LogicalLayer
 from postlude.model.steps import compute
 from postlude.world.mesh import Mesh
@@ -136,7 +136,7 @@ def final_norm_step(depth: int, norm: RMSNorm, context: ForwardContext) -> Plann
         normed = norm(hidden)
         return {"hidden": normed, **dict(zip(output_names(depth), (normed, embedding, context), strict=True))}
 
-    return PlannedStep(compute("norm", apply_norm, never_recompute=True), context, StepOwner("norm"), "norm")
+    return PlannedStep(compute("norm", apply_norm, never_recompute=True), context, object(), "norm")
 
 
 def view_for_processor(hidden: Tensor) -> Tensor:

@@ -35,24 +35,17 @@ OnGradsReady = Callable[[FSDPUnit], None]
 """Called with a module when the backward has added everything to its gradients."""
 
 
-@dataclass(frozen=True, eq=False)
-class StepOwner:
-    """One use of a block in a plan, compared by identity."""
-
-    name: str
-
-
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan, and the context it runs in.
 
-    Only its `owner`'s steps read what it writes, except for the names in `SHARED` and for steps without an owner. The
-    latter are the stage's own; each of them starts a segment.
+    Its `owner` is one use of a block, compared by identity. Only its owner's steps read what it writes, except for the
+    names in `SHARED` and for steps without an owner. The latter are the stage's own; each of them starts a segment.
     """
 
     step: LayerStep
     context: ForwardContext
-    owner: StepOwner | None = None
+    owner: object | None = None
     name: str = ""
     """The name in a timeline."""
     completes: tuple[FSDPUnit, ...] = ()

@@ -14,7 +14,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.parallel import FSDPUnit
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
-from postlude.model.schedule_plan import PlannedStep, StepOwner
+from postlude.model.schedule_plan import PlannedStep
 from postlude.model.steps import LayerStep, run_steps
 from postlude.world.mesh import Mesh
 
@@ -42,9 +42,10 @@ class LogicalLayer(FSDPUnit):
 
     def planned_steps(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
         """Returns the steps for a schedule plan. Call it once per use of the layer."""
+        owners = {name: object() for name in self.block_names}
         steps = [
-            PlannedStep(step, context, owner, f"{self.name} {name}.{step.name}")
-            for name, block, owner in zip(self.block_names, self.blocks, map(StepOwner, self.block_names), strict=True)
+            PlannedStep(step, context, owners[name], f"{self.name} {name}.{step.name}")
+            for name, block in zip(self.block_names, self.blocks, strict=True)
             for step in block.steps()
         ]
         # The backward runs in reverse, so the first step is the one after which the layer's gradients are complete.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 SpanKind = Literal["forward", "backward", "weights", "fsdp", "exchange", "exchange back", "wait"]
 """Forward, backward and deferred weight gradients of a microbatch; FSDP's collectives; exchanges of rows with experts,
 and of their gradients; and waits."""
-KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 COMPUTE: tuple[SpanKind, ...] = ("forward", "backward", "weights")
 EXCHANGES: tuple[SpanKind, ...] = ("exchange", "exchange back")
 LANES = ("compute", "communication", "communication back")

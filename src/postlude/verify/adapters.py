@@ -25,6 +25,7 @@ from postlude.hf.export import export_hf
 from postlude.hf.family import Family
 from postlude.hf.load import init_or_load_weights, load_model
 from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.merge_adapter import SavedAdapter, merge_adapter
 from postlude.hf.model_source import Source
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.hf.read_model import read_model
@@ -117,7 +118,7 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
     reports = []
     with tempfile.TemporaryDirectory(prefix="postlude-verify-") as directory:
         peft = _start_peft(base, family, Path(directory))
-        _merge(base, pairs, configs)
+        merge_adapter(base, SavedAdapter(Path(directory), configs, pairs))
         with torch.no_grad():
             merged = _logprobs(base, pack_batch(batch))
         reports.append(AdapterReport("the merged model", difference(logprobs, merged)))
@@ -152,12 +153,6 @@ def _differentiate(model: LanguageModel, batch: Batch) -> Tensor:
         (logprob * microbatch.column(WEIGHTS)).sum().backward()
         parts.append(logprob.detach())
     return torch.cat(unpack(microbatches, parts))
-
-
-@torch.no_grad()
-def _merge(base: LanguageModel, pairs: Mapping[str, tuple[Tensor, Tensor]], configs: AdapterConfigs) -> None:
-    for name, (a, b) in pairs.items():
-        base.get_parameter(f"{name}.weight").add_(b @ a, alpha=configs[name].scale)
 
 
 def _start_peft(base: LanguageModel, family: Family | None, directory: Path) -> Any:
