@@ -144,7 +144,8 @@ def test_on_a_gpu_recorded_answers_are_those_without_drafts(pattern: str, way: s
     for _ in range(2):  # captured, then replayed
         actual = generator.generate(prompt_list, sampling, n=3)
         assert_same(actual, expected)
-        assert 0.0 < rate(actual) < 1.0
+        if way == "sampled":  # the likeliest tokens of an untrained depth are hardly ever the model's
+            assert 0.0 < rate(actual) < 1.0
     graphs = [graph for graphs in generator._buffers.graphs._graphs.values() for graph in graphs.values()]
     assert graphs
     assert all(graph is not None for graph in graphs)
