@@ -135,7 +135,7 @@ def generate_each(shape: str, rows: int, tokens: int, **variants: dict[str, Any]
 
 def head(scale: Scale) -> Iterator[Case]:
     """Runs `linear_logprobs`, `linear_objective` and Liger's cross-entropy, relative to plain products."""
-    methods = [method for method in linear_logprobs.ours("auto", None) if "ignored" not in method.name]
+    methods = [method for method in linear_logprobs.postlude_methods("auto", None) if "ignored" not in method.name]
     methods += linear_logprobs.peers("Liger")
     for shape in ("64x32x512",) if scale.tiny else HEAD_SHAPES:
         for result in linear_logprobs.compare(shape, methods, scale.device, 1 if scale.layers or scale.tiny else 3):
