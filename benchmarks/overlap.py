@@ -149,9 +149,9 @@ class SlowMoE(MoE):
                 if step.name == "plan":
                     yield replace(step, syncs_host=True)
                 elif step.name == "experts" and self.mesh.ep.group is None:
-                    yield exchange("dispatch", "rows", along="to_experts")
+                    yield exchange("dispatch", "rows", plan_name="to_experts")
                     yield step
-                    yield exchange("combine", "rows", along="to_tokens")
+                    yield exchange("combine", "rows", plan_name="to_tokens")
                 else:
                     yield step
 

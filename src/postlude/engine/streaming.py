@@ -166,9 +166,9 @@ def stream_buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields a model's tensors bucket by bucket; without `all_bits` split weights as a forward uses them."""
     low_bits, deltas = model.low_bits if all_bits else None, model.weight_deltas()
-    tensors, shared = model.tensors, model.shared_parameters
-    return (
-        list(stream([bucket], tensors, model.mesh, dtype, shared=shared, low_bits=low_bits, deltas=deltas))
+    shared = model.shared_parameters
+    return (  # `model.tensors` is read for each bucket: it refuses once the engine is offloaded
+        list(stream([bucket], model.tensors, model.mesh, dtype, shared=shared, low_bits=low_bits, deltas=deltas))
         for bucket in buckets
     )
 
