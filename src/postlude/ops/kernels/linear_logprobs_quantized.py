@@ -1,6 +1,6 @@
 """`linear_objective` in one sweep, in half precision on Hopper: logits wait in 16 bits for the objective's gradients.
 
-`linear_objective` takes 0.80 to 0.89 times the four plain GEMMs of a head that projects twice, forward and backward,
+`linear_objective` takes 0.79 to 0.90 times the four plain GEMMs of a head that projects twice, forward and backward,
 over six shapes in bf16 on an H200 (benchmarks/results/linear_logprobs_h200.json).
 
 The kernel that multiplies takes the statistics from its fp32 products, as `linear_logprobs_fused` does, and stores each
