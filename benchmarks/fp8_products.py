@@ -9,14 +9,15 @@ weight from memory as a step of decoding does. The error is the largest, relativ
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from workloads import Results
 
 from postlude.ops.block_fp8 import FP8Weight
 from postlude.ops.decode_linear import COUNTERS
@@ -95,14 +96,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results = []
+    results = Results(" ".join(("benchmarks/fp8_products.py", *sys.argv[1:])), "cuda", arguments.json)
     for rows in arguments.rows:
         for name in PRODUCTS:
-            results.append(measure(name, rows))
-            print(results[-1], flush=True)
+            results.add(measure(name, rows))
+            print(results.cases[-1], flush=True)
             torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
