@@ -56,9 +56,8 @@ demo-async: $(READY)
 		--old_logprobs recompute --objective.correction.level token \
 		--rollout $(ROLLOUT) $(if $(VLLM_PYTHON),--model tiny-wide --rollout.python $(VLLM_PYTHON) --rollout.gpus 0)
 
-# A worker runs whole files, those with slow tests first: the order of tests/conftest.py is kept. Three for two cores:
-# many tests wait for processes that they started.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# A worker runs whole files, those with slow tests first: the order of tests/conftest.py is kept.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 HERE   := not gpu and not serving and not peers and not tinker
 
 # Lint runs beside the tests: alone it would leave a core idle.
