@@ -13,6 +13,7 @@ from torch import Tensor
 from postlude import Engine, LanguageModel, Layout, Loss, OutputInputs
 from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
 from postlude.engine.failure_state import OFFLOADED
+from postlude.hf.merge_adapter import read_saved_adapter
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
 from postlude.model.blocks import MoEConfig
@@ -200,6 +201,21 @@ def test_a_checkpoint_holds_the_adapters_and_moves_between_layouts(ranks: Ranks,
         loaded, resumed_losses = ranks(2, load, layout, str(tmp_path / "saved"))[0]
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
+
+
+def test_a_checkpoint_without_the_entries_of_later_versions_loads(ranks: Ranks, tmp_path: Path) -> None:
+    """The first versions wrote no configs of adapters, and neither idle steps nor late starts."""
+    saved, losses = ranks(1, save, "", str(tmp_path / "saved"))[0]
+    file = tmp_path / "saved" / "state.json"
+    state = json.loads(file.read_text())
+    later = {name: state.pop(name) for name in ("adapter", "idle", "began_later")}
+    assert later["adapter"]
+    file.write_text(json.dumps(state))
+    loaded, resumed_losses = ranks(1, load, "", str(tmp_path / "saved"))[0]
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
+    with pytest.raises(ValueError, match="has no rank and scale of its adapters"):
+        read_saved_adapter(tmp_path / "saved", None, SOURCES["moe"])
 
 
 def refuse(group: Any, directory: str) -> dict[str, str]:

@@ -256,3 +256,14 @@ def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
         assert cache.rows >= 2
     assert cache.capacity == 70
     assert pages.extend([*running, running[0]]) is None, "three rows of 70 are more than 200"
+
+
+def test_rows_start_from_earlier_states_after_a_prefill_without_sequences() -> None:
+    """A drafter prefills in every step of a group of ranks, and then alone has states, of no sequence."""
+    cache = RowCache(torch.device("cpu"))
+    cache.rows = 2
+    cache.set_last_states("drafter", (torch.zeros(0, 3),))
+    earlier = {"scan": (torch.full((4,), 2.0),), "drafter": (torch.full((3,), 5.0),)}
+    cache.start_rows(torch.tensor([1]), torch.tensor([0]), [earlier])
+    assert cache.states("scan")[0].tolist() == [[0.0] * 4, [2.0] * 4]
+    assert cache.states("drafter")[0].tolist() == [[0.0] * 3, [5.0] * 3]

@@ -246,7 +246,7 @@ def _adapters_of(
     names: dict[str, str | None] = {"": adapter or DEFAULT} | {name: name for name in entries if name}
     if not trained.adapters.enabled:
         names = {"": None}
-    elif not state["adapter"]:
+    elif not state.get("adapter", True):
         names[""] = None  # saved without a default adapter
     for name in trained.adapters.names:
         if adapter is None and name not in names.values():
@@ -257,9 +257,13 @@ def _adapters_of(
             layers = entries[saved_name].get("adapter", {})
             configs = {layer: AdapterConfig(*values) for layer, values in layers.items()}
             if present is not None and present not in trained.trainings:
+                if not configs:
+                    raise ValueError(
+                        f'{source} does not say how its adapter was made: give the engine lora for "{present}".'
+                    )
                 add_adapter_configs(trained, present, configs)
                 added.append(present)
-            elif present is not None and same_layers:
+            elif present is not None and same_layers and "adapter" in entries[saved_name]:
                 check_adapter(source, present, configs, trained.trainings[present].adapters)
         yield {saved_name: trained.trainings[present] for saved_name, present in names.items()}
     except BaseException:
@@ -282,7 +286,7 @@ class _SavedTraining:
         self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
         self.has_optimizer_state = any(name.startswith(OPTIMIZER) for name in self.tensors)
         """It is created in the first step with gradients."""
-        self.steps_without_gradients: int = self.state["idle"]
+        self.steps_without_gradients: int = self.state.get("idle", 0)
         self.shards: dict[str, tuple[TensorShard, Tensor]] = {}
 
     def check_optimizer(self, source: Path) -> None:
@@ -337,7 +341,7 @@ class _SavedTraining:
 
     def late_start_steps(self) -> dict[str, int]:
         """Returns the parameters whose moments began later than the others': the saved ones, and now those without."""
-        earlier: Mapping[str, int] = self.state["began_later"]
+        earlier: Mapping[str, int] = self.state.get("began_later", {})
         if self.recast is None:
             return dict(earlier)
         moments = {name.rpartition("/")[2] for name in self.tensors if name.startswith(OPTIMIZER)}

@@ -61,7 +61,7 @@ class DecodeCache(DecodeState, ABC):
 
         `sources` [n] int64 are indices of sequences: those of the last prefill, followed by the `older` ones.
         """
-        for name in self._last or (older[0] if older else ()):
+        for name in dict.fromkeys((*self._last, *(older[0] if older else ()))):
             for part, state in enumerate(self._row_states(name, older)):
                 last = [self._last[name][part]] if name in self._last else []
                 before = [torch.stack([states[name][part] for states in older])] if older else []
