@@ -117,7 +117,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
 # one run at most 12 of them, which moved a token to another expert, changed the next loss by 1.2e-3, and one rank with
 # these weights had exactly the layout's loss. So only the first step of `split` is compared here, and later ones with
 # given gradients in tests/engine/test_optimizers.py.
-COMMON = ("--steps=2", "--save_every=0", "--export=false", "--loggers=[]", "--budget=256")
+COMMON = ("--steps=3", "--save_every=0", "--export=false", "--loggers=[]", "--budget=256")
 COMMON += ("--optimizer.lr=1e-4", "--optimizer.schedule.warmup=0", "--dtype=float32", "--weights=fp32")
 ROWS = ("--batch_size=6", "--held_out.rows=0")
 DATA = PACKAGED / "data"
@@ -157,7 +157,7 @@ def trained(group: Any, name: str, directory: str, *overrides: str) -> list[dict
 
 
 def assert_equal_to_one_rank(
-    alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str, steps: int = 2
+    alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str, steps: int = 3
 ) -> None:
     assert len([row for row in alone if row["step"]]) == steps
     for expected, actual in zip(alone, spread, strict=True):
