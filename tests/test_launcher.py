@@ -48,7 +48,7 @@ def misbehave(fault: str, failing_rank: int, directory: str) -> None:
 
 def timeout(fault: str) -> int:
     """Short where it has to pass, for ranks need to arrive within it, too."""
-    return 15 if fault == "sleep" else PATIENCE
+    return 30 if fault == "sleep" else PATIENCE
 
 
 def alive(pid: int) -> bool:

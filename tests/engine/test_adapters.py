@@ -124,9 +124,9 @@ def identical(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
+        ("", {}),
         ("pp=2", {"critic": True}),
         ("dp_shard=2,ep=2", {}),
-        pytest.param("", {}, marks=pytest.mark.thorough),
         pytest.param("tp=2", {}, marks=pytest.mark.thorough),
         pytest.param("dp_shard=2", {"gather_once": True}, marks=pytest.mark.thorough),
         pytest.param("cp=2", {"recompute": "full"}, marks=pytest.mark.thorough),

@@ -30,7 +30,7 @@ CONFIG = small_config(
         ("tp=2", {}),
         pytest.param("cp=2", {"recompute": "selective"}, marks=pytest.mark.thorough),
         ("pp=2", {"overlap": True, "recompute": "full"}),
-        pytest.param("dp_shard=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
+        ("dp_shard=2,ep=2", {"overlap": True}),
     ],
 )
 @pytest.mark.slow

@@ -62,7 +62,7 @@ FAILURES: dict[str, Callable[[Engine], Any]] = {
 
 def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap: bool = False) -> None:
     """Two engines take the same steps, and the one fails in between."""
-    first_engine, second_engine = (build("", config(model, num_hidden_layers=2), overlap=overlap) for _ in range(2))
+    first_engine, second_engine = (build("", config(model), overlap=overlap) for _ in range(2))
     for engine in (first_engine, second_engine):
         train(engine, [1])
         engine.forward_backward(batch(2), policy)

@@ -194,7 +194,7 @@ def test_a_pass_leaves_no_activation_alive(ranks: Any, overlap: Any) -> None:
 def test_a_few_steps_of_stages_cut_by_hand_that_recompute(ranks: Any) -> None:
     """A short form of the 100 steps below: cuts in the pattern, two stages a rank, and cheap results made again."""
     source = config("[*E]|[*-][*E]|[M-]|[*E]")
-    assert_one(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 2, {"recompute": "selective"}))
+    assert_one(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 3, {"recompute": "selective"}))
 
 
 @pytest.mark.thorough

@@ -100,18 +100,15 @@ def cases() -> list[Any]:
         if layout in (Layout(dp_shard=4), Layout(tp=2, cp=2), Layout(dp_replicate=2, dp_shard=2)):
             names += ["odd moe"]
         for name in names:
-            # Of two ranks, `make test` has experts with ep and vpp, tied weights with the other axes; cp shards none.
-            other = layout.ep == layout.vpp == 1 if name == "moe" else layout.vpp > 1
-            is_thorough = layout.world_size > 2 or layout.cp > 1 or other
-            marks = pytest.mark.thorough if is_thorough else () if layout in QUICK else pytest.mark.slow
+            # Of two ranks, `make test` has experts with ep and vpp, tied weights with the other axes.
+            other = layout.ep == layout.vpp == 1 if name == "moe" else layout.vpp > 1 or layout.cp > 1
+            is_slow = layout.world_size > 2 or other
+            marks = pytest.mark.thorough if is_slow else () if layout in QUICK else pytest.mark.slow
             results.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
-    for text, marks in (
-        ("dp_shard=2", ()),
-        ("tp=2,dp_shard=2", pytest.mark.slow),
-        ("cp=2", pytest.mark.thorough),
-        ("pp=2,cp=2", pytest.mark.thorough),
-    ):
-        results.append(pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=marks))
+    for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
+        results.append(
+            pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow)
+        )
     return results
 
 

@@ -151,9 +151,9 @@ def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
 @pytest.mark.slow
 def test_answers_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
     source = random.Random(0)
-    prompt_list = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(12)]
-    sampling = [SamplingParams(max_new_tokens=source.randrange(1, 30), temperature=0.0) for _ in prompt_list]
-    in_one_batch = Generator(dense, max_batch_tokens=150, max_sequences=4).generate(prompt_list, sampling)
+    prompt_list = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]
+    sampling = [SamplingParams(max_new_tokens=source.randrange(1, 60), temperature=0.0) for _ in prompt_list]
+    in_one_batch = Generator(dense, max_batch_tokens=300, max_sequences=6).generate(prompt_list, sampling)
     alone = [
         Generator(dense).generate([prompt], params)[0] for prompt, params in zip(prompt_list, sampling, strict=True)
     ]

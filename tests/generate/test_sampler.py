@@ -88,7 +88,7 @@ def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> No
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     sampling = WAYS[way]
     probabilities = exact(logits, sampling)
-    tokens, logprobs, sampled = drawn(logits, sampling, 6_000)
+    tokens, logprobs, sampled = drawn(logits, sampling, 20_000)
     assert abs(surprise(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
     tempered = (logits.double() / sampling.temperature).log_softmax(-1)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -133,15 +132,7 @@ def regrouped(pattern: Pattern) -> Pattern:
     return Pattern(segments=(tuple(blocks),))
 
 
-def variants() -> list[Any]:
-    """Every config of every family. `make test` has one of each family."""
-    return [
-        pytest.param(name, marks=() if "-" not in name or name == "llama-mha" else pytest.mark.thorough)
-        for name in CONFIGS
-    ]
-
-
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: Path) -> None:
     family, config = read_model(CONFIGS[name]())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from postlude.model.pattern import MAXIMUM_BLOCKS, SYMBOLS, TERMINAL, Pattern, PatternError, block_names
 
-many = settings(max_examples=40)
+many = settings(max_examples=80)
 
 MIXERS = "".join(symbol for symbol in SYMBOLS if symbol not in TERMINAL)
 
@@ -199,7 +199,7 @@ def nearly_patterns(draw):
     return text[:at] + draw(st.text(ALPHABET, max_size=1)) + text[at + draw(st.integers(0, 1)) :]
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(
     nearly_patterns()
     | st.text(ALPHABET, max_size=30)

@@ -101,11 +101,11 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
 
 
 def objectives_in_layouts() -> list[Any]:
-    """Every objective in every layout. `make test` has each in one, in turn, and losses of whole sequences in cp=2."""
+    """Every objective in every layout. `make test` has each in two, in turn, and losses of whole sequences in cp=2."""
     results = []
     for turn, layout in enumerate(LAYOUTS):
         for place, (kind, name) in enumerate(CASES):
-            quick = (turn - place) % 4 == 0 or (layout == "cp=2" and kind in ("preference", "reward", "kto", "orpo"))
+            quick = (turn - place) % 4 < 2 or (layout == "cp=2" and kind in ("preference", "reward", "kto", "orpo"))
             mark = pytest.mark.slow if quick else pytest.mark.thorough
             results.append(pytest.param(layout, kind, name, id=f"{layout}-{kind}-{name}", marks=mark))
     return results

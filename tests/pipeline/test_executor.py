@@ -100,20 +100,8 @@ def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], 
         assert_equal(gradient, gradients[name], f"gradient of {name}")
 
 
-@pytest.mark.parametrize(
-    ("count", "tied"),
-    [
-        pytest.param(count, tied, id=f"{count} sequences-{'tied' if tied else 'untied'}", marks=marks)
-        for count, tied, marks in (
-            (10, False, ()),
-            (10, True, ()),
-            (6, False, pytest.mark.thorough),
-            (6, True, pytest.mark.thorough),
-            (1, False, pytest.mark.thorough),
-            (1, True, ()),
-        )
-    ],
-)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("count", [10, 6, 1], ids=lambda count: f"{count} sequences")
 @pytest.mark.parametrize(
     ("pp", "vpp", "pattern"),
     [

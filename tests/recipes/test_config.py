@@ -179,7 +179,7 @@ runs = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(runs)
 def test_what_is_written_is_read_back(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -146,13 +146,9 @@ MOE = ("--model=tiny-moe",)
 @pytest.mark.parametrize(
     ("settings", "layouts"),
     [
-        pytest.param(MOE, ("dp_shard=2,ep=2",), id="experts"),  # test_model_recipes.py has GRPO in the recipes' layouts
-        pytest.param(
-            (),
-            ("pp=2,vpp=2", "pp=2", "tp=2", "cp=2", "dp_shard=2", "pp=2,cp=2"),
-            id="more",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param((), ("pp=2,vpp=2",), id=""),  # test_model_recipes.py has GRPO in the layouts of the recipes
+        pytest.param(MOE, ("dp_shard=2,ep=2",), id="experts"),
+        pytest.param((), ("pp=2", "tp=2", "cp=2", "dp_shard=2", "pp=2,cp=2"), id="more", marks=pytest.mark.thorough),
         pytest.param(REPLAY, ("pp=2", "tp=2", "cp=2", "dp_shard=2"), id="replay", marks=pytest.mark.thorough),
     ],
 )
@@ -231,7 +227,7 @@ def run_until_interrupt(group: Any, directory: str, at: int, *overrides: str) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param((), id="", marks=pytest.mark.thorough),  # test_killed.py goes on without more than a reference
+        pytest.param((), id=""),
         pytest.param(
             ("--objective.kl.coefficient=0.1", "--warm_start.optimizer=sgd", "--save_every=1"),
             id="kl",

@@ -214,16 +214,10 @@ HEARD: dict[str, Heard] = {
         "sampling.temperature": ("0",),  # its metrics see answers alone, and these are all the likeliest
     },
 }
-# `make test` shows these in another recipe, which has them by the same code: sampling and evaluation in `eval`, others
-# in `sft`.
+# `make test` shows these in another recipe, which has them by the same code: the sampling in `eval`, the rest in `sft`.
 # Of an objective's settings it shows that some of each section reach it; tests/objectives have what each of them does.
 SAME_CODE = {
-    "grpo": (
-        *("seed", "steps", "optimizer.kind", "optimizer.lr", "warm_start.optimizer.kind"),
-        *(f"sampling.{name}" for name in FILTERS),
-        *("evaluation.samples_per_prompt", "evaluation.solved"),
-        *("environment.settings", "environment.size"),  # test_bad_starts.py and test_grpo.py have them reach the gym
-    ),
+    "grpo": ("seed", "steps", "optimizer.kind", "optimizer.lr", *(f"sampling.{name}" for name in FILTERS)),
     "distill": tuple(f"data.sampling.{name}" for name in FILTERS),
 }
 SHOWN = ("surrogate", "clip_low", "over", "correction.level", "kl.coefficient", "loss_type", "beta", "nll", "margin")

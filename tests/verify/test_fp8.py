@@ -17,7 +17,6 @@ from postlude.lora import LoRA
 from postlude.options import Overlap, Recompute
 from postlude.verify.cases import Case
 from postlude.verify.choices import TOLERANCES
-from tests.engine.training import config
 from tests.verify.test_layouts import check
 
 RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None], ...] = (
@@ -38,7 +37,7 @@ def test_a_layout_equals_one_rank(
     ranks: Any, model: str, layout: str, objective: str, recompute: Recompute, overlap: Overlap, lora: LoRA | None
 ) -> None:
     case = Case(
-        model if model == "tiny-hybrid" else config(model, num_hidden_layers=2),
+        model,
         Layout.parse(layout),
         objective,
         recompute,

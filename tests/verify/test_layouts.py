@@ -39,10 +39,6 @@ def label(value: Any) -> str:
     return str(value) if not isinstance(value, Layout) else str(value)[7:-1].replace(" ", "")
 
 
-HYBRID = tuple(map(Layout.parse, ("tp=2", "cp=2", "pp=2", "dp_shard=2,ep=2", "pp=2,vpp=2")))
-"""Layouts of two ranks in which `make test` has a hybrid of all blocks."""
-
-
 def cases() -> list[Any]:
     """Every layout with both models, the objectives in turn. Two ranks are quick; the rest takes minutes."""
     parameters = []
@@ -56,11 +52,10 @@ def cases() -> list[Any]:
             is_slow = is_slow or layout in (Layout(pp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=2))  # as the hybrid
             is_slow = is_slow or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
             is_slow = is_slow or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
-            is_slow = is_slow or (model == "tiny-moe" and layout in HYBRID)  # whose blocks the hybrid has
             name = f"{label(layout)}-{model}-{objective}"
             case = Case(config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout, objective)
             mark = pytest.mark.thorough if is_slow else pytest.mark.slow
-            parameters.append(pytest.param(case, id=name, marks=() if quick and not is_slow else mark))
+            parameters.append(pytest.param(case, id=name, marks=() if quick else mark))
     return parameters
 
 
@@ -176,7 +171,7 @@ VARIANTS = {
 
 def odd_models() -> list[Any]:
     """Every family in every layout. `make test` has the others of them with adapters, in test_lora.py."""
-    quick = ("mistral", "qwen2", "olmo3")
+    quick = ("mistral", "qwen2", "olmo3", "deepseek_v3", "qwen3_next")
     layouts = (Layout(tp=2), Layout(cp=2, tp=2), Layout(pp=2, tp=2), Layout(tp=4), Layout(dp_shard=2, cp=2))
     parameters = []
     for layout in (*layouts, Layout(tp=2, cp=2, ep=2)):
