@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Command:
-    return importlib.import_module(f"postlude.commands.{name}").run
+    run: Command = importlib.import_module(f"postlude.commands.{name}").run
+    return run
 
 
 @contextlib.contextmanager

@@ -117,7 +117,8 @@ class StagedFile:
 
 
 def _bytes(bucket: Tensor) -> memoryview:
-    return bucket.numpy().data
+    view: memoryview = bucket.numpy().data
+    return view
 
 
 def merge_indexes(indexes: Iterable[CheckpointIndex]) -> CheckpointIndex:

@@ -35,7 +35,7 @@ def load_callable(reference: str, *, kind: str = "function") -> Callable[..., An
         raise UserCodeError(
             f"{name} in {path} is of type {type(value).__name__}, which cannot be called. Name a {kind}."
         )
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def describe_error(error: BaseException, file: Path | None = None) -> str:

@@ -287,7 +287,8 @@ class Encoder:
         (result,) = self._run_all([steps], [row])
         if isinstance(result, TooLongError):
             raise result
-        return result
+        encoded: Result = result
+        return encoded
 
     def _run_all(self, steps: Sequence[EncodingSteps[Any]], names: Sequence[str]) -> list[Any]:
         """Encodes several rows in rounds, each with one call of the tokenizer for all of them."""
@@ -412,7 +413,8 @@ def _single(sequences: Sequence[Any], row: str) -> EncodedSequence:
             f"differently once later ones follow, so they are {len(sequences)} sequences where one is needed. Keep the "
             f"last turn alone."
         )
-    return sequences[0]
+    sequence: EncodedSequence = sequences[0]
+    return sequence
 
 
 def _encoding_failure(row: str, error: EncodingError) -> str:

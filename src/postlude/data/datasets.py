@@ -429,4 +429,5 @@ def permutation(size: int, *seed: int) -> list[int]:
 
     # This generator of numpy is frozen: the order is the same in every version, so a run resumes anywhere.
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(seed))))
-    return generator.permutation(size).tolist()
+    order: list[int] = generator.permutation(size).tolist()
+    return order

@@ -84,7 +84,8 @@ class TextTokens:
         return tokens[:-1] if ended and plain[-1:] != tokens[-1:] else tokens
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        tokens: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return tokens
 
 
 class PiecewiseTokenizer:

@@ -229,7 +229,8 @@ def load(
         torch.set_rng_state(random_states["cpu"])
     if "cuda" in random_states:
         torch.cuda.set_rng_state(random_states["cuda"])
-    return state["extra"]
+    extra: dict[str, Any] = state["extra"]
+    return extra
 
 
 @contextmanager

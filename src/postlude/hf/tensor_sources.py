@@ -35,7 +35,8 @@ class SafetensorsSource:
     def take(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
         with self._reading(name) as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor from the header of its file."""
@@ -129,7 +130,8 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     settings = {
         key: value for key, value in config.hf_config.items() if key not in ("model_type", "transformers_version")
     }
-    return AutoConfig.for_model(config.family, **settings)
+    hf: PretrainedConfig = AutoConfig.for_model(config.family, **settings)
+    return hf
 
 
 def as_stored(tensors: Mapping[str, Tensor], family: Family, file_names: Container[str]) -> dict[str, Tensor]:

@@ -58,11 +58,13 @@ class MTPDepth(nn.Module):
         hidden = self.join(hidden, embedded)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
-        return self.norm(hidden)
+        output: Tensor = self.norm(hidden)
+        return output
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Returns the input of its layers: both [T / tp, H] -> [T / tp, H]."""
-        return self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
+        joined: Tensor = self.proj(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
+        return joined
 
 
 class MTP(nn.ModuleList):

@@ -107,7 +107,8 @@ def local(parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import Partial
 
     placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
+    part: Tensor = parameter.to_local(grad_placements=placements)
+    return part
 
 
 def local_shard(parameter: Tensor) -> Tensor:
@@ -234,7 +235,8 @@ class Linear(nn.Module):
     def apply_gated(self, gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
         """Returns `forward` of activation(gate) · up, [T, in] both, or of activation(up): [T, out]."""
         if self.adapter is not None or self.fp8_weight is not None:
-            return self(gated_activation(gate, up, activation))
+            output: Tensor = self(gated_activation(gate, up, activation))
+            return output
         return gated_linear(gate, up, activation, local(self.weight), _local_or_none(self.bias), fp8=self.fp8)
 
     def _product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -52,7 +52,8 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operators())
-    return checkpoint(bind_batch_invariant(bind_wgrad(function)), *arguments, **options)
+    result: Result = checkpoint(bind_batch_invariant(bind_wgrad(function)), *arguments, **options)
+    return result
 
 
 def _kept_operators() -> list[Any]:

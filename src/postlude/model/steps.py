@@ -67,7 +67,8 @@ def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContex
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
         run_step(step, values, context)
-    return values["hidden"]
+    output: Tensor = values["hidden"]
+    return output
 
 
 def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -> None:

@@ -79,7 +79,7 @@ class EncodedRows(Generic[Row]):
     def __getitem__(self, index: int) -> Row:
         sequences = self.rows.row(index)
         row: Any = sequences[0] if self.rows.sequences_per_row == 1 else tuple(sequences)
-        return row
+        return row  # type: ignore[no-any-return]
 
 
 class LabelledRows(Generic[Row]):

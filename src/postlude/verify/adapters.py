@@ -137,7 +137,8 @@ def pack_batch(batch: Batch, depths: int = 0) -> list[Microbatch]:
 
 
 def _score(inputs: OutputInputs, context: None) -> Tensor:
-    return inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+    logprob: Tensor = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
+    return logprob
 
 
 def _logprobs(model: LanguageModel, microbatches: list[Microbatch]) -> Tensor:

@@ -57,7 +57,8 @@ def gather_and_decide(
         raise failure[1]
     if failure is not None:
         raise RankFailure(*failure)
-    return result
+    decided: Result = result
+    return decided
 
 
 def on_rank0(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
@@ -100,7 +101,7 @@ class Rank0Controller(Generic[Argument, Value]):
         def finished() -> Result:
             if error is not None:
                 raise error
-            return result
+            return result  # type: ignore[no-any-return]
 
         return on_rank0(finished, self.group)
 
@@ -123,7 +124,8 @@ class Rank0Controller(Generic[Argument, Value]):
             received = values
         else:
             dist.scatter_object_list(received, values, group=self.group, group_src=0)
-        return received[0]
+        value: Result = received[0]
+        return value
 
     def _serve(self) -> None:
         while True:

@@ -190,7 +190,8 @@ def _group(grid: Tensor, dimension: int, groups_by_ranks: _Groups, options: Any 
 def _make_groups(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
     if len(rows[0]) == 1:
-        return dist.new_group([rank], use_local_synchronization=True)
+        single: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+        return single
     joined: dist.ProcessGroup | None = None
     for row in rows:
         group = dist.new_group(row, pg_options=options)

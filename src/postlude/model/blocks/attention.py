@@ -231,7 +231,8 @@ class Attention(Block):
         # A norm saves projected queries and keys for its backward, so they may be slices of one GEMM's output. Without
         # a norm, separate tensors let them be freed.
         projected = apply_linears(hidden, *self.fused_projections()[0], single_gemm=self.config.qk_norm is not None)
-        return self.o_proj(self._attention_output(projected, context))
+        output: Tensor = self.o_proj(self._attention_output(projected, context))
+        return output
 
     def _attention_output(self, projected: Sequence[Tensor], context: ForwardContext) -> Tensor:
         """Returns the output of this rank's heads, [T, heads · d], from queries, keys, values and perhaps a gate."""
@@ -276,7 +277,8 @@ class Attention(Block):
             return features
         # The collective gathers dim 0, which is features here.
         gathered = gather_from_sequence(features.T.contiguous(), tp.group)
-        return gathered.unflatten(0, (kv_heads, -1))[tp.rank * kv_heads // tp.size].T
+        head: Tensor = gathered.unflatten(0, (kv_heads, -1))[tp.rank * kv_heads // tp.size].T
+        return head
 
     def _score_config(self) -> ScoreConfig:
         config = self.config

@@ -148,7 +148,8 @@ class GatedDelta(Recurrent):
         inputs = (head_exchange.to_heads(by_key_head),)
         heads = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
         heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
-        return self.out_proj(heads.flatten(-2))
+        output: Tensor = self.out_proj(heads.flatten(-2))
+        return output
 
     @property
     def key_heads(self) -> int:

@@ -175,7 +175,8 @@ class LatentAttention(Block):
             heads = self._attend((query_part, query_rotated, latent_keys), cp_shard.queries, cp_shard.keys)
         else:
             heads = self._prefill((query_part, query_rotated, latent), context.packing)
-        return self.o_proj(heads.flatten(-2))
+        output: Tensor = self.o_proj(heads.flatten(-2))
+        return output
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Projects to this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
@@ -232,4 +233,5 @@ class LatentAttention(Block):
         """Returns the rows of keys and of values of the matrix of `kv_b_proj`, [heads, …, columns] each."""
         config = self.config
         by_head = matrix.unflatten(0, (-1, config.nope_dim + config.value_dim))
-        return by_head.split((config.nope_dim, config.value_dim), dim=1)
+        parts: tuple[Tensor, ...] = by_head.split((config.nope_dim, config.value_dim), dim=1)
+        return parts

@@ -177,7 +177,8 @@ class Mamba(Recurrent):
         b, c = groups.chunk(2, -1)  # [total, groups, n] each
         inputs = torch.cat([features.flatten(1) for features in (x, b, c)], 1), dt.squeeze(-1)
         y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
-        return self.out_proj(self.gated_norm(y.flatten(1), gate))
+        output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
+        return output
 
     def _recurrence(
         self, vectors: Mapping[str, Tensor], head_exchange: HeadExchange, backend: ScanBackend
@@ -211,7 +212,8 @@ class Mamba(Recurrent):
         if groups % tp.size:
             features = gather_from_sequence(features.contiguous(), tp.group)
             first, count = tp.rank * groups // tp.size, 1
-        return features[first * size : (first + count) * size].unflatten(0, (count, size))
+        groups_of_heads: Tensor = features[first * size : (first + count) * size].unflatten(0, (count, size))
+        return groups_of_heads
 
 
 def _repeat_for_cp_ranks(head_exchange: HeadExchange, groups: Tensor, dimension: int) -> Tensor:

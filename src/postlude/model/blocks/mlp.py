@@ -69,7 +69,8 @@ class GatedConfig(BlockConfig):
         """Applies `down` to the intermediate features, without keeping them for the backward where possible."""
         if self.alpha == 1.0:
             return down.apply_gated(*self._clamp_and_offset(gate, up), self.activation)
-        return down(self.features(gate, up))
+        output: Tensor = down(self.features(gate, up))
+        return output
 
     def _clamp_and_offset(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
         """Applies `limit` and `up_offset`."""

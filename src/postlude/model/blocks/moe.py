@@ -442,7 +442,8 @@ class Experts(FSDPUnit):
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
         layers = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         *gates, up = apply_expert_linears(rows, counts, *layers)
-        return self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
+        output: Tensor = self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
+        return output
 
 
 class SharedExpert(nn.Module):

@@ -91,7 +91,7 @@ def token_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: ResolvedCall, requested: RequestedStats
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, of a resolved call."""
-    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, call, requested)
+    return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, call, requested)  # type: ignore[no-any-return]
 
 
 def flat_hidden(hidden: Tensor) -> Tensor:

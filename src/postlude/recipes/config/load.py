@@ -213,11 +213,11 @@ def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
 def _inside(node: Node, key: str | int) -> Node:
     for alternative in schema.alternatives(node):
         if "properties" in alternative and key in alternative["properties"]:
-            return alternative["properties"][key]
+            return alternative["properties"][key]  # type: ignore[no-any-return]
         if isinstance(key, int) and alternative.get("type") == "array":
-            return alternative["prefixItems"][key] if "prefixItems" in alternative else alternative["items"]
+            return alternative["prefixItems"][key] if "prefixItems" in alternative else alternative["items"]  # type: ignore[no-any-return]
         if isinstance(alternative.get("additionalProperties"), dict):
-            return alternative["additionalProperties"]
+            return alternative["additionalProperties"]  # type: ignore[no-any-return]
     return {}
 
 
