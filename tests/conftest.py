@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -33,6 +34,7 @@ settings.load_profile("unhurried")  # a busy machine is slow, and nothing else i
 
 PATIENCE = 300  # seconds; a rank that waits longer is stuck, however busy the machine is
 CALLS = 200  # of a pool, before its ranks are new ones: meshes that are kept have groups that wake all the time
+CONTINUE = 'while read -r pid; do pids="$pids $pid"; done; kill -CONT $pids'  # lets ranks end when the tests are killed
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step
     [
@@ -82,6 +84,9 @@ class Ranks:
         self.directory, self.serve = directory, serve or _serve
         self.pools: dict[int, list[tuple[Connection, Any]]] = {}
         self.calls: Counter[int] = Counter()
+        self.guard = subprocess.Popen(
+            ("sh", "-c", CONTINUE), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
 
     def __call__(
         self, size: int, function: Callable[..., Any], *arguments: Any, patience: float = 2 * PATIENCE
@@ -129,6 +134,7 @@ class Ranks:
             )
             process.start()
             pool.append((connection, process))
+            print(process.pid, file=self.guard.stdin, flush=True)
         return pool
 
     def _stop(self, size: int) -> None:
@@ -139,6 +145,7 @@ class Ranks:
     def close(self) -> None:
         for size in list(self.pools):
             self._stop(size)
+        self.guard.communicate()
 
 
 def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> None:
