@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard
 from postlude.optimizer import SGD, AdamW
 from tests.conftest import Ranks
-from tests.engine.test_offload import live_bytes
+from tests.engine.live_tensors import live_matrices, storage_bytes
 from tests.engine.training import BUDGET, DAMPED, LENGTHS, config, error_text, policy
 from tests.engine.training import batch as batch_of
 from tests.equality import assert_equal, difference
@@ -211,7 +212,8 @@ def test_checkpoints_hold_all_adapters_or_one_and_move_between_layouts(
 def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
     engine = build("", DENSE)
     engine.logprobs(batch(0))  # the first forward of a process fills caches that stay, such as rotary frequencies
-    base, tensors = live_bytes(), dict(engine.tensors)
+    gc.collect()
+    base, tensors = storage_bytes(live_matrices()), dict(engine.tensors)
     refused: dict[str, Callable[[], Any]] = {
         "train the base": lambda: engine.forward_backward(batch(0), policy),
         "step the base": engine.optimizer_step,
@@ -246,12 +248,14 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
     engine.zero_grad()
     answers["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
     answers["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
-    bytes_before = live_bytes()
+    bytes_before = storage_bytes(live_matrices())
     for name in ("a", "b"):
         remove_adapter(engine, name)
     answers["removed"] = error_text(lambda: engine.use("a"))
     answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
-    return answers | {"shares": shares, "freed": live_bytes() <= base < bytes_before, "in use": engine.adapters.in_use}
+    gc.collect()
+    freed = storage_bytes(live_matrices()) <= base < bytes_before
+    return answers | {"shares": shares, "freed": freed, "in use": engine.adapters.in_use}
 
 
 def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:

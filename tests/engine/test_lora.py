@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from postlude.model.adapters import is_adapter
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import local_shard, region
 from tests.conftest import Ranks
-from tests.engine.test_offload import live_bytes
+from tests.engine.live_tensors import live_matrices, storage_bytes
 from tests.engine.training import BUDGET, DAMPED, batch, config, error_text, policy
 from tests.equality import TOLERANCE, assert_equal, difference
 from tests.meshes import mesh
@@ -126,9 +127,11 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
     base = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET)
     engine = Engine(source, mesh=mesh(Layout.parse(layout)), budget=BUDGET, optimizer=DAMPED, lora=RANK4)
     weights = {name: tensor.clone() for name, tensor in engine.tensors.items() if not is_adapter(name)}
-    plain, before = torch.cat(base.logprobs(batch(0)).logprob), live_bytes()
+    plain = torch.cat(base.logprobs(batch(0)).logprob)
+    gc.collect()
+    before = storage_bytes(live_matrices())
     reference = engine.reference()
-    allocated = live_bytes() - before
+    allocated = storage_bytes(live_matrices()) - before
     for seed in range(2):
         engine.forward_backward(batch(seed), policy)
         engine.optimizer_step()

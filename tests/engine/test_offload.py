@@ -17,8 +17,9 @@ from postlude import SGD, AdamW, Engine, Layout
 from postlude import ranks as started
 from postlude.engine.failure_state import OFFLOADED
 from postlude.model.blocks import MoEConfig
-from postlude.model.parallel import is_dtensor, local_shard
+from postlude.model.parallel import local_shard
 from postlude.objectives import SFT
+from tests.engine.live_tensors import live_tensors, storage_bytes
 from tests.engine.training import ADAMW, batch, build, error_text
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config
@@ -29,16 +30,6 @@ CONFIG = small_config(
 )
 MOMENTUM = SGD(lr=1e-2, momentum=0.9)
 REFUSED = f"RuntimeError: {OFFLOADED}"
-
-
-def live_bytes() -> int:
-    """The memory of all tensors that Python knows of in this process."""
-    gc.collect()
-    tensors = [
-        candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor) and not is_dtensor(candidate)
-    ]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def host_bytes(engine: Engine) -> int:
@@ -58,8 +49,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
 
 
 def state_bytes(engine: Engine) -> int:
-    storages = [tensor.untyped_storage() for tensor in state(engine).values()]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return storage_bytes(state(engine).values())
 
 
 def digests(engine: Engine) -> dict[str, str]:
@@ -86,11 +76,17 @@ def go_on(group: Any, layout: str, options: dict[str, Any], offloads: bool) -> t
 
 
 def move(engine: Engine) -> None:
-    before, size, used_bytes = digests(engine), state_bytes(engine), live_bytes() - host_bytes(engine)
+    before, size, host_size = digests(engine), state_bytes(engine), host_bytes(engine)
+    gc.collect()
+    tensors = live_tensors()
+    known, used_bytes = {id(tensor) for tensor in tensors}, storage_bytes(tensors)
     engine.offload()
     engine.offload()
     assert state_bytes(engine) == 0
-    assert used_bytes - (live_bytes() - host_bytes(engine)) == size > 0
+    assert used_bytes - storage_bytes(tensors) == size > 0
+    new_tensors = [tensor for tensor in live_tensors() if id(tensor) not in known]
+    assert storage_bytes(new_tensors) == host_bytes(engine) - host_size
+    del tensors, new_tensors
     chunks = list(engine._state_offload.chunks)
     engine.onload()
     engine.onload()

@@ -16,6 +16,7 @@ from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import local_shard
 from postlude.objectives import MTP, SFT
 from postlude.trace.recorder import Recording
+from tests.engine.live_tensors import live_matrices
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
 
@@ -163,18 +164,14 @@ def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
     """The shapes of activations that a second pass leaves alive, also in reference cycles."""
     engine = Engine(config("[*E]{2}/[*E]"), mesh=mesh(Layout(pp=2)), budget=32, overlap=overlap, mtp=True)
 
-    def matrices() -> list[Tensor]:  # gloo's threads hold vectors of finished collectives for a moment
-        tensors = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor))
-        return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 1]
-
     engine.forward_backward(batch(0), MTP(objective=SFT()))  # makes the gradients
     gc.collect()
-    before = matrices()
+    before = live_matrices()
     known = {id(tensor) for tensor in before}
     gc.disable()
     try:
         engine.forward_backward(batch(1), MTP(objective=SFT()))
-        after = [tensor for tensor in matrices() if id(tensor) not in known]
+        after = [tensor for tensor in live_matrices() if id(tensor) not in known]
     finally:
         gc.enable()
     gradients = {
