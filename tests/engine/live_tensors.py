@@ -13,14 +13,14 @@ from postlude.model.parallel import is_dtensor
 def live_tensors() -> list[Tensor]:
     """Returns all but DTensors, whose local shards are among them, and garbage that was not collected yet.
 
-    gloo's threads hold vectors of finished collectives for a moment: two lists can differ by these.
+    gloo's threads hold the tensors of finished collectives for a moment. Keep the first list to compare a second one.
     """
     candidates = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor)]
     return [tensor for tensor in candidates if not is_dtensor(tensor)]
 
 
 def live_matrices() -> list[Tensor]:
-    """Returns floating-point tensors of two and more dimensions, which gloo's threads do not hold."""
+    """Returns floating-point tensors of two and more dimensions: weights and activations."""
     return [tensor for tensor in live_tensors() if tensor.ndim > 1 and tensor.is_floating_point()]
 
 

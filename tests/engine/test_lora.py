@@ -129,9 +129,10 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
     weights = {name: tensor.clone() for name, tensor in engine.tensors.items() if not is_adapter(name)}
     plain = torch.cat(base.logprobs(batch(0)).logprob)
     gc.collect()
-    before = storage_bytes(live_matrices())
+    before = live_matrices()
+    known = {id(tensor) for tensor in before}
     reference = engine.reference()
-    allocated = storage_bytes(live_matrices()) - before
+    allocated = storage_bytes(tensor for tensor in live_matrices() if id(tensor) not in known)
     for seed in range(2):
         engine.forward_backward(batch(seed), policy)
         engine.optimizer_step()
