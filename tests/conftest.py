@@ -8,11 +8,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ settings.register_profile("unhurried", deadline=None, max_examples=50, suppress_
 settings.load_profile("unhurried")  # a busy machine is slow, and nothing else is wrong with it
 
 PATIENCE = 300  # seconds; a rank that waits longer is stuck, however busy the machine is
+GRACE = 10  # seconds that the other ranks have once one has failed: they may wait for it until PATIENCE is over
 CALLS = 200  # of a pool, before its ranks are new ones: meshes that are kept have groups that wake all the time
 CONTINUE = 'while read -r pid; do pids="$pids $pid"; done; kill -CONT $pids'  # lets ranks end when the tests are killed
 SERVER = multiprocessing.get_context("forkserver")
@@ -100,22 +102,33 @@ class Ranks:
             self.pools[size] = self._start(size)
         self.calls[size] += 1
         self._signal(size, signal.SIGCONT)
-        results, errors = [], []
         for connection, _ in self.pools[size]:
             with suppress(BrokenPipeError):  # a rank that died is noticed when its answer is missing
                 connection.send((function, arguments))
-        for connection, _ in self.pools[size]:
-            try:
-                result, error = connection.recv() if connection.poll(patience) else (None, "a rank did not answer")
-            except (EOFError, ConnectionError):
-                result, error = None, "a rank died"
-            results.append(result)
-            errors.append(error)
-        if any(errors):
+        results, errors = self._receive(size, patience)
+        if errors:
             self._stop(size)  # its groups may be out of step
-            pytest.fail("\n".join(filter(None, errors)), pytrace=False)
+            pytest.fail("\n".join(errors), pytrace=False)
         self._signal(size, signal.SIGSTOP)
         return results
+
+    def _receive(self, size: int, patience: float) -> tuple[list[Any], list[str]]:
+        """Returns the ranks' results, and the errors of those that failed, the first to fail first."""
+        waiting = {connection: rank for rank, (connection, _) in enumerate(self.pools[size])}
+        results: list[Any] = [None] * size
+        errors: list[str] = []
+        end = time.monotonic() + patience
+        while waiting and (ready := wait(list(waiting), max(0, end - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    results[rank], error = connection.recv()
+                except (EOFError, ConnectionError):
+                    error = f"rank {rank} died"
+                if error is not None:
+                    errors.append(error)
+                    end = min(end, time.monotonic() + GRACE)
+        return results, errors + [f"rank {rank} did not answer" for rank in waiting.values()]
 
     def _signal(self, size: int, number: signal.Signals) -> None:
         """Stops or continues ranks between calls: their gloo groups would take a tenth of a core for nothing."""

@@ -137,7 +137,7 @@ def assert_equal(place: Path) -> None:
 def test_a_killed_run_resumes(ranks: Ranks, place: Path) -> None:
     ranks(1, trained, str(place), "whole")
     order(place, "backward")
-    with pytest.raises(pytest.fail.Exception, match="a rank died"):
+    with pytest.raises(pytest.fail.Exception, match="rank 0 died"):
         ranks(1, trained, str(place), "parts")
     assert_killed(place, "backward")
     ranks(1, trained, str(place), "parts")
@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_repeatedly_resumes(ranks: Ranks, place: Path) -> N
     ranks(1, trained, str(place), "whole")
     for moment, step in (("reference", 1), ("rollout", 3), ("backward", 2), ("save", 2), ("prune", 2)):
         order(place, moment, step=step)
-        with pytest.raises(pytest.fail.Exception, match="a rank died"):
+        with pytest.raises(pytest.fail.Exception, match="rank 0 died"):
             ranks(1, trained, str(place), "parts")
         assert_killed(place, moment)
     ranks(1, trained, str(place), "parts")
