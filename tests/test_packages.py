@@ -110,6 +110,32 @@ def test_imports_point_up_the_list() -> None:
     assert not mistakes
 
 
+LAZY = {"__init__.py", "data/__init__.py"}  # import a public name when it is first used; type checkers see an import
+
+
+def test_our_modules_are_imported_by_statements() -> None:
+    """`import_module("postlude.…")` hides an import from mypy and readers."""
+    mistakes = []
+    for path in modules():
+        name = str(path.relative_to(ROOT))
+        calls = [ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Call)]
+        dynamic = [text for text in calls if re.match(r".*import_module\(.*(postlude|__name__|_HOME)", text)]
+        if bool(dynamic) != (name in LAZY):
+            mistakes.append((name, dynamic))
+    assert not mistakes
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    files = {path.name for path in modules()} | {"x.py", "x_device.py", "file.py"}  # `x` stands for any
+    mistakes = []
+    for path in modules():
+        documented = [node for node in nodes(path) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        text = "\n".join(ast.get_docstring(node) or "" for node in documented)
+        missing = set(re.findall(r"`(?:[\w/]*/)?(\w+\.py)`", text)) - files
+        mistakes += [(str(path.relative_to(ROOT)), name) for name in missing]
+    assert not mistakes
+
+
 LONGEST_FILE = 500  # lines
 
 

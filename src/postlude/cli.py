@@ -1,6 +1,6 @@
 """The `postlude` command and its options. A user's mistake is one sentence and exit code 2.
 
-Nothing here imports torch, so that help and mistakes are shown at once. The files in `commands/` do.
+Nothing here imports torch, so that help and mistakes are shown at once. Most files in `commands/` do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import difflib
 import gc
-import importlib
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from postlude.checks import USER_ERRORS, error_message
+from postlude.commands import load_command
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port
@@ -42,7 +42,6 @@ DESCRIPTION = (
 DEVICE_HELP = "default: cuda where there is a GPU, else cpu"
 DEMO = "demo"  # a command, and the packaged config that it runs
 DEMO_RECIPE = replace(RECIPES["grpo"], help="train a small model with GRPO on a CPU, in minutes: `grpo demo`")
-Command = Callable[[argparse.Namespace], int | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         with _repeat_lost_interrupts():
-            return _command(options.module)(options) or EXIT_DONE
+            return load_command(options.module)(options) or EXIT_DONE
     except USER_ERRORS as error:
         return _fail(options, error, EXIT_USER_ERROR)
     except RunFailed as error:
@@ -64,11 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RankError):
             return _fail(options, error, EXIT_USER_ERROR if error.user_error else EXIT_FAILED)
         raise
-
-
-def _command(name: str) -> Command:
-    run: Command = importlib.import_module(f"postlude.commands.{name}").run
-    return run
 
 
 @contextlib.contextmanager

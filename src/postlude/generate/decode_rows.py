@@ -6,7 +6,6 @@ A decode step reads and writes the same memory every time, so that a CUDA graph 
 from __future__ import annotations
 
 import copy
-import importlib
 
 import torch
 from torch import Tensor
@@ -101,7 +100,8 @@ def sample_next(
         settings = None  # torch's sums on a GPU depend on the number of rows
     results = state.results[number]
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
-        kernels = importlib.import_module("postlude.ops.kernels.sample")
+        from postlude.ops.kernels import sample as kernels  # needs triton
+
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()  # tensor-parallel ranks gather columns
         kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, results, filtered)
         _score_invariantly(logits, rows, state, results)

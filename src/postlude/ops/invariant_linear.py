@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +15,8 @@ def invariant_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, 
     The kernel sums features in one order for every number of rows. Elsewhere each row is a product by itself.
     """
     if use_kernel("invariant_linear", "auto", rows.device, rows.dtype):
-        kernels = importlib.import_module("postlude.ops.kernels.invariant_linear")  # needs triton
+        from postlude.ops.kernels import invariant_linear as kernels  # needs triton
+
         product: Tensor
         if out is None:
             product = torch.ops.postlude.invariant_linear(rows, weight, bias)
@@ -33,7 +32,8 @@ def invariant_grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> T
     `counts` [E] are the rows of each expert.
     """
     if use_kernel("invariant_linear", "auto", rows.device, rows.dtype):
-        importlib.import_module("postlude.ops.kernels.invariant_linear")  # defines the operator
+        import postlude.ops.kernels.invariant_linear  # noqa: F401  # defines the operator
+
         product: Tensor = torch.ops.postlude.invariant_grouped_linear(rows, weight, counts)
         return product
     pieces = rows.split(counts.tolist())

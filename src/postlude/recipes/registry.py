@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, EXPORTED_MODEL, RESUME_NEWEST, STEP, StartMode
@@ -19,29 +18,35 @@ if TYPE_CHECKING:
     from postlude.recipes.run.runtime import Runtime
 
 
+class RecipeCode(NamedTuple):
+    """The functions of a recipe's file."""
+
+    checks: Callable[[PreflightInputs], list[Check]]
+    run: Callable[..., RunOutcome]
+    """run(config, device, start_mode, runtime)"""
+
+
+def _no_code() -> RecipeCode:
+    raise NotImplementedError("a UserRecipe defines `checks` and `run` itself")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. Its module is imported, and torch with it, when `checks` or `run` is called."""
+    """A recipe. Its file is imported, and torch with it, when `checks` or `run` is called."""
 
     command: str
     help: str
-    module: str = ""
-    """The file of `recipes/` that has `checks(inputs)` and `run(config, device, start_mode, runtime)`."""
-
-    @property
-    def code(self) -> Any:
-        """The imported module."""
-        return import_module(f"postlude.recipes.{self.module}")
+    load_code: Callable[[], RecipeCode] = _no_code
 
     def checks(self, inputs: PreflightInputs) -> list[Check]:
         """Returns the preflight checks, which run in the process of the command."""
-        return cast("list[Check]", self.code.checks(inputs))
+        return self.load_code().checks(inputs)
 
     def run(
         self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
     ) -> RunOutcome:
         """Runs the recipe. Every rank calls it."""
-        return cast(RunOutcome, self.code.run(config, device, start_mode, *([] if runtime is None else [runtime])))
+        return self.load_code().run(config, device, start_mode, *([] if runtime is None else [runtime]))
 
     def read(
         self,
@@ -117,16 +122,64 @@ def _run_name(model: str, command: str) -> str:
     return "-".join([command.rpartition(":")[2], *model_names])
 
 
+def _load_sft() -> RecipeCode:
+    from postlude.recipes.sft import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_dpo() -> RecipeCode:
+    from postlude.recipes.dpo import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_kto() -> RecipeCode:
+    from postlude.recipes.kto import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_rm() -> RecipeCode:
+    from postlude.recipes.rm import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_grpo() -> RecipeCode:
+    from postlude.recipes.grpo import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_ppo() -> RecipeCode:
+    from postlude.recipes.ppo import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_distill() -> RecipeCode:
+    from postlude.recipes.distill import checks, run
+
+    return RecipeCode(checks, run)
+
+
+def _load_eval() -> RecipeCode:
+    from postlude.recipes.evaluation import checks, run
+
+    return RecipeCode(checks, run)
+
+
 RECIPES = {
     recipe.command: recipe
     for recipe in (
-        Recipe("sft", "train on the completions of a dataset", "sft"),
-        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", "dpo"),
-        Recipe("kto", "train on single completions, each desirable or not", "kto"),
-        Recipe("rm", "train a reward model on pairs of completions, one preferred", "rm"),
-        Recipe("grpo", "train on rewards of sampled completions", "grpo"),
-        Recipe("ppo", "train on rewards of sampled completions, with a critic", "ppo"),
-        Recipe("distill", "train on a teacher's distribution", "distill"),
-        Recipe("eval", "sample completions of tasks and score them", "evaluation"),
+        Recipe("sft", "train on the completions of a dataset", _load_sft),
+        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", _load_dpo),
+        Recipe("kto", "train on single completions, each desirable or not", _load_kto),
+        Recipe("rm", "train a reward model on pairs of completions, one preferred", _load_rm),
+        Recipe("grpo", "train on rewards of sampled completions", _load_grpo),
+        Recipe("ppo", "train on rewards of sampled completions, with a critic", _load_ppo),
+        Recipe("distill", "train on a teacher's distribution", _load_distill),
+        Recipe("eval", "sample completions of tasks and score them", _load_eval),
     )
 }

@@ -1,1 +1,1 @@
-"""A run's typed config: what it can hold (`configs.py`), and how it is read and written (`reading.py`)."""
+"""A run's typed config: its fields (`recipe_configs.py`, `policy_configs.py`), and how it is read (`load.py`)."""
