@@ -194,6 +194,11 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["info", "no/such/model"], "postlude info: 'no/such/model' is neither a model directory"),
         (["info", "tiny-dense", "--verbose"], "postlude info: '--verbose' is not an option"),
         (["logprobs", "tiny-dense", "--text", "hi", "--dtyp", "float32"], "did you mean --dtype?"),
+        (
+            ["generate", "tiny-dense", "--max_new_tokens", "4"],
+            "'--max_new_tokens' is not an option; did you mean --max-new",
+        ),
+        (["generate", "tiny-dense", "hi"], "'hi' is one argument too many. See `postlude generate --help`."),
         (["logprobs", "tiny-dense"], "the following arguments are required: --text"),
         (["logprobs", "tiny-dense", "--text", "h"], "the text has 1 token(s)"),
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),

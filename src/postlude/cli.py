@@ -100,6 +100,13 @@ class _Parser(argparse.ArgumentParser):
         print_error(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
         self.exit(EXIT_USER_ERROR)
 
+    def refuse(self, word: str) -> NoReturn:
+        """Reports an argument that no option takes, with the option that is nearest to it."""
+        if not word.startswith("-"):
+            self.error(f"{word!r} is one argument too many")
+        near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), self._option_string_actions, 1)
+        self.error(f"{word!r} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
+
     def format_help(self) -> str:
         if self.recipe is not None:
             from postlude.recipes.config.load import describe
@@ -138,9 +145,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.overrides, options.config = unknown, file and Path(file)
     options.resume_command = resume_command(arguments if arguments is not None else sys.argv[1:])
     if unknown and options.command not in recipes:
-        known = [f"--{name}" for name in vars(options)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
-        options.parser.error(f"{unknown[0]!r} is not an option" + (f"; did you mean {near[0]}?" if near else ""))
+        options.parser.refuse(unknown[0])
     return options
 
 
