@@ -273,7 +273,12 @@ def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_p
 @pytest.mark.parametrize(
     ("rows", "settings", "sentence"),
     [
-        ([{"question": "?"}], (), 'has no column "prompt"'),
+        (
+            [{"question": "?"}],
+            (),
+            'has no column "messages", "prompt" or "text"; it has: "question". Name yours with data.messages, with',
+        ),
+        ([{"question": "?"}], ("--data.completion=question",), 'has no column "prompt"'),
         ([{"prompt": "1", "answer": "2"}], (), 'has no column "completion"'),
         (
             [{"prompt": "1", "completion": "2"}, {"prompt": "1"}],

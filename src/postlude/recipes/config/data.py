@@ -91,8 +91,15 @@ class Examples(TrainingDataset):
         return self._encoder(tokenizer, budget, truncate=self.overlong == "cut", turns=self.turns)
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
-        """Returns the format of the rows and their columns."""
+        """Returns the format of the rows and their columns. Raises if they have the columns of no format."""
         columns = rows.columns
+        if not {self.messages, self.text, self.prompt, self.completion} & set(columns):
+            listed = ", ".join(f'"{name}"' for name in columns) or "none"
+            raise ValueError(
+                f'dataset {rows.name} has no column "{self.messages}", "{self.prompt}" or "{self.text}"; it has: '
+                f"{listed}. Name yours with data.messages, with data.prompt and "
+                f"data.completion, or with data.text."
+            )
         if self.messages in columns:
             return "conversation", (self.messages,)
         if self.text in columns and self.prompt not in columns:
