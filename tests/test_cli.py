@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from postlude import export_hf, load_model, load_tokenizer, pack
 from postlude.cli import main
 from postlude.commands import info, serve, verify
+from postlude.hf.peft import write_adapter
 from postlude.hf.read_model import read_description, read_model
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
@@ -81,6 +82,12 @@ def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
     export_hf(load_model(wider), tmp_path / "inst", tokenizer=tokenizer, overwrite=True)
     assert main(["logprobs", str(tmp_path / "inst"), "--text", "a[/INST]b"]) == 0
     assert "'[/INST]'" in capsys.readouterr().out
+
+
+def test_info_names_what_an_adapter_lacks(tmp_path: Path, capsys) -> None:
+    write_adapter(tmp_path, {"peft_type": "LORA", "lora_alpha": 8}, {"a": torch.zeros(2)})
+    assert main(["info", str(tmp_path)]) == 2
+    assert "the adapter's config has r=None, but it is a number above 0." in capsys.readouterr().err
 
 
 def test_convert_works_without_a_tokenizer(tmp_path: Path, capsys) -> None:
@@ -239,6 +246,10 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["grpo", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1."),
         (["sft", "--data.path=a.jsonl", "--run="], "run is empty, which would be the working directory itself"),
         (["sft", "/"], '"/" is a directory; give the config file itself.'),
+        (
+            ["generate", "tiny-dense", "--seed", str(2**63)],
+            "--seed: '9223372036854775808' is not a whole",
+        ),
         (["plan", "tiny-dense", "--seq", "8", "--mtp", "-1"], "--mtp is -1; give the number of depths"),
         ([], "required: COMMAND"),
     ],

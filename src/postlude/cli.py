@@ -22,7 +22,7 @@ from postlude.checks import USER_ERRORS, error_message
 from postlude.commands import load_command
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
-from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port
+from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port, seed
 from postlude.plan.hardware import HARDWARE
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
@@ -309,7 +309,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
         choices=("gloo", "nccl"),
         help="communication backend (default: nccl with a GPU for each rank, else gloo)",
     )
-    option("--seed", type=int, default=0, help="random seed")
+    option("--seed", type=seed, default=0, help="random seed")
 
 
 def _add_logprobs(command: argparse.ArgumentParser) -> None:
@@ -337,7 +337,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     option("--top-p", type=above_zero, default=1.0, help="sample from the smallest set with this probability")
     option("--min-p", type=from_zero, default=0.0, help="sample from tokens with this fraction of the top probability")
     option("--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated")
-    option("--seed", type=int, help="random seed (default: a new one each time)")
+    option("--seed", type=seed, help="random seed (default: a new one each time)")
     _add_dtype_and_device(command)
     option("--threads", type=count, help="CPU threads (default: all cores)")
     option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
@@ -391,7 +391,7 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     _add_recompute(command)
     option("--dtype", choices=DTYPES, help="dtype to compute in (default: float32, on a GPU bfloat16)")
     _add_device_and_timeout(command)
-    option("--seed", type=int, default=0, help="random seed")
+    option("--seed", type=seed, default=0, help="random seed")
     option("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
     option("--to", metavar="DIR", type=Path, required=True, help="output directory of timeline.svg and trace.json")
 
@@ -441,7 +441,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "and a model without a Hugging Face family is written in Postlude's own format (docs/models.md)",
     )
     option("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
-    option("--seed", type=int, default=0, help="random seed of new weights")
+    option("--seed", type=seed, default=0, help="random seed of new weights")
     option("--overwrite", action="store_true", help="replace a model in DST")
 
 

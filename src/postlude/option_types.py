@@ -12,6 +12,7 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 
 Number = TypeVar("Number", int, float)
+LARGEST_SEED = 2**63 - 1  # of torch's generators, with room for seeds that are derived from it
 
 
 def _number(kind: Callable[[str], Number], accepts: Callable[[Number], bool], what: str) -> Callable[[str], Number]:
@@ -36,6 +37,7 @@ above_zero = _number(float, lambda number: 0 < number < math.inf, "a number abov
 from_zero = _number(float, lambda number: number >= 0, "a number of at least 0")
 count = _number(_whole, lambda number: number > 0, "a whole number of at least 1")
 count_from_zero = _number(_whole, lambda number: True, "a whole number of at least 0")
+seed = _number(_whole, lambda number: number <= LARGEST_SEED, f"a whole number from 0 to {LARGEST_SEED}")
 port = _number(_whole, lambda number: number <= 65535, "from 1 to 65535, or 0 for one that is free")
 
 

@@ -112,6 +112,8 @@ def test_an_adapter_of_rank_r_on_a_fused_module_gives_each_layer_its_rows():
         ({"modules_to_save": ["lm_head"]}, None, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, None, "changes the model's own weights"),
         ({"peft_type": "IA3"}, None, "peft_type IA3"),
+        ({"r": None}, None, "r=None, but it is a number above 0"),
+        ({"lora_alpha": "8"}, None, "lora_alpha='8', but it is a number above 0"),
         ({"r": 4}, None, r"has A \(3, 48\).* ask for \(4, 48\)"),
         ({"target_modules": ["q_proj", "k_proj"]}, None, 'names "k_proj", but its file has no weights for 2 of 2'),
         ({"target_modules": ["q_proj", "query"]}, None, 'names "query", which takes no adapter.* There are down_proj'),
@@ -143,6 +145,22 @@ def test_missing_experts_and_sides_and_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="only one of adapter and config"):
         to_peft({}, configs, config, family)
     with pytest.raises(FileNotFoundError, match=r"no adapter_config.json and no adapter_model.safetensors"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_model.safetensors", b"", r"adapter_model\.safetensors is not a readable safetensors file"),
+        ("adapter_model.safetensors", b"\x08" + bytes(9), r"adapter_model\.safetensors is not a readable safetensors"),
+        ("adapter_config.json", b"{", r"adapter_config\.json is not JSON .*Fetch it again"),
+        ("adapter_config.json", b"[]", r"adapter_config\.json holds a JSON list, but a config is an object"),
+    ],
+)
+def test_damaged_files_of_an_adapter_are_named(tmp_path, file, content, message):
+    write_adapter(tmp_path, {"r": 1}, {"a": torch.zeros(2)})
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         read_adapter(tmp_path)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from postlude.hf.builtin import BUILTIN, FIELDS
 from postlude.hf.families import FAMILIES
 from postlude.hf.peft import CONFIG, read_adapter
+from postlude.hf.read_peft import check_supported
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.stack import LogicalLayer
 from postlude.recipes.report.formatting import format_bytes
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
 def _print_adapter(console: Console, path: str) -> None:
     """Prints what an adapter of peft says of itself. Its base is not needed."""
     config, tensors = read_adapter(path)
+    check_supported(config)
     ranks = sorted({config["r"], *(config.get("rank_pattern") or {}).values()})
     modules = config.get("target_modules") or []
     targets = [modules] if isinstance(modules, str) else [*modules, *(config.get("target_parameters") or ())]

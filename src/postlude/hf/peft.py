@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -252,5 +253,18 @@ def read_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dic
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{folder} is not an adapter of peft: it has no {' and no '.join(missing)}.")
-    adapter_config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return adapter_config, load_file(folder / WEIGHTS)
+    try:
+        adapter_config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / CONFIG} is not JSON ({error}). Fetch it again.") from error
+    if not isinstance(adapter_config, dict):
+        raise ValueError(
+            f"{folder / CONFIG} holds a JSON {type(adapter_config).__name__}, but a config is an object. "
+            "Fetch it again."
+        )
+    try:
+        return adapter_config, load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / WEIGHTS} is not a readable safetensors file ({error}); it may be cut short. Fetch it again."
+        ) from error

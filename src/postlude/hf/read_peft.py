@@ -48,7 +48,7 @@ def from_peft(
     Layers that share a Hugging Face matrix get its A and their rows of B, or their own parts if B is zero elsewhere.
     Experts share a matrix if it is the same for all of them, in every layer of the block.
     """
-    _check_supported(adapter_config)
+    check_supported(adapter_config)
     model = AdaptableModel(config, family, blocks)
     pairs = _pairs(_without_base(model, tensors))
     targets = _adapter_targets(model, pairs, adapter_config)
@@ -93,7 +93,8 @@ def from_peft(
     return {name: configs[name] for name in model.layers if name in configs}, adapters
 
 
-def _check_supported(adapter_config: Mapping[str, Any]) -> None:
+def check_supported(adapter_config: Mapping[str, Any]) -> None:
+    """Raises ValueError if an adapter's config is of another kind, or lacks its rank or alpha."""
     kind = adapter_config.get("peft_type", "LORA")
     if kind != "LORA":
         raise ValueError(f"the adapter is of peft_type {kind}; only LORA is supported.")
@@ -104,6 +105,10 @@ def _check_supported(adapter_config: Mapping[str, Any]) -> None:
             )
     if adapter_config.get("bias", "none") != "none":
         raise ValueError(f'the adapter has bias="{adapter_config["bias"]}"; only "none" is supported.')
+    for key in ("r", "lora_alpha"):
+        value = adapter_config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"the adapter's config has {key}={value!r}, but it is a number above 0.")
     init = adapter_config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in PLAIN_INITS:
         raise ValueError(

@@ -15,6 +15,7 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
+from postlude.option_types import LARGEST_SEED
 from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
@@ -213,7 +214,7 @@ class RunConfig(Settings):
     run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     """Random seed."""
     budget: PositiveInt = 8192
     """Maximum number of tokens of a microbatch, and so of a sequence."""
