@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def test_a_folder_names_what_it_does_not_read(tmp_path: Path, caplog: pytest.Log
         ),
         ("d.json", '[{"a": 1},\n{"a" 2}]', r"d\.json is not JSON: .* at line 2, column 6"),
         ("d.json", '[{"a": 1},\n2]', r"row 1 of d\.json holds a JSON int"),
+        ("d.json", '[{"a": ' + "[" * 50_000 + "]" * 50_000 + "}]", r"d\.json cannot be read: .*recursion"),
         ("d.jsonl", '{"a": ' + "9" * 5000 + "}\n", r"line 1 of d\.jsonl cannot be read: Exceeds the limit"),
     ],
 )
@@ -144,6 +146,9 @@ def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", lines([*ROWS, {"answer": 1}, {"prompt": None, "answer": 1}]))
     with pytest.raises(ValueError, match=r'line 6 of train\.jsonl has no value in column "prompt", as do 1 more\.'):
         read_rows(path, require=["prompt"])
+    write(path, lines([{"prompt": None, "answer": "1"}] * 2))
+    with pytest.raises(ValueError, match=r'line 1 of .*\.jsonl has no value in column "prompt", as do 1 more\.'):
+        read_rows(path, require=["prompt"])
 
 
 def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
@@ -154,6 +159,9 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
         read_rows(tmp_path / "nowhere" / "x.jsonl")
     with pytest.raises(ValueError, match=r'ends in "\.xlsx", but \.jsonl, \.json, \.csv .* and \.parquet can be read'):
         read_rows(write(tmp_path / "train.xlsx", "a,b"))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe\.jsonl is neither a file nor a folder"):
+        read_rows(tmp_path / "pipe.jsonl")
     (tmp_path / "outer" / "data").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"outer has no rows to read.* did you mean .*outer/data\?"):
         read_rows(tmp_path / "outer")

@@ -206,6 +206,14 @@ def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
     assert json.loads((bare / "generation_config.json").read_text())["eos_token_id"] == CONFIGS["qwen3"]().eos_token_id
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "end"}', '{"eos_token_id": [null, {}]}'])
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    saved(CONFIGS["qwen3"](), tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read .*fix it, or remove it"):
+        read_generation_config(tmp_path)
+
+
 def test_a_stage_is_not_exported_as_if_it_were_the_model(tmp_path: Path) -> None:
     stage = LanguageModel(load_model("tiny-dense").config, stage=Stage(0, 2))
     with pytest.raises(ValueError, match=r"stage 0 of 2 .* is a part of a model"):

@@ -64,7 +64,7 @@ class Rows:
         """Returns these rows. Raises if one has no value in one of `columns`."""
         for column in columns:
             missing = [index for index, row in enumerate(self.rows) if row.get(column) is None]
-            if len(missing) == len(self.rows):
+            if len(missing) == len(self.rows) and column not in self.columns:
                 raise ValueError(_no_column(self.name, column, self.columns))
             if missing:
                 more_rows = f", as do {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -120,6 +120,8 @@ def dataset_files(path: Path, config: str | None = None, split: str | None = Non
         if skipped:
             log.warning("folder %s: not read, since rows are %s: %s.", path, READABLE, ", ".join(skipped))
         return files
+    if path.exists() and not path.is_file():
+        raise ValueError(f"dataset {path} is neither a file nor a folder. Give a file that can be read again.")
     if not path.is_file():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, 1)
@@ -217,6 +219,8 @@ def _read_list(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mappin
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise ValueError(f"{name} cannot be read: {error}. Write one object per line to find the row.") from error
     for number, row in enumerate(rows):
         yield _checked_row(row, f"row {number} of {name}", "Give a list of objects.")
 

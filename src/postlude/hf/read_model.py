@@ -66,7 +66,11 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
                 f"{path} has both {CONFIG} and {POSTLUDE_CONFIG}; remove the one that does not belong to its weights."
             )
         if not (has_hf_config or has_postlude_config):
-            raise FileNotFoundError(f"{path} has no {CONFIG} and no {POSTLUDE_CONFIG}, so it is not a model directory.")
+            adapter = (path / "adapter_config.json").is_file()
+            hint = f" It is an adapter: merge it with `postlude convert {path} BASE DST`." if adapter else ""
+            raise FileNotFoundError(
+                f"{path} has no {CONFIG} and no {POSTLUDE_CONFIG}, so it is not a model directory.{hint}"
+            )
         if has_postlude_config:
             return read_postlude_config(path, blocks)
         try:
@@ -131,8 +135,9 @@ def read_generation_config(source: Source, blocks: BlockTable = BLOCKS) -> dict[
         if file.is_file():
             try:
                 values: dict[str, Any] = json.loads(file.read_text())
-            except ValueError as error:
-                raise ValueError(f"{file} is not JSON ({error}); fix it, or remove it.") from error
+                end_tokens(values, None)  # raises if they are not token ids
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{file} cannot be read ({error}); fix it, or remove it.") from error
             return values
     described = read_description(source, blocks)
     settings = described.hf_config if isinstance(described, ModelConfig) else described.to_dict()
@@ -231,5 +236,6 @@ def _download(repo: HubRepo, *, weights: bool) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, which may be a page."""
-    return str(error).strip().split("\n", 1)[0]
+    """Returns the first line of an exception's message, which may be a page; with the second if it ends in a colon."""
+    first, *more = str(error).strip().split("\n", 2)
+    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first

@@ -30,15 +30,18 @@ def prompt_source(
 
 
 def encode_prompt(encoder: Encoder, task: Task, budget: int, sampling: SamplingSettings) -> list[int]:
-    """Returns the tokens of a task's prompt. Raises if a completion of full length would not fit after it."""
+    """Returns the tokens of a task's prompt. Raises if it has none, or if a completion would not fit after it."""
     try:
-        return encoder.prompt(task.prompt, task.name)
+        prompt = encoder.prompt(task.prompt, task.name)
     except TooLongError as error:
         raise ValueError(
             f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with completions of up to "
             f"{sampling.max_new_tokens} leaves {encoder.max_length}. Raise budget, or set the environment's "
             "overlong to drop."
         ) from error
+    if not prompt:
+        raise ValueError(f"the prompt of {task.name} has no tokens, so there is nothing to continue. Give it text.")
+    return prompt
 
 
 def build_environment(
