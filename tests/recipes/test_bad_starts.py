@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -64,6 +65,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def not_finite(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -76,9 +83,13 @@ def other_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1").save_pretrained(folder)
 
 
-def resized(folder: Path) -> None:
+def change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def resized(folder: Path) -> None:
+    change_config(folder, intermediate_size=512)
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,12 @@ BAD = [
         arrange=model(other_tokenizer),
     ),
     sft("weights of another size", "--model=model", sentences=("384", "512", "config needs"), arrange=model(resized)),
+    sft(
+        "a config with text for a number",
+        "--model=model",
+        sentences=(r"config\.json", "'hidden_size': TypeError", "int"),
+        arrange=model(lambda folder: change_config(folder, hidden_size="wide")),
+    ),
     sft(
         "a broken config.json",
         "--model=model",
@@ -336,6 +353,11 @@ BAD = [
         ("eval", "--environment.settings.min_term=2", "--budget=256", "--sampling.max_new_tokens=4"),
         ('no setting "min_term"', 'did you mean "min_terms"'),
     ),
+    grpo(
+        "a prompt without tokens",
+        sentences=(r"the prompt of line 2 of tasks\.jsonl has no tokens", "Give it text"),
+        arrange=lambda: lines("tasks.jsonl", {"prompt": "2"}, {"prompt": ""}),
+    ),
     # objectives
     sft(
         "no such objective",
@@ -369,6 +391,13 @@ BAD = [
     sft("a negative warm-up", "--optimizer.schedule.warmup=-1", sentences=("warmup", "-1")),
     grpo("negative steps of a warm start", "--warm_start.steps=-1", sentences=("steps", "-1")),
     # configs
+    sft("a seed that is too large", "--seed=18446744073709551616", sentences=("seed", "1844", r"of at most 9\.22337e")),
+    sft(
+        "an adapter for a model",
+        "--model=adapter",
+        sentences=("adapter has no config.json", "It is an adapter: merge it with `postlude convert adapter BASE DST`"),
+        arrange=lambda: (Path("adapter").mkdir(), Path("adapter/adapter_config.json").write_text("{}")),
+    ),
     sft("a key that is none", "--optimzer.lr=1", sentences=("optimzer.lr", 'did you mean "optimizer.lr"')),
     Bad("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
     Bad(
@@ -498,6 +527,12 @@ def test_a_run_of_another_model_or_optimizer(directory: Path, capsys: Any) -> No
     assert run((*SFT, "--run=other")) == 0
 
 
+def test_weights_that_are_not_finite(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    not_finite(directory / "model")
+    assert run((*SFT, "--model=model")) == 2
+    assert "the weights of model are not finite: their norm is nan. Fetch or export" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_checkpoints_that_are_not_there_or_not_whole(
     directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -516,6 +551,11 @@ def test_checkpoints_that_are_not_there_or_not_whole(
         for leftover in (directory / "run" / "checkpoints").iterdir()
         if "damaged" in leftover.name
     )
+    (directory / "run" / "checkpoints" / "step-000003" / "state.json").unlink()
+    caplog.clear()
+    assert run(three_steps) == 0
+    assert "step-000003 has no state.json" in caplog.text  # the one before it taken again
+    assert (directory / "run" / "checkpoints" / "step-000003" / "state.json").is_file()
     for checkpoint in (directory / "run" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     capsys.readouterr()

@@ -96,6 +96,13 @@ def test_numbers_that_leave_all_bounds_end_a_run(hear: Callable[[Health], None],
         hear(watched)
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_model_whose_weights_are_not_finite_is_refused(norm: float) -> None:
+    assert health().check_initial_weights(3.0, "model") == 3.0
+    with pytest.raises(ValueError, match=rf"the weights of model are not finite: their norm is {norm:g}"):
+        health().check_initial_weights(norm, "model")
+
+
 def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -38,6 +38,7 @@ from postlude.recipes.run.directory import (
     read_record,
     read_samples,
 )
+from postlude.recipes.run.durable_files import write_atomic
 from postlude.recipes.run.machine_info import machine_info
 from postlude.world.agreement import on_rank0
 from tests.conftest import Ranks
@@ -194,6 +195,26 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         RunDirectory(tmp_path).resume_at(1)
 
 
+def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_atomic(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/config\.yaml'"):
+            write_atomic(path, b"new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"config.yaml": b"old"}
+
+
+@pytest.mark.parametrize("text", ["[]", '{"starts": 3}', '{"starts": [3]}'])
+def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json does not hold the starts of a run; delete it"):
+        read_record(tmp_path)
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     run = open_run(tmp_path, CONFIG)
     assert resume(run) is None
@@ -202,6 +223,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".step-3000000.partial").mkdir()
     (tmp_path / "checkpoints" / "best").mkdir()
     assert run.checkpoints()[-1] == newest
+    assert run.checkpoints(incomplete=True)[-1] == run.checkpoint(2_000_000)
     with pytest.raises(ValueError, match="step-1000000 is later than step 100"):
         run.resume_at(100)
 

@@ -216,7 +216,8 @@ class Trainer(ABC):
             clear_outcome(self.run.path)
             if changed := changed_code(self.run.path, self.plain_config):
                 LOG.warning("%s changed since the run was last started; the run uses the new code.", changed)
-        self.run.rename_checkpoints([path for path in self.run.checkpoints() if checkpoint_step(path) > step], LATER)
+        saved = self.run.checkpoints(incomplete=True)
+        self.run.rename_checkpoints([path for path in saved if checkpoint_step(path) > step], LATER)
         self.run.resume_at(step)
         self.run.record_start(
             step=self.step,
@@ -225,7 +226,8 @@ class Trainer(ABC):
             code=user_code_hashes(self.plain_config),
         )
         if checkpoint is None:
-            self.initial_weight_norm = self.engine.weight_norm()
+            norm = self.engine.weight_norm()
+            self.initial_weight_norm = self.health.check_initial_weights(norm, self.config.model)
             if metrics := self._evaluate_if_due():
                 self.run.log(0, metrics | self.timer.take(), phase="start")  # the evaluation before the first step
         self.saved_step, self.resumed_step = self.step, self.step
@@ -256,7 +258,7 @@ class Trainer(ABC):
 
     def _checkpoints_to_try(self, step: int | None) -> list[Path]:
         """Returns the checkpoint of `step`, or all, newest first. Raises ValueError if `step` has none."""
-        by_step = {checkpoint_step(path): path for path in self.run.checkpoints()}
+        by_step = {checkpoint_step(path): path for path in self.run.checkpoints(incomplete=step is None)}
         if step is None:
             return [by_step[saved] for saved in sorted(by_step, reverse=True)]
         if step not in by_step:

@@ -123,12 +123,12 @@ class RunDirectory:
         """Returns the path of the checkpoint after `step`."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
-    def checkpoints(self) -> list[Path]:
-        """Returns the complete checkpoints, oldest first."""
+    def checkpoints(self, *, incomplete: bool = False) -> list[Path]:
+        """Returns the complete checkpoints, oldest first; with `incomplete` also those without a state.json."""
         folder = self.path / CHECKPOINTS
         entries = folder.iterdir() if folder.is_dir() else ()
-        complete = [path for path in entries if STEP.fullmatch(path.name) and (path / COMPLETE).is_file()]
-        return sorted(complete, key=checkpoint_step)
+        named = [path for path in entries if STEP.fullmatch(path.name)]
+        return sorted((path for path in named if incomplete or (path / COMPLETE).is_file()), key=checkpoint_step)
 
     def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
         """Renames checkpoints to step-000100.SUFFIX, so that they are ignored."""
@@ -313,7 +313,8 @@ def read_record(run: Path) -> dict[str, Any]:
         record = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); fix it, or delete it.") from error
-    if not isinstance(record, dict):
+    starts = record.get("starts", []) if isinstance(record, dict) else None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
         raise ValueError(f"{path} does not hold the starts of a run; delete it.")
     return record
 

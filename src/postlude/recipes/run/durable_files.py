@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,10 @@ class JSONLinesFile:
             self._cut_torn_line()
             self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        unwritten = memoryview(text.encode(errors="backslashreplace"))  # half a surrogate pair must not end the run
+        content = text.encode(errors="backslashreplace")  # half a surrogate pair must not end the run
         before = os.fstat(self._file.fileno()).st_size
         try:
-            while unwritten:
-                unwritten = unwritten[self._file.write(unwritten) :]
+            _write_all(self._file, content)
         except OSError as error:
             self._file.truncate(before)  # leaves no partial line, even on a full disk
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -82,12 +82,22 @@ class JSONLinesFile:
 def write_atomic(path: Path, content: bytes) -> None:
     """Replaces a file atomically: a kill leaves the old or the new content."""
     aside = path.with_name(f".{path.name}.aside")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb", buffering=0) as file:
+            _write_all(file, content)
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     sync(path.parent)
+
+
+def _write_all(file: FileIO, content: bytes) -> None:
+    unwritten = memoryview(content)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) :]
 
 
 def sync(path: Path) -> None:

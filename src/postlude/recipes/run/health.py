@@ -67,6 +67,14 @@ class Health:
                 "last steps"
             )
 
+    def check_initial_weights(self, norm: float, model: str) -> float:
+        """Returns the norm of the weights that a run starts with. Raises ValueError if it is not finite."""
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"the weights of {model} are not finite: their norm is {norm:g}. Fetch or export the model again."
+            )
+        return norm
+
     def check_weights(self, norm: float, initial: float, step: int) -> None:
         """Checks the norm of the weights against that of the initial weights."""
         if not math.isfinite(norm):
