@@ -90,7 +90,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
     from postlude.hf.load import load_tokenizer
     from postlude.tinker.datums import read_pass
     from postlude.tinker.rank_models import RankModels
-    from postlude.tinker.rank_sampler import RankSampler, SampleCall, Weights
+    from postlude.tinker.rank_sampler import RankSampler, SampleCall, SamplerWeights
     from postlude.world.launcher import ranks
 
     def synchronize() -> None:
@@ -119,7 +119,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
                 [
                     SampleCall(
                         number,
-                        Weights(),
+                        SamplerWeights(),
                         sample_request,
                         streamed=False,
                         rank=0,

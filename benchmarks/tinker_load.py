@@ -33,12 +33,12 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.tinker.app import PROTOBUF
 from postlude.tinker.backend import (
     AdamParams,
-    Backend,
     Datum,
     LoRAConfig,
     ModelSpec,
     PassRequest,
     SampleRequest,
+    TinkerBackend,
 )
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
@@ -142,7 +142,7 @@ async def client(url: str, base: str, number: int, until: float, latencies: Late
         await asyncio.gather(*(timed("sample", "asample", sample()) for _ in range(SAMPLES)))
 
 
-def make_backend(model: str | None) -> Backend:
+def make_backend(model: str | None) -> TinkerBackend:
     """Returns the backend of a model; without one, a backend that computes nothing."""
     if model is not None:
         return EngineBackend([f"{BASE}={model}"], device="cpu")

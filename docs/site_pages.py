@@ -21,7 +21,7 @@ import postlude
 from postlude.cli import DEMO, DEMO_RECIPE, _parser
 from postlude.objectives import __all__ as objective_names
 from postlude.recipes import __all__ as recipe_names
-from postlude.recipes.config.schema import options, words
+from postlude.recipes.config.schema import options, type_text
 from postlude.recipes.registry import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +83,7 @@ def config() -> str:
         for option in options(recipe.config):
             kind = f" ({option.kind})" if option.kind else ""
             default = "required" if option.default is MISSING else f"`{json.dumps(option.default, default=str)}`"
-            cells = [f"`{option.path}`{kind}", words(option.node), default, option.help]
+            cells = [f"`{option.path}`{kind}", type_text(option.node), default, option.help]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -5,9 +5,11 @@ The blocks of a page run in their order. Each block of the README runs alone.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,18 @@ def test_every_name_in_the_glossary_exists_and_means_one_thing() -> None:
         assert re.search(rf"\b{name}\b", source), f"{name} is in the glossary, but not in src"
         defined = re.findall(rf"^(?:class {name}\b|{name}(?:: TypeAlias)? = )", source, re.MULTILINE)
         assert len(defined) == name[0].isupper(), f"{name} is defined {len(defined)} times"
+
+
+def test_the_glossary_has_the_classes_that_most_files_use() -> None:
+    names = set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE.split("## Glossary", 1)[1], re.MULTILINE))
+    classes, files = set(), Counter[str]()
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        classes |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        files.update({node.id for node in nodes if isinstance(node, ast.Name)})
+    common = {name for name in classes if files[name] >= 10}
+    assert len(common) >= 30
+    assert not common - names
 
 
 def test_architecture_has_a_worked_example_for_each_extension() -> None:

@@ -136,6 +136,27 @@ def test_docstrings_name_files_that_exist() -> None:
     assert not mistakes
 
 
+def names_of_types(path: Path) -> list[str]:
+    """Returns the public classes of a file, and the types that it names at its top level: `Name = type`."""
+    names = [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar(" not in ast.unparse(node):
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if name[0].isupper() and not name.isupper()]
+
+
+def test_a_public_type_has_a_name_of_its_own() -> None:
+    """Files in `ops/kernels` may each have a `Tile`, the tile sizes of their kernel."""
+    defined: dict[str, list[str]] = {}
+    for path in modules():
+        file = str(path.relative_to(ROOT))
+        for name in [] if file.startswith("ops/kernels/") else names_of_types(path):
+            defined.setdefault(name, []).append(file)
+    assert len(defined) > 500
+    assert not {name: files for name, files in defined.items() if len(files) > 1}
+
+
 LONGEST_FILE = 500  # lines
 
 

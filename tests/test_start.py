@@ -58,9 +58,9 @@ def imported(program: str) -> set[str]:
         ("serve tiny-dense --threads 0", 2, "'0' is not a whole number of at least 1"),
         ("grpo demo --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),
         ("grpo demo --steps many", 2, "give a whole number"),
-        ("grpo demo --optimizer.lr -1", 2, "lr is -1"),
+        ("grpo demo --optimizer.lr -1", 2, '"optimizer.lr" is "-1"'),
         ("grpo dmo", 2, "did you mean"),
-        ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, "warmup is -1"),
+        ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, '"optimizer.schedule.warmup" is "-1"'),
     ],
 )
 def test_help_and_mistakes_need_no_torch(arguments: str, code: int, expected: str) -> None:

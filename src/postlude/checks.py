@@ -49,7 +49,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 class Bounds:
     """Bounds of a finite number, declared with its type: `lr: Annotated[float, Bounds(least=0)]`.
 
-    `check_bounds` enforces them, and the JSON Schema of a config shows them.
+    `check_bounds` enforces them in a dataclass, and pydantic in a config, whose JSON Schema shows them.
     """
 
     least: float | None = None
@@ -68,11 +68,12 @@ class Bounds:
         words = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
         return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the bounds as JSON Schema, for pydantic."""
-        names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-        bounds = zip(names, (self.least, self.above, self.most, self.below), strict=True)
-        return handler(core) | {name: bound for name, bound in bounds if bound is not None}
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Returns pydantic's schema of the number, with the bounds. JSON Schema shows them too."""
+        schema = handler(source)
+        bounds = {"ge": self.least, "gt": self.above, "le": self.most, "lt": self.below}
+        finite = {"allow_inf_nan": False} if schema["type"] == "float" else {}
+        return schema | finite | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 Positive: TypeAlias = Annotated[float, Bounds(above=0)]

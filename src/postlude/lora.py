@@ -51,7 +51,7 @@ class LoRA:
     """Adapted layers: modules as Hugging Face names them (q_proj), or attention, mlp, experts, all (of these three),
     router, embedding, head; a list, or names with commas between."""
     experts: ExpertAdapters = "shared_outer"
-    """The matrices that the adapters of a layer's experts share."""
+    """The experts of a layer share A of gate and up and B of down ("shared_outer"), or nothing ("per_expert")."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks that differ, by target."""
     alphas: Mapping[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from postlude import AdamW, Batch
-from postlude.engine import Result
+from postlude.engine import PassResult
 from postlude.engine.layer_metrics import layer_label
 from postlude.model.blocks import MoE
 from postlude.objectives import MTP, SFT
@@ -26,7 +26,7 @@ BIAS = torch.tensor([0.5, -0.25, 0.0, 0.25])
 OBJECTIVE = MTP(objective=SFT())
 
 
-def layers_of(result: Result) -> dict[str, Tensor]:
+def layers_of(result: PassResult) -> dict[str, Tensor]:
     values = {**result.metrics, **result.layer_vectors}
     return {name: torch.tensor(value) for name, value in values.items() if name.startswith("moe/")}
 
@@ -37,7 +37,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_equal(actual[name], value, name)
 
 
-def known(group: Any) -> tuple[Result, Result]:
+def known(group: Any) -> tuple[PassResult, PassResult]:
     """Router logits of zero, experts 0 and 2 for every token; then twice as many tokens in two passes of one step."""
     engine = build("", small_config("[*E]", blocks={"E": EXPERTS}))
     for name, tensor in engine.tensors.items():

@@ -216,7 +216,7 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
         prompt = PromptState([0] * source.randrange(1, 30), sampling, unstarted=2)
         completions += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
     scheduler = EagerScheduler(Uniform(), completions, max_batch_tokens=budget, max_sequences=8, max_prefill_tokens=40)
-    evictions, evict, forward, cache = [], scheduler._preempt, scheduler._forward, scheduler.row_cache
+    evictions, evict, forward, cache = [], scheduler._preempt, scheduler._forward, scheduler.cache
 
     def checked(count, longest, drafts, joining):
         lengths = [len(sequence) for sequence in joining.sequences]

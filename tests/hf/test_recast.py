@@ -62,8 +62,9 @@ def by_place(model: LanguageModel) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         room, *name_parts = name.split(".")
         if room == "layers":
-            layer = model.config.pattern.layer(int(name_parts[0]))
-            name_parts = [str(layer.first_block + layer.names.index(name_parts[1])), *name_parts[2:]]
+            pattern, index = model.config.pattern, int(name_parts[0])
+            first_block = sum(map(len, pattern.layers[:index]))
+            name_parts = [str(first_block + pattern.layer(index).names.index(name_parts[1])), *name_parts[2:]]
         names[".".join((room, *name_parts))] = tensor
     return names
 

@@ -17,7 +17,6 @@ from postlude.integrations.megatron import (
     LogprobsProcessor,
     MegatronContext,
     logprobs_output_layer,
-    logprobs_output_processor,
 )
 from postlude.ops.linear_logprobs import TokenStats
 from tests.conftest import Ranks
@@ -224,7 +223,7 @@ def one_rank(**config: Any) -> tuple[Whole, GPTModel]:
 
 def test_the_default_rates_labels_over_the_padded_vocabulary() -> None:
     full, model = one_rank()
-    stats = model(full.hidden, full.labels, output_processor=logprobs_output_processor)
+    stats = model(full.hidden, full.labels, output_processor=LogprobsProcessor())
     assert isinstance(stats, TokenStats)
     assert stats.entropy is None
     assert_equal(stats.logprob, dense(full.hidden.transpose(0, 1), full.weight, full.labels)[0])

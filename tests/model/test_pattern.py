@@ -306,7 +306,7 @@ def test_layers_and_blocks_are_numbered_without_gaps_whatever_the_cuts(pattern):
     for index in range(len(pattern)):
         layer = pattern.layer(index)
         assert layer == uncut.layer(index)
-        assert (layer.index, layer.first_block, layer.blocks) == (index, first_block, pattern.layers[index])
+        assert (layer.index, layer.blocks) == (index, pattern.layers[index])
         assert pattern.blocks[first_block : first_block + len(layer.blocks)] == layer.blocks
         assert len(set(layer.names)) == len(layer.names) == len(layer.blocks)
         assert all(n.startswith(SYMBOLS[b]) for n, b in zip(layer.names, layer.blocks, strict=True))

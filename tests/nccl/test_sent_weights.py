@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from postlude.serving.weights.channel import send_all
-from postlude.serving.weights.nccl import FLOAT32, SUM, UINT8, Config, NCCLRendezvous, UniqueId, check, library
+from postlude.serving.weights.nccl import FLOAT32, SUM, UINT8, NCCLConfig, NCCLRendezvous, UniqueId, check, library
 from tests.conftest import SERVER
 
 SIZES = (1, 1 << 20, 3_000_001)
@@ -27,7 +27,7 @@ def receive(unique_id: str, connection: Connection) -> None:
     os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID="receiver")
     torch.cuda.set_device(0)
     nccl_id, communicator = UniqueId.from_buffer_copy(base64.b64decode(unique_id)), ctypes.c_void_p()
-    config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 21400, 1)
+    config = NCCLConfig(ctypes.sizeof(NCCLConfig), 0xCAFEBEEF, 21400, 1)
     check(library().ncclCommInitRankConfig(ctypes.byref(communicator), 2, nccl_id, 1, ctypes.byref(config)))
     stream = torch.cuda.current_stream().cuda_stream
     greeting = torch.zeros(1, device="cuda")

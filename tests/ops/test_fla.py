@@ -186,14 +186,14 @@ def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
     monkeypatch.setattr(fla, "version_of", lambda package: "0.6.0")
     with caplog.at_level(logging.INFO, logger="postlude.ops.fla"):
         monkeypatch.setattr(fla, "refusal", gradient_wanted)
-        assert not any(fla.steps_in("one", "these were not checked", on_gpu, width=8) for _ in range(2))
+        assert not any(fla.auto_selects("one", "these were not checked", on_gpu, width=8) for _ in range(2))
         monkeypatch.setattr(fla, "refusal", lambda *tensors, width, gradient: None)
-        assert all(fla.steps_in("another", "these were not checked", on_gpu, width=8) for _ in range(2))
+        assert all(fla.auto_selects("another", "these were not checked", on_gpu, width=8) for _ in range(2))
     assert [record.getMessage() for record in caplog.records] == [
         "one cannot use flash-linear-attention in place of its own kernels: it is wrong here",
-        "another uses flash-linear-attention 0.6.0: of its own kernels, these were not checked",
+        "another uses flash-linear-attention 0.6.0 instead of its own kernels: these were not checked",
     ]
-    assert not fla.steps_in("one", "these were not checked", torch.zeros(1), width=8)
+    assert not fla.auto_selects("one", "these were not checked", torch.zeros(1), width=8)
 
 
 @pytest.mark.parametrize(("unwise", "uses_fla"), [("these were not checked", True), (None, False)])
@@ -201,8 +201,8 @@ def test_auto_asks_where_its_own_kernels_were_not_checked(
     monkeypatch: pytest.MonkeyPatch, present: None, unwise: str | None, uses_fla: bool
 ) -> None:
     widths: list[str] = []
-    monkeypatch.setattr("postlude.ops.gated_delta._unwise", lambda *_: unwise)
-    monkeypatch.setattr(fla, "steps_in", lambda name, own_width, *tensors, width: widths.append(own_width) is None)
+    monkeypatch.setattr("postlude.ops.gated_delta._why_slower", lambda *_: unwise)
+    monkeypatch.setattr(fla, "auto_selects", lambda name, own_width, *tensors, width: widths.append(own_width) is None)
     monkeypatch.setattr(fla, "gated_delta", lambda *_: ("fla", None))
     operands, packing = test_gated_delta.inputs(5, 2, 1, 4, 4, seed=0), Packing.from_lengths([5])
     assert (gated_delta(*operands, packing)[0] == "fla") is uses_fla

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.gated_delta import CHUNK, _unwise, gated_delta
+from postlude.ops.gated_delta import CHUNK, _why_slower, gated_delta
 from postlude.ops.packing import Packing
 from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_gated_delta import NAMES, inputs
@@ -95,7 +95,7 @@ class TestOnTheGpu:
         uses_kernels = all(
             map(torch.equal, self.results(operands, [70], "auto"), self.results(operands, [70], "triton"))
         )
-        assert uses_kernels == (_unwise(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
+        assert uses_kernels == (_why_slower(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
 
     def test_the_result_is_the_same_to_the_bit_and_the_host_never_waits(self) -> None:
         lengths = [2000, 1, 129, 5000]

@@ -365,7 +365,7 @@ def test_a_mistake_in_the_file_is_a_sentence(text: str, sentence: str, tmp_path:
         ("--a..b=3", '"--a..b" is not a config key; write --a.b VALUE or --a.b=VALUE.'),
         ("--|3", '"--" is not a config key; write --a.b VALUE or --a.b=VALUE.'),
         ("--extra|{a: 1, a: 2}", 'config key "extra.a" is given twice, on the command line and on the command line; keep one.'),
-        ("--objective.kl.coefficient|-1", 'config key "objective.kl" on the command line: coefficient is -1, but it must be a number above 0.'),
+        ("--objective.kl.coefficient|-1", 'config key "objective.kl.coefficient" is "-1" on the command line; give a number above 0.'),
         ("--environment.weight|0", 'config key "environment" in FILE line 2 and on the command line: weight is 0, but it must be above 0.'),
         ("--layout.vpp|2", 'config key "layout" on the command line: Layout(pp=1, vpp=2): virtual stages interleave pipeline ranks, so they need pp of at least 2. Use vpp=1, or raise pp.'),
     ],

@@ -116,7 +116,7 @@ def run_that_fails_once(group: Any, directory: str) -> tuple[str, list[str], Run
 
     with suppress(RunFailed):
         run_training(Failing(config, "cpu"))
-    bad, page = read_summary(config.run).bad, (config.run / "report.html").read_text()
+    bad, page = read_summary(config.run).failure, (config.run / "report.html").read_text()
     run(config)
     return bad, page.split(bad)[:1], read_outcome(config.run)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from postlude.cli import main
-from postlude.recipes.config.settings import Limits
+from postlude.recipes.config.settings import RunLimits
 from postlude.recipes.run.health import Health, UnhealthyRun
 from postlude.recipes.run.outcome import read_outcome
 from postlude.rollout.conversations import Trajectory
@@ -19,7 +19,7 @@ from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
-LIMITS = Limits(failed_rewards=0.5, weight_growth=10.0, entropy=0.1, patience=2)
+LIMITS = RunLimits(failed_rewards=0.5, weight_growth=10.0, entropy=0.1, patience=2)
 
 JUDGE = """
 def judge(prompt, completion, example):

@@ -111,7 +111,10 @@ def test_more_than_a_rank_can_hold_is_refused(
     ("setting", "message"),
     [
         ("--head.backend=triton", "head.backend is triton, which cannot run: the tensors are on cpu, not cuda."),
-        ("--head.memory_budget=0", "memory_budget is 0, but it must be a number of at least 1."),
+        (
+            "--head.memory_budget=0",
+            'config key "head.memory_budget" is "0" on the command line; give a whole number of at least 1',
+        ),
         ("--fp8=maybe", "fp8"),
         ("--selection_bias_rate=0.01", "selection_bias_rate is 0.01, but no router of [*-]{4} has a selection bias."),
     ],

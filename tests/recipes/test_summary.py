@@ -119,14 +119,14 @@ def test_a_failure_is_the_first_line_of_the_summary(tmp_path: Path, outcome: Any
     run = grpo_run(tmp_path / "run")
     sentence = "all rewards <failed>; look at reward.py."
     write_outcome(run, RunOutcome(outcome, 5, sentence))
-    assert read_summary(run).bad.endswith(sentence)
+    assert read_summary(run).failure.endswith(sentence)
     first = printed_summary(run).split("\n\n", 1)[0].strip().replace("\n", " ")
     assert first.startswith("The run ")
     assert sentence in first
     page = write_report([run], run).read_text()
     assert page.index("all rewards &lt;failed&gt;") < page.index("Held-out reward")
     write_outcome(run, RunOutcome("finished", 5))
-    assert read_summary(run).bad == ""
+    assert read_summary(run).failure == ""
 
 
 def test_an_ending_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServe
     with pytest.raises(ValueError, match="a prompt has 2 tokens that its text does not encode to"):
         engine.generate([[256], [*b"hi"]], SamplingParams())
     reply["usage"] = {"prompt_tokens": 4}
-    with pytest.raises(ServerError, match="read 4 tokens in a prompt that has 3; give text_only the tokenizer"):
+    with pytest.raises(ServerError, match="read 4 tokens in a prompt that has 3; give the client the tokenizer"):
         engine.generate([[256, *b"hi"]], SamplingParams())
 
 

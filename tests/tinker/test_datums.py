@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from postlude.engine.result import Result
+from postlude.engine.result import PassResult
 from postlude.objectives.summed import PPO
 from postlude.tinker.backend import Datum, PassRequest
 from postlude.tinker.datums import read_pass, to_result
@@ -41,7 +41,7 @@ def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_sh
     assert [tuple(column.shape) for column in request.batch.columns["target_tokens"]] == [(3, 3)] * 3
     assert request.batch.columns["weights"][1].tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
     values = [torch.arange(9.0).view(3, 3)] * 3
-    result = to_result(request, Result(1.5, {}, 1, 9, outputs={"logprobs": values}))
+    result = to_result(request, PassResult(1.5, {}, 1, 9, outputs={"logprobs": values}))
     assert [output["logprobs"].tolist() for output in result.loss_fn_outputs] == [
         [[3, 4, 5], [6, 7, 8]],
         [3, 6],

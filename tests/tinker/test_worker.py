@@ -28,7 +28,7 @@ from postlude.tinker.backend import (
 )
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, Call, Cancel
 from postlude.tinker.rank_models import to_lora
-from postlude.tinker.rank_sampler import SampleEvents, Weights
+from postlude.tinker.rank_sampler import SampleEvents, SamplerWeights
 from postlude.tinker.settings import WorkerSettings, parse_model
 from postlude.tinker.worker import RankWorker, Worker
 from postlude.world.agreement import Rank0Controller
@@ -399,7 +399,7 @@ def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: 
         SimpleNamespace(group=None, call_all=run_command),  # type: ignore[arg-type]
         tmp_path,
     )
-    worker.samplers["base"] = Weights()
+    worker.samplers["base"] = SamplerWeights()
     worker.serve(connection)  # type: ignore[arg-type]
     assert batches == [[1, 2, 3], [4], [5]]
     assert connection.waited_after == {1, 2, 3, 5}

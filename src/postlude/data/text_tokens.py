@@ -127,7 +127,7 @@ class PiecewiseTokenizer:
 
     @cached_property
     def _borders(self) -> frozenset[str]:
-        """Tokens that take nothing of the text before them."""
+        """Tokens whose match does not depend on the text before them."""
         return frozenset(
             token.content for token in self.added if not (token.normalized or token.lstrip or token.single_word)
         )

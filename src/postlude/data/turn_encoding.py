@@ -63,7 +63,7 @@ class TurnEncoder:
     def _as_one_sequence(
         self, messages: list[Message], turns: list[int], tools: Tools
     ) -> EncodingSteps[MaskedTokens | None]:
-        """Returns None if the template writes one of `turns` differently than as the last message."""
+        """Returns one sequence; None if the template writes one of `turns` differently than as the last message."""
         text = self.template.render(messages, tools)
         if not all(reasoning_of(messages[index]) in text for index in turns):
             return None

@@ -22,7 +22,7 @@ from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
 from postlude.engine.reference import Reference
-from postlude.engine.result import Outputs, Result, StepResult
+from postlude.engine.result import Outputs, PassResult, StepResult
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
@@ -191,7 +191,7 @@ class Engine(TrainingProperties):
         *,
         counts: Mapping[str, float] | None = None,
         recorder: Recorder = NO_RECORDER,
-    ) -> Result:
+    ) -> PassResult:
         """Runs the batch forward and backward, and accumulates its gradients.
 
         `counts`: if the step has several batches, pass `engine.count(*batches)` for each. They are the sums of every
@@ -223,7 +223,9 @@ class Engine(TrainingProperties):
                 total[name] = total.get(name, 0.0) + count
         return total
 
-    def evaluate_loss(self, batch: Batch, objective: Objective, counts: Mapping[str, float] | None = None) -> Result:
+    def evaluate_loss(
+        self, batch: Batch, objective: Objective, counts: Mapping[str, float] | None = None
+    ) -> PassResult:
         """Returns the result of `forward_backward`, without a backward and without the layers' metrics."""
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
@@ -248,10 +250,12 @@ class Engine(TrainingProperties):
             return {}
         return local.gather_results(accumulator.outputs, shifted=True, device=self.device)
 
-    def _result(self, metrics: dict[str, float], local: LocalBatch, outputs: Outputs, *totals: float) -> Result:
+    def _result(self, metrics: dict[str, float], local: LocalBatch, outputs: Outputs, *totals: float) -> PassResult:
         layers, plan = self.layer_metrics.compute(totals), local.plan
         loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
-        return Result(loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors, outputs)
+        return PassResult(
+            loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors, outputs
+        )
 
     def optimizer_step(self, config: OptimizerConfig | None = None) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients.

@@ -16,7 +16,7 @@ Outputs: TypeAlias = "Mapping[str, list[Tensor]]"
 
 
 @dataclass(frozen=True)
-class Result:
+class PassResult:
     """The result of a `forward_backward`, the same on every rank."""
 
     loss: float

@@ -78,7 +78,7 @@ class StreamedTensor(HFTensor):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def dtype(self, requested: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from postlude.model.parallel import Adapter, region
 
 RANK_MULTIPLE = 16
 """Ranks are padded with zeros to a multiple of this, which grouped products and tiles of tensor cores need."""
-Pairs = Mapping[str, tuple[Tensor, Tensor]]
+MatrixPairs = Mapping[str, tuple[Tensor, Tensor]]
 """A and B by the global names of their layers, whole, as `hf.read_peft.from_peft` returns them."""
 
 
@@ -61,7 +61,7 @@ class AdapterSlot:
 
     @torch.no_grad()
     def flatten(
-        self, layers: Mapping[str, tuple[_Matrix, _Matrix]], configs: Mapping[str, AdapterConfig], pairs: Pairs
+        self, layers: Mapping[str, tuple[_Matrix, _Matrix]], configs: Mapping[str, AdapterConfig], pairs: MatrixPairs
     ) -> Tensor:
         """Returns this rank's part of an adapter as the slot stores it."""
         values = torch.zeros_like(self.values)
@@ -101,7 +101,7 @@ class NamedAdapters:
         if name is not None and name not in self._loaded:
             raise ValueError(f"adapter {name!r} is not loaded; there {self._described()}. Load it, or name none.")
 
-    def load(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs) -> None:
+    def load(self, name: str, configs: Mapping[str, AdapterConfig], pairs: MatrixPairs) -> None:
         """Loads an adapter, or replaces the one of this name. If it raises ValueError, nothing has changed.
 
         `configs` and `pairs` are by the global names of the layers. An adapter in use is replaced in place.
@@ -148,7 +148,7 @@ class NamedAdapters:
         return AdapterSlot(layers, weight.device, weight.dtype)
 
     def _layers_of(
-        self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs
+        self, name: str, configs: Mapping[str, AdapterConfig], pairs: MatrixPairs
     ) -> Mapping[str, tuple[_Matrix, _Matrix]]:
         key = frozenset(configs.items())
         if key not in self._layers:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import DecodeState, DecodeStep, Inputs, States, Stores
+from postlude.model.context import DecodeState, Inputs, RecurrentStep, States, Stores
 from postlude.ops.packing import Packing
 
 Copy = tuple[int, int, int]
@@ -86,7 +86,7 @@ class DecodeCache(DecodeState, ABC):
             rows.copy_(new if running is None else torch.where(_per_row(running, new), new, rows))
 
     def _recur_rows(
-        self, name: str, inputs: Inputs, step: DecodeStep, tokens_per_row: int, running: Tensor | None = None
+        self, name: str, inputs: Inputs, step: RecurrentStep, tokens_per_row: int, running: Tensor | None = None
     ) -> Tensor:
         """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
         by_row = tuple(part.unflatten(0, (-1, tokens_per_row)) for part in inputs)

@@ -44,7 +44,7 @@ class EagerScheduler(Scheduler):
         fp8_kv: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.row_cache = cache = RowCache(next(model.parameters()).device, fp8=fp8_kv)
+        cache = RowCache(next(model.parameters()).device, fp8=fp8_kv)
         self.row_pages = RowPages(cache, max_batch_tokens, max_sequences, drafted=int(draft))
         super().__init__(
             model,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from postlude.checks import check_choice
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.generate.adapters import NamedAdapters, Pairs
+from postlude.generate.adapters import MatrixPairs, NamedAdapters
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import why_no_cuda_graph
@@ -135,7 +135,7 @@ class Generator:
             log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', reason)
         self._buffers: GraphBuffers | None = None
 
-    def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Pairs) -> None:
+    def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: MatrixPairs) -> None:
         """Loads a LoRA adapter, or replaces the one of this name: see `NamedAdapters.load`.
 
         `hf.read_peft.from_peft` returns `configs` and `pairs` of peft's files.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.model.context import DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
+from postlude.model.context import DecodeAttend, Inputs, PrefillAttend, RecurrentScan, RecurrentStep, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
 from postlude.ops.packing import Packing, to_device
@@ -115,7 +115,7 @@ class PagedCache(DecodeCache):
             store.index_put_(slots, part)
         return self._stores[name]
 
-    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """See `DecodeState.recur`."""
         if self._prefill is not None:
             output, self._last[name] = scan(inputs, self._prefill)

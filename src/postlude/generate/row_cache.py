@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import Copy, DecodeCache
-from postlude.model.context import AttendCache, DecodeAttend, DecodeStep, Inputs, PrefillAttend, Scan, Stores
+from postlude.model.context import (
+    AttendCache,
+    DecodeAttend,
+    Inputs,
+    PrefillAttend,
+    RecurrentScan,
+    RecurrentStep,
+    Stores,
+)
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
 from postlude.ops.fp8_kv import round_heads
@@ -101,7 +109,7 @@ class RowCache(DecodeCache):
         outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
         return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
 
-    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """See `DecodeState.recur`."""
         decoded, outputs = self._decoded * self._tokens_per_row, []
         if decoded:

@@ -17,7 +17,7 @@ def _mistral(hf: HFConfig) -> ModelConfig:
 
 
 def _qwen2(hf: HFConfig) -> ModelConfig:
-    """Biases on queries, keys and values. The later layers may have a sliding window."""
+    """Returns the model's config, with biases on queries, keys and values. Later layers may have a sliding window."""
     return decoder_config(hf, qkv_bias=True)
 
 

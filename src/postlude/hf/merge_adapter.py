@@ -10,7 +10,7 @@ import torch
 
 from postlude.hf.family import Family
 from postlude.hf.linear_layers import linear_layers
-from postlude.hf.peft import CONFIG, Adapters, read_adapter
+from postlude.hf.peft import CONFIG, AdapterMatrices, read_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.hf.tensor_sources import MODEL
 from postlude.lora import AdapterConfig, AdapterConfigs
@@ -25,13 +25,13 @@ class SavedAdapter:
 
     path: Path
     configs: AdapterConfigs
-    pairs: Adapters
+    pairs: AdapterMatrices
     base: str | None = None
     """The fingerprint of the model that it was trained on, if it is known."""
 
     @property
     def parameters(self) -> int:
-        """Numbers in all its matrices."""
+        """The number of parameters in all its matrices."""
         return sum(a.numel() + b.numel() for a, b in self.pairs.values())
 
 
@@ -66,7 +66,7 @@ def read_saved_adapter(path: str | os.PathLike[str], family: Family | None, conf
     configs = {layer: AdapterConfig(*values) for layer, values in state["adapter"].items()}
     reader = ShardReader(folder, state)
     layers = linear_layers(config, BLOCKS)
-    pairs: Adapters = {}
+    pairs: AdapterMatrices = {}
     for name in configs:
         if name not in layers:
             raise ValueError(f"{folder} has an adapter of {name}, which this base does not have. Give its own base.")

@@ -38,7 +38,7 @@ from postlude.safetensors_file import TensorInfo, write
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj")
-Adapters = dict[str, tuple[Tensor, Tensor]]
+AdapterMatrices = dict[str, tuple[Tensor, Tensor]]
 """A and B by our name of the layer."""
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from postlude.hf.family import EXPERT, Family
 from postlude.hf.linear_layers import HFMatrix, existing_modules, module_name, shared_use
-from postlude.hf.peft import AdaptableModel, Adapters
+from postlude.hf.peft import AdaptableModel, AdapterMatrices
 from postlude.lora import AdapterConfig
 from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -42,7 +42,7 @@ def from_peft(
     config: ModelConfig,
     family: Family | None,
     blocks: BlockTable = BLOCKS,
-) -> tuple[dict[str, AdapterConfig], Adapters]:
+) -> tuple[dict[str, AdapterConfig], AdapterMatrices]:
     """Returns the adapter configs, and A and B, by our names of the layers.
 
     Layers that share a Hugging Face matrix get its A and their rows of B, or their own parts if B is zero elsewhere.
@@ -61,7 +61,7 @@ def from_peft(
     _check_complete(model, adapter_config, {targets[module].matrix.name for module in pairs})
 
     configs: dict[str, AdapterConfig] = {}
-    adapters: Adapters = {}
+    adapters: AdapterMatrices = {}
     single: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
     for module, (a, b) in pairs.items():
         target = targets[module]
@@ -197,7 +197,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, names: Collection[str], defa
     return default
 
 
-def _split(matrix: HFMatrix, a: Tensor, b: Tensor) -> Adapters:
+def _split(matrix: HFMatrix, a: Tensor, b: Tensor) -> AdapterMatrices:
     """Returns A and B of each Postlude layer in a Hugging Face matrix."""
     count, rank = len(matrix.parts), a.shape[-2]
     per_part = rank // count
@@ -225,7 +225,7 @@ def _check_experts(name: str, experts: Mapping[int, tuple[Tensor, Tensor, float]
         raise ValueError(f"the adapters of {name} differ in rank or scale between experts; they must be the same.")
 
 
-def _share(model: AdaptableModel, configs: dict[str, AdapterConfig], adapters: Adapters) -> None:
+def _share(model: AdaptableModel, configs: dict[str, AdapterConfig], adapters: AdapterMatrices) -> None:
     """Takes one matrix for all experts where they are the same, in all layers of the block."""
     blocks: dict[str, list[str]] = {}
     for name in configs:

@@ -179,11 +179,6 @@ class LogprobsProcessor:
         return targets
 
 
-def logprobs_output_processor(**hook: Any) -> TokenStats | Tensor:
-    """Returns the log-probs of the labels [b, s], over the padded vocabulary: `LogprobsProcessor()` as a function."""
-    return LogprobsProcessor()(**hook)
-
-
 @contextmanager
 def logprobs_output_layer(
     model: Any, processor: LogprobsProcessor, targets: Tensor, *, temperature: float | Tensor | None = None

@@ -22,8 +22,8 @@ from postlude.world.mesh import Mesh
 
 Inputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
-DecodeStep = Callable[[Inputs, States], tuple[Tensor, States]]
-Scan = Callable[[Inputs, Packing], tuple[Tensor, States]]
+RecurrentStep = Callable[[Inputs, States], tuple[Tensor, States]]
+RecurrentScan = Callable[[Inputs, Packing], tuple[Tensor, States]]
 Stores = tuple[Tensor, ...]
 AttendCache = Callable[[Tensor, Tensor, Tensor, ScoreConfig], Tensor]
 DecodeAttend = Callable[[Inputs, Stores, AttendCache], Tensor]
@@ -58,7 +58,7 @@ class DecodeState(Protocol):
         """
         ...
 
-    def recur(self, name: str, inputs: Inputs, step: DecodeStep, scan: Scan) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """Continues from the recurrent states of block `name`, stores the new ones, and returns the outputs, [T, ...].
 
         `inputs` are [T, ...] each. `step(inputs, states)` gets one token of each of n sequences, [n, ...], and their

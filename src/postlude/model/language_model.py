@@ -20,7 +20,7 @@ from postlude.model.blocks import BLOCKS, Block, BlockTable, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import DecodeState, ForwardContext
-from postlude.model.mtp import MTP, LazyDepths, PlannedDepths, final_norm_step, output_names, view_for_processor
+from postlude.model.mtp import LazyDepths, MTPModule, PlannedDepths, final_norm_step, output_names, view_for_processor
 from postlude.model.output import (
     MTPDepths,
     MTPOptions,
@@ -113,7 +113,7 @@ class LanguageModel(FSDPUnit):
             if not config.tied_head:
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
             if config.pattern.mtp:
-                self.mtp = MTP(config, self.mesh, blocks)
+                self.mtp = MTPModule(config, self.mesh, blocks)
         self.value_head = ValueHead(config.hidden_size, tp=tp) if value_head and self.stage.last else None
 
     @property

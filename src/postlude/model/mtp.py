@@ -67,7 +67,7 @@ class MTPDepth(nn.Module):
         return joined
 
 
-class MTP(nn.ModuleList):
+class MTPModule(nn.ModuleList):
     """The depths of a model, numbered from 0. If `repeated`, one module serves every depth."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, blocks: BlockTable) -> None:
@@ -155,7 +155,7 @@ def output_names(depth: int) -> tuple[str, str, str]:
 class LazyDepths:
     """Runs the depths of one microbatch on request: depths that are not requested cost nothing."""
 
-    mtp: MTP
+    mtp: MTPModule
     hidden: Tensor
     """The trunk's final states, [T / tp, H]."""
     context: ForwardContext

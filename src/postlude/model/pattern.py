@@ -53,11 +53,10 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """One logical layer: its index, its block symbols, the physical index of the first, and a name for each."""
+    """One logical layer: its index, its block symbols, and a name for each block."""
 
     index: int
     blocks: str
-    first_block: int
     names: tuple[str, ...]
 
 
@@ -120,16 +119,12 @@ class Pattern:
         if not 0 <= index < len(layers):
             raise IndexError(f'pattern "{self}" has layers 0 to {len(layers) - 1}, not {index}.')
         blocks = layers[index]
-        return Layer(index, blocks, sum(map(len, layers[:index])), block_names(blocks, self.symbols))
+        return Layer(index, blocks, block_names(blocks, self.symbols))
 
     def depth_layers(self, depth: int) -> tuple[Layer, ...]:
-        """Returns the logical layers of one MTP depth, counted from 0; blocks are counted on from the trunk's."""
-        before = len(self.blocks) + sum(len(layer) for layers in self.mtp[:depth] for layer in layers)
-        layers = []
-        for index, blocks in enumerate(self.mtp[depth]):
-            layers.append(Layer(index, blocks, before, block_names(blocks, self.symbols)))
-            before += len(blocks)
-        return tuple(layers)
+        """Returns the logical layers of one MTP depth, counted from 0."""
+        layers = enumerate(self.mtp[depth])
+        return tuple(Layer(index, blocks, block_names(blocks, self.symbols)) for index, blocks in layers)
 
     def stages(
         self,

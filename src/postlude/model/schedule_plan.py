@@ -61,7 +61,7 @@ OUTPUT = "output"
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class PlannedValue:
     """A value that a segment wrote and others read. Of a tensor with gradient they read `tensor`, a detached leaf.
 
     `edge` is where the writer's graph continues. `gradient` came back through an exchange; the gradients of other
@@ -73,7 +73,7 @@ class Value:
     gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, written: Any) -> Value:
+    def of(cls, written: Any) -> PlannedValue:
         """Builds the value that leaves a segment."""
         if not isinstance(written, Tensor) or not written.requires_grad:
             return cls(written)
@@ -102,7 +102,7 @@ class PlanSegment:
     """Names of its values that later segments read."""
     name: str
     pauses: bool = False
-    written: list[Value] = field(default_factory=list)
+    written: list[PlannedValue] = field(default_factory=list)
 
     @property
     def used_again(self) -> Sequence[nn.Module]:
@@ -116,8 +116,8 @@ class AsyncExchange:
 
     step: LayerStep
     name: str
-    sent: Value = field(default_factory=lambda: Value(None))
-    received: Value = field(default_factory=lambda: Value(None))
+    sent: PlannedValue = field(default_factory=lambda: PlannedValue(None))
+    received: PlannedValue = field(default_factory=lambda: PlannedValue(None))
     plan: AllToAllPlan | None = None
 
 
@@ -144,7 +144,7 @@ class SchedulePlan:
 
     def forward_steps(self) -> StepGenerator:
         """Runs every step, pausing at exchanges. Returns what the last one wrote."""
-        recorder, values = self.context.recorder, dict[str, Value]()
+        recorder, values = self.context.recorder, dict[str, PlannedValue]()
         for part in self.parts:
             if isinstance(part, AsyncExchange):
                 tensor_name, plan_name = part.step.reads
@@ -154,7 +154,7 @@ class SchedulePlan:
                 yield
                 received = wait().requires_grad_(part.sent.edge is not None)
                 part.sent.tensor = None  # not needed after it was sent
-                part.received = values[tensor_name] = Value(received)
+                part.received = values[tensor_name] = PlannedValue(received)
                 continue
             if part.steps[0].step.syncs_host:
                 yield
@@ -162,7 +162,7 @@ class SchedulePlan:
                 written = self._run(part, {name: value.tensor for name, value in values.items()})
             if OUTPUT in written:
                 return written[OUTPUT]
-            read_later = {name: Value.of(value) for name, value in written.items() if name in part.read_later}
+            read_later = {name: PlannedValue.of(value) for name, value in written.items() if name in part.read_later}
             part.written = [value for value in read_later.values() if value.edge is not None]
             values = {name: value for name, value in values.items() if name in part.read_later} | read_later
         raise AssertionError(f"no step writes {OUTPUT!r}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from postlude.data import Microbatch
 
 Level = Literal["token", "sequence"]
-Bounds = tuple[float, float]
+WeightBounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class RolloutCorrection:
 
     level: Level = "token"
     """Whether weights belong to tokens or to whole sequences."""
-    truncate: Bounds | None = (0.0, 2.0)
+    truncate: WeightBounds | None = (0.0, 2.0)
     """Bounds to which weights are clamped."""
-    mask: Bounds | None = None
+    mask: WeightBounds | None = None
     """Bounds outside which a token has weight 0."""
-    sequence_mask: Bounds | None = None
+    sequence_mask: WeightBounds | None = None
     """Bounds outside which a sequence has weight 0."""
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class RolloutCorrection:
         return CorrectionWeights(weights, (weights != raw).float())
 
 
-def _check_interval(name: str, bounds: Bounds | None) -> None:
+def _check_interval(name: str, bounds: WeightBounds | None) -> None:
     """Refuses bounds of importance weights unless 0 ≤ low < high; high may be infinite."""
     if bounds is None:
         return
@@ -79,6 +79,6 @@ def _check_interval(name: str, bounds: Bounds | None) -> None:
         raise ValueError(f"{name} is ({low:g}, {high:g}), but its bounds are 0 ≤ low < high. Swap or widen them.")
 
 
-def _inside(values: Tensor, bounds: Bounds) -> Tensor:
+def _inside(values: Tensor, bounds: WeightBounds) -> Tensor:
     low, high = bounds
     return (values >= low) & (values <= high)

@@ -61,7 +61,8 @@ class ReferenceKL:
     estimator: Estimator = "k3"
     """Estimator of the divergence at a token."""
     gradient: Gradient = "expectation"
-    """The gradient of the penalty."""
+    """Gradient of the penalty: of its mean under the policy ("expectation"), the same with importance weights for
+    tokens of the old policy ("importance"), or of the estimator alone, as in the published GRPO ("estimator")."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -68,7 +68,7 @@ class Loss:
     """The other losses of a sum."""
     depth: int = 0
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values [T, ...] that `Result.outputs` returns per sequence, if the objective has `has_outputs = True`."""
+    """Values [T, ...] that `PassResult.outputs` returns per sequence, if the objective has `has_outputs = True`."""
 
     def __add__(self, other: Loss) -> Loss:
         """Returns the sum, with the metrics of both. Metrics of one name are reduced together."""

@@ -37,7 +37,7 @@ SUM: Mapping[str, float] = MappingProxyType({"tokens": 1.0})
 
 @dataclass(frozen=True, kw_only=True)
 class SummedLoss:
-    """The sum over all targets of `token_losses`. `Result.outputs` has their log-probs, "logprobs"."""
+    """The sum over all targets of `token_losses`. `PassResult.outputs` has their log-probs, "logprobs"."""
 
     columns: ClassVar[tuple[str, ...]] = (LOGPROBS, ADVANTAGES)
     """The columns besides "target_tokens" that the loss needs."""

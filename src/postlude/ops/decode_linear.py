@@ -161,7 +161,7 @@ def add_low_rank(
     if _use_low_rank_kernel(rows, low_rank, backend):
         from postlude.ops.kernels import decode_linear as kernels  # needs triton
 
-        with _beside(rows.device) as wait:
+        with _on_side_stream(rows.device) as wait:
             parts = F.linear(rows, low_rank.a)[None]
         product = multiply()
         wait()
@@ -181,17 +181,19 @@ def _activated(product: Tensor, activation: Activation | None) -> Tensor:
 
 
 @contextmanager
-def _beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Inside, kernels of a CUDA graph that is captured depend on earlier ones alone. Yields what to call before later
-    kernels use their results. Without a graph it changes nothing: the host's launches would take longer.
+def _on_side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Launches kernels on a second stream while a CUDA graph is captured, so that they run beside later kernels.
+
+    Yields a function that makes the current stream wait for them. Without a graph it does nothing: the host's launches
+    would take longer.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield lambda: None
         return
-    current, beside = torch.cuda.current_stream(device), _second_stream(device)
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        yield lambda: current.wait_stream(beside)
+    current, side_stream = torch.cuda.current_stream(device), _second_stream(device)
+    side_stream.wait_stream(current)
+    with torch.cuda.stream(side_stream):
+        yield lambda: current.wait_stream(side_stream)
 
 
 @functools.cache

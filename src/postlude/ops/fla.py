@@ -55,8 +55,8 @@ def _refusal(fla: str, triton: str, capability: tuple[int, int], gradient: bool)
     )
 
 
-def steps_in(name: str, own_kernels: str, *tensors: Tensor, width: int) -> bool:
-    """Whether "auto" takes fla for `name`. `own` is why it does not take our kernels. Logs the choice once.
+def auto_selects(name: str, own_kernels: str, *tensors: Tensor, width: int) -> bool:
+    """Whether "auto" takes fla for `name`. `own_kernels` says why ours are not taken. Logs the choice once.
 
     It always requires the backward, so that passes with and without gradient give the same results.
     """
@@ -70,7 +70,9 @@ def steps_in(name: str, own_kernels: str, *tensors: Tensor, width: int) -> bool:
 @functools.cache
 def _log_once(name: str, own_kernels: str, reason: str | None) -> None:
     if reason is None:
-        log.info("%s uses flash-linear-attention %s: of its own kernels, %s", name, version_of("fla"), own_kernels)
+        log.info(
+            "%s uses flash-linear-attention %s instead of its own kernels: %s", name, version_of("fla"), own_kernels
+        )
     else:
         log.warning("%s cannot use flash-linear-attention in place of its own kernels: %s", name, reason)
 

@@ -72,11 +72,11 @@ def gated_delta(
             0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
         )
         return value + nothing.to(value.dtype), empty if last_states else None
-    width, unwise = key.shape[2], _unwise(value.device, value.dtype, chunk, (key.shape[2], value.shape[2]))
+    width, slower = key.shape[2], _why_slower(value.device, value.dtype, chunk, (key.shape[2], value.shape[2]))
     if backend == "fla":
         fla.check(query, key, value, width=width)
     if backend == "fla" or (
-        backend == "auto" and unwise and fla.steps_in("gated_delta", unwise, query, key, value, width=width)
+        backend == "auto" and slower and fla.auto_selects("gated_delta", slower, query, key, value, width=width)
     ):
         return fla.gated_delta(query, key, value, log_decay, beta, packing, scale, normalise, last_states)
     triton = use_kernel(
@@ -85,7 +85,7 @@ def gated_delta(
         value.device,
         _wide(query, key, value, log_decay, beta),
         refused=_refused(query, key, value, chunk),
-        unwise=unwise,
+        unwise=slower,
     )
     output, states = _operator(
         query,
@@ -232,7 +232,7 @@ class Chunks:
     def to_chunks(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero in padding."""
         room = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
-        return _parted(room, self.size).transpose(1, 2).to(dtype).contiguous()
+        return _unflatten(room, self.size).transpose(1, 2).to(dtype).contiguous()
 
     def to_tokens(self, chunks: Tensor) -> Tensor:
         """[chunks, heads, size, ...] -> [T, heads, ...]."""
@@ -301,12 +301,12 @@ class _Scan:
     def outputs(self) -> Tensor:
         """[chunks, heads, C, dv]."""
         output = torch.baddbmm(self.query_key @ self.delta, self.decay_from_start * self.query, self.states)
-        return _parted(output, self.heads)
+        return _unflatten(output, self.heads)
 
     def last_states(self) -> Tensor:
         """[n, heads, dk, dv]."""
         states, chunk_decay, decayed_key, delta = (
-            _parted(tensor, self.heads).index_select(0, self.chunks.last)
+            _unflatten(tensor, self.heads).index_select(0, self.chunks.last)
             for tensor in (self.states, self.chunk_decay, self.decayed_key, self.delta)
         )
         return states * chunk_decay + decayed_key.mT @ delta
@@ -346,7 +346,7 @@ class _Scan:
         gradients = (
             _through_unit(of_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_over),
             _through_unit(of_key.view_as(self.unit_key), self.unit_key, self.key_over),
-            *(_parted(tensor, self.heads) for tensor in (right, decay, beta_gradient)),
+            *(_unflatten(tensor, self.heads) for tensor in (right, decay, beta_gradient)),
         )
         return tuple(self.chunks.to_tokens(gradient) for gradient in gradients)
 
@@ -354,7 +354,7 @@ class _Scan:
         """Returns the gradient of each chunk's final state, [B, dk, dv]. `delta_grads` are those of δ from outputs."""
         state_grads = torch.zeros_like(self.states)
         if last_states is not None:
-            _parted(state_grads, self.heads).index_copy_(0, self.chunks.last, last_states.to(state_grads.dtype))
+            _unflatten(state_grads, self.heads).index_copy_(0, self.chunks.last, last_states.to(state_grads.dtype))
         # The gradient of the state at a chunk's start that does not come from later chunks.
         direct = (self.decay_from_start * self.query).mT @ output
         direct.baddbmm_(self.state_reader.mT, delta_grads, alpha=-1)
@@ -385,7 +385,7 @@ class _Scan:
     def _pairs(self, left: Tensor) -> Tensor:
         """Returns D_ij left_i·k_j, [B, C, C], for `left` [chunks, key heads, C, dk]."""
         products = left.flatten(0, 1) @ self.unit_key.flatten(0, 1).mT
-        pair_decay = _parted(self.pair_decay, self.group)
+        pair_decay = _unflatten(self.pair_decay, self.group)
         return (products[:, None] * pair_decay).flatten(0, 1)
 
     def _spread(self, tensor: Tensor) -> Tensor:
@@ -394,14 +394,14 @@ class _Scan:
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """The backward of `_spread`: [B, ...] -> [chunks · key heads, ...]."""
-        return _parted(tensor, self.group).sum(1) if self.group > 1 else tensor
+        return _unflatten(tensor, self.group).sum(1) if self.group > 1 else tensor
 
     def _rounds(self) -> list[slice]:
         """Returns the slice of B of each round."""
         return [slice(rows.start * self.heads, rows.stop * self.heads) for rows in self.chunks.rounds]
 
 
-def _parted(tensor: Tensor, inner: int) -> Tensor:
+def _unflatten(tensor: Tensor, inner: int) -> Tensor:
     """[outer · inner, ...] -> [outer, inner, ...]."""
     return tensor.view(-1, inner, *tensor.shape[1:])
 
@@ -440,8 +440,8 @@ def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | Non
     return None
 
 
-def _unwise(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[int, int]) -> str | None:
-    """Why "auto" does not take the Triton kernels where they could run; None if it does."""
+def _why_slower(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[int, int]) -> str | None:
+    """Returns why "auto" does not take the Triton kernels where they could run; None if it does."""
     if dtype != torch.bfloat16 or chunk != CHUNK:
         return f"its kernels are meant for bf16 in chunks of {CHUNK}, and this is {dtype} in chunks of {chunk}"
     if any(width not in MEASURED_WIDTHS for width in widths):

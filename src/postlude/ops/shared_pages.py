@@ -18,7 +18,7 @@ TileShape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Tile:
+class SharedTile:
     """Rows whose first `pages` pages are the same."""
 
     rows: list[int]
@@ -51,7 +51,7 @@ class SharedPages:
         )
 
     @staticmethod
-    def of(rows: int, tiles: Sequence[Tile]) -> SharedPages:
+    def of(rows: int, tiles: Sequence[SharedTile]) -> SharedPages:
         """Returns these tiles of so many rows, on the host."""
         members = _power_of_two(max(len(tile.rows) for tile in tiles))
         shared = torch.full((_power_of_two(len(tiles)), members), -1, dtype=torch.int32)
@@ -89,7 +89,7 @@ def _power_of_two(minimum: int) -> int:
     return 1 << max(minimum - 1, 0).bit_length()
 
 
-def shared_tiles(pages_by_row: Mapping[int, Sequence[int]]) -> list[Tile]:
+def shared_tiles(pages_by_row: Mapping[int, Sequence[int]]) -> list[SharedTile]:
     """Returns the tiles of rows with these pages. Rows share pages if their first page is the same."""
     groups: dict[int, list[int]] = {}
     for row, pages in pages_by_row.items():
@@ -98,7 +98,7 @@ def shared_tiles(pages_by_row: Mapping[int, Sequence[int]]) -> list[Tile]:
     tiles = []
     for rows in (rows for rows in groups.values() if len(rows) > 1):
         shared = _common(pages_by_row[row] for row in rows)
-        tiles += [Tile(rows[start : start + TILE_ROWS], shared) for start in range(0, len(rows), TILE_ROWS)]
+        tiles += [SharedTile(rows[start : start + TILE_ROWS], shared) for start in range(0, len(rows), TILE_ROWS)]
     return tiles
 
 

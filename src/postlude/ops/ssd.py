@@ -115,7 +115,7 @@ def shared_memory_for(width: int, state: int, gpu: GPU) -> int:
 
 
 def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | None, int]:
-    """Why the Triton kernels cannot do this, or None; and the bytes of shared memory that they need."""
+    """Returns why the Triton kernels cannot do this, or None, and the bytes of shared memory that they need."""
     (tokens, _, width), size = x.shape, B.shape[2]
     needed = shared_memory_for(width, size, gpu_of(x.device))
     if last_states:

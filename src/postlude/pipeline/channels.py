@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.pipeline.schedule import Action
-from postlude.world.mesh import Channel, Mesh, point_to_point
+from postlude.world.mesh import ChannelKey, Mesh, point_to_point
 
 
 class Channels:
@@ -23,7 +23,7 @@ class Channels:
         self.groups = mesh.channels
         self.pp, self.rank = mesh.pp.size, mesh.pp.rank
         self.through_host = bool(self.groups) and dist.get_backend(next(iter(self.groups.values()))) == "gloo"
-        self.pending: dict[Channel, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self.pending: dict[ChannelKey, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
 
     def send(self, action: Action, tensor: Tensor, max_pending: int | None = None) -> None:
         """Sends the output of `action` to the stage that needs it, without waiting.

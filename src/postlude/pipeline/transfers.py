@@ -120,7 +120,7 @@ def _resolve_deadlock(ranks: list[_Rank]) -> None:
     stuck = [transfer for rank in ranks for transfer in rank.posted if transfer.source == rank.number]
     if not stuck:
         waiting = ", ".join(f"rank {rank.number} for {rank.posted[0].payload}" for rank in ranks if rank.posted)
-        raise ValueError(f"the pipeline's order cannot run: {waiting} wait for actions that come later.")
+        raise ValueError(f"the pipeline's schedule cannot run: {waiting} wait for actions that come later.")
     first = min(stuck, key=lambda transfer: (transfer.payload.microbatch, transfer.destination))
     ranks[first.destination].posted.append(first)
 

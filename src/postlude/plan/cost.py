@@ -80,17 +80,17 @@ class CostModel:
     @cached_property
     def costs(self) -> Mapping[tuple[str, int], ActionCost]:
         """The cost of a forward and a backward of each stage, between the first microbatch and the last."""
-        return self._costs(once=False)
+        return self._costs(with_collectives=False)
 
     @cached_property
-    def once(self) -> Mapping[tuple[str, int], ActionCost]:
+    def costs_with_collectives(self) -> Mapping[tuple[str, int], ActionCost]:
         """The same for the action that gathers weights for all microbatches, or reduces gradients after all."""
-        return self._costs(once=True)
+        return self._costs(with_collectives=True)
 
     def __call__(self, action: Action) -> ActionCost:
         """Returns an action's cost. In a pipeline, a stage's first forward gathers, and its last backward reduces."""
         which = 0 if action.kind == "F" else self.microbatches - 1
-        table = self.once if action.microbatch == which else self.costs
+        table = self.costs_with_collectives if action.microbatch == which else self.costs
         return table[action.kind, action.stage]
 
     def with_deferred_wgrads(self, action: Action) -> ActionCost:
@@ -102,8 +102,7 @@ class CostModel:
         if action.kind == "B":
             backward = self.costs["B", action.stage]
             return replace(backward, compute=backward.compute - deferred)
-        once = action.microbatch == self.microbatches - 1
-        reduction = self._weights("B", stage, once)
+        reduction = self._weights("B", stage, action.microbatch == self.microbatches - 1)
         return ActionCost(deferred, waited=max(0.0, reduction - deferred))
 
     @property
@@ -168,11 +167,15 @@ class CostModel:
     def _counts(self, stage: Stage) -> Counter[str]:
         return Counter(symbols_of(self.config, stage, self.mtp))
 
-    def _costs(self, *, once: bool) -> dict[tuple[str, int], ActionCost]:
+    def _costs(self, *, with_collectives: bool) -> dict[tuple[str, int], ActionCost]:
         stages = [Stage(index, self.layout.stages) for index in range(self.layout.stages)]
-        return {(kind, stage.index): self._cost(kind, stage, once=once) for stage in stages for kind in "FB"}
+        return {
+            (kind, stage.index): self._cost(kind, stage, with_collectives=with_collectives)
+            for stage in stages
+            for kind in "FB"
+        }
 
-    def _cost(self, kind: str, stage: Stage, *, once: bool) -> ActionCost:
+    def _cost(self, kind: str, stage: Stage, *, with_collectives: bool) -> ActionCost:
         config, layout, hardware = self.config, self.layout, self.hardware
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
@@ -185,7 +188,7 @@ class CostModel:
         for block, count in blocks:
             if sent := block.ep_traffic(hidden):
                 exchange += 2 * count * hardware.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
-        weights = self._weights(kind, stage, once)
+        weights = self._weights(kind, stage, with_collectives)
         return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
 
     def _compute(self, kind: str, stage: Stage) -> float:
@@ -202,12 +205,12 @@ class CostModel:
         flops = forward if kind == "F" else backward + RECOMPUTED[self.recompute] * forward
         return self._seconds(flops) * (ADAPTER_OVERHEAD if self.adapters else 1.0)
 
-    def _weights(self, kind: str, stage: Stage, once: bool) -> float:
+    def _weights(self, kind: str, stage: Stage, with_collectives: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
         parameters, trained = self.sizes.stage(stage), self.sizes.trained(stage)
         layout, hardware = self.layout, self.hardware
         stays_gathered = layout.pp > 1 or self.gather_once
-        if stays_gathered and not once:
+        if stays_gathered and not with_collectives:
             return 0.0
         gathered = 0 if kind == "B" and stays_gathered else self.compute_bytes  # a backward gathers once more
         reduced = STORED if kind == "B" else 0
@@ -215,7 +218,7 @@ class CostModel:
         of_experts = shards * layout.tp // layout.ep
         seconds = _ring(hardware, parameters.dense * gathered + trained.dense * reduced, shards, layout.tp)
         seconds += _ring(hardware, parameters.experts * gathered + trained.experts * reduced, of_experts, layout.ep)
-        if kind == "B" and once and layout.dp_replicate > 1:
+        if kind == "B" and with_collectives and layout.dp_replicate > 1:
             replica = layout.dp_shard * layout.cp * layout.tp
             seconds += 2 * _ring(hardware, trained.stored(layout) * STORED, layout.dp_replicate, replica)
         return seconds

@@ -118,7 +118,7 @@ def _rough_seconds(model: CostModel, overlap: Overlap) -> float:
     for (kind, stage), work in model.costs.items():
         exposed = max(0.0, work.exchange - work.compute) if overlap is True else work.exchange
         busy[stage % layout.pp] += work.compute + work.waited + exposed
-        busy[stage % layout.pp] += (model.once[kind, stage].waited - work.waited) / model.microbatches
+        busy[stage % layout.pp] += (model.costs_with_collectives[kind, stage].waited - work.waited) / model.microbatches
     bubble = (layout.pp - 1) / layout.vpp / (3 if overlap == ZERO_BUBBLE else 1)
     rounds = model.microbatches + bubble
     return max(busy) * rounds / (model.microbatches * layout.dp)

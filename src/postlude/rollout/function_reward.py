@@ -108,7 +108,7 @@ class FunctionReward(FailureCounter, Reward):
 
     @cached_property
     def _signature(self) -> dict[str, bool]:
-        """What a worker finds out about the function, so that this process need not load it. Raises if it cannot."""
+        """The signature, read by a worker, so that this process need not load the function. Raises if it cannot."""
         (result,) = self._pool.call_all([(None,)])
         if result.failure is not None:
             raise ValueError(failure_message(self.name, result))

@@ -26,7 +26,7 @@ LISTS = {
 FIELDS = tuple(LISTS.values())
 PLURAL = frozenset(LISTS) - frozenset(FIELDS)
 
-Sample = Mapping[str, Any]
+SampleFields = Mapping[str, Any]
 """One completion: what `FIELDS` names. "example" is its row."""
 
 
@@ -63,14 +63,14 @@ class RewardCall:
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
         self._function = function
 
-    def __call__(self, samples: Sequence[Sample] | None) -> Any:
+    def __call__(self, samples: Sequence[SampleFields] | None) -> Any:
         """Returns the value of each sample, as the function returned them."""
         function = self.function
         if samples is None:
             return {"takes_list": self.takes_list, "is_async": self.is_async}
         return self._values(self._apply(function, samples))
 
-    async def call_async(self, samples: Sequence[Sample]) -> Any:
+    async def call_async(self, samples: Sequence[SampleFields]) -> Any:
         """Does the same with a coroutine function."""
         return self._values(await self._apply(self.function, samples))
 
@@ -85,7 +85,7 @@ class RewardCall:
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "group": self.group, "_function": None}
 
-    def _apply(self, function: Callable[..., Any], samples: Sequence[Sample]) -> Any:
+    def _apply(self, function: Callable[..., Any], samples: Sequence[SampleFields]) -> Any:
         if not self.takes_list and any(
             parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in self._parameters
         ):
@@ -98,7 +98,7 @@ class RewardCall:
             return [result]
         return result.tolist() if hasattr(result, "tolist") else result  # a tensor or an array
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[SampleFields]) -> dict[str, Any]:
         """Returns the arguments that the function names. With **keywords it gets all fields and columns."""
         known = self._known(samples)
         arguments: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class RewardCall:
                 )
         return arguments
 
-    def _known(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _known(self, samples: Sequence[SampleFields]) -> dict[str, Any]:
         rows = [sample["example"] for sample in samples]
         if not self.takes_list:
             return {**rows[0], **samples[0]}

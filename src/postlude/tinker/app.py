@@ -29,7 +29,7 @@ from postlude.tinker.model_requests import ModelRequests
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.records import Records
 from postlude.tinker.service import TinkerService
-from postlude.tinker.training import Role
+from postlude.tinker.training import OperationRole
 
 LOG = logging.getLogger("postlude")
 API = "/api/v1"
@@ -38,9 +38,9 @@ OPEN = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
 DRAIN_SECONDS = 10.0  # to read the rest of a request that is refused
-Reply = Response | JSON | Future | None
-Result = Reply | Awaitable[Reply]
-Handler = Callable[[Request, str], Result]
+HandlerReply = Response | JSON | Future | None
+HandlerResult = HandlerReply | Awaitable[HandlerReply]
+Handler = Callable[[Request, str], HandlerResult]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -217,10 +217,10 @@ class TinkerApp:
             sentence = f"the pass has more than {self.service.limits.body_bytes} bytes, which is the server's limit."
             self.service.training.refuse(model, named[1], "forward_backward", sentence, "pass")
 
-    def _with_body(self, schema: type[Schema], action: Callable[[str, Schema], Result]) -> Handler:
+    def _with_body(self, schema: type[Schema], action: Callable[[str, Schema], HandlerResult]) -> Handler:
         """Returns a handler that reads the body of a request and calls `action(owner, body)`."""
 
-        async def handle(request: Request, owner: str) -> Reply:
+        async def handle(request: Request, owner: str) -> HandlerReply:
             reply = action(owner, parse(schema, await self.read(request) or b"{}"))
             return await reply if isawaitable(reply) else reply
 
@@ -229,7 +229,7 @@ class TinkerApp:
     def _training(self, schema: type[Schema], action: Callable[[str, Schema], Awaitable[Future]]) -> Handler:
         """Does the same for training. A request that is wrong fails in its turn too: those after it wait for it."""
 
-        async def handle(request: Request, owner: str) -> Reply:
+        async def handle(request: Request, owner: str) -> HandlerReply:
             raw, kind = await self.read(request), request.url.path.rpartition("/")[2]
             try:
                 body = parse(schema, raw)
@@ -237,7 +237,7 @@ class TinkerApp:
                 with contextlib.suppress(ValueError, APIError):
                     which = parse(bodies.TrainingBody, raw)
                     model = self.service.model(owner, which.model_id)
-                    role: Role = "step" if kind == "optim_step" else "other"
+                    role: OperationRole = "step" if kind == "optim_step" else "other"
                     self.service.training.refuse(model, which.seq_id, kind, str(error), role)
                 raise
             return await action(owner, body)
@@ -247,7 +247,7 @@ class TinkerApp:
     def _fixed(self, reply: JSON) -> Handler:
         """Returns a handler that ignores the body and always gives this reply."""
 
-        async def handle(request: Request, _: str) -> Reply:
+        async def handle(request: Request, _: str) -> HandlerReply:
             await self.read(request)
             return reply
 
@@ -256,10 +256,10 @@ class TinkerApp:
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _unknown(self, request: Request, _: str) -> Reply:
+    async def _unknown(self, request: Request, _: str) -> HandlerReply:
         raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
 
-    def _client_config(self, _: str, body: bodies.ClientConfigBody) -> Reply:
+    def _client_config(self, _: str, body: bodies.ClientConfigBody) -> HandlerReply:
         LOG.info("a client has tinker %s", body.sdk_version or "of unknown version")
         return {
             "proto_compress_fwdbwd": self._compress,
@@ -267,19 +267,19 @@ class TinkerApp:
             "create_model_via_load_weights": True,
         }
 
-    async def _finish(self, request: Request, owner: str) -> Reply:
+    async def _finish(self, request: Request, owner: str) -> HandlerReply:
         body = parse(bodies.FinishBody, await self.read(request) or b"{}")
         await self.service.finish_session(owner, request.path_params["session"], body.reason.type)
         return None
 
-    async def _forward_backward(self, request: Request, owner: str) -> Reply:
+    async def _forward_backward(self, request: Request, owner: str) -> HandlerReply:
         body = await self.read(request)
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind != PROTOBUF:
             raise APIError(415, f"forward_backward has the Content-Type {kind[:60]!r}; send {PROTOBUF}.")
         return await self._models.forward_backward(owner, wire.parse_forward_backward(body), len(body))
 
-    async def _retrieve(self, owner: str, body: bodies.RequestBody) -> Reply:
+    async def _retrieve(self, owner: str, body: bodies.RequestBody) -> HandlerReply:
         request_id = body.request_id
         try:
             future = self.service.future(owner, request_id)
@@ -303,14 +303,14 @@ class TinkerApp:
             return Response(future.result, media_type=PROTOBUF)
         return future.result
 
-    async def _ttl(self, request: Request, owner: str) -> Reply:
+    async def _ttl(self, request: Request, owner: str) -> HandlerReply:
         body = parse(bodies.TTLBody, await self.read(request) or b"{}")
         await self._records.set_ttl(owner, _path(request), body.ttl_seconds)
         return None
 
     # Files of external weights, by links that work without a key for an hour
 
-    async def _urls(self, request: Request, owner: str) -> Reply:
+    async def _urls(self, request: Request, owner: str) -> HandlerReply:
         path = _path(request)
         self.service.checkpoint(owner, path)
         if path.kind != "external_weights":

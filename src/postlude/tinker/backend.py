@@ -1,4 +1,4 @@
-"""Backend: what the Tinker server needs from the half that trains and samples. Plain Python and numpy, no torch.
+"""TinkerBackend: what the Tinker server needs from the half that trains and samples. Plain Python and numpy, no torch.
 
 `engine_backend.py` has the real one: `EngineBackend(models, layout=…, dtype=…, device=…, ray=…)`. The HTTP half owns
 sessions, request order, deduplication, fairness, the state directory and its names. The backend owns weights,
@@ -186,7 +186,7 @@ class SampleProgress:
     logprobs: Sequence[float]
 
 
-class Backend(Protocol):
+class TinkerBackend(Protocol):
     """Trains and samples. The docstring of the module has the rules."""
 
     @property

@@ -18,7 +18,7 @@ INT32 = 2**31 - 1
 SEED_BITS = 48
 
 
-class Body(BaseModel):
+class TinkerBody(BaseModel):
     """Strict types and finite numbers."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
@@ -27,13 +27,13 @@ class Body(BaseModel):
 Sequential = Annotated[int, Field(ge=0, le=INT32)]
 
 
-class ClientConfigBody(Body):
+class ClientConfigBody(TinkerBody):
     """POST client/config."""
 
     sdk_version: str = ""
 
 
-class CreateSessionBody(Body):
+class CreateSessionBody(TinkerBody):
     """POST create_session."""
 
     tags: tuple[str, ...] = ()
@@ -43,25 +43,25 @@ class CreateSessionBody(Body):
     display_name: str | None = None
 
 
-class SessionBody(Body):
+class SessionBody(TinkerBody):
     """POST session_heartbeat."""
 
     session_id: str
 
 
-class FinishReason(Body):
+class FinishReasonBody(TinkerBody):
     """How the client ended."""
 
     type: str = "success"
 
 
-class FinishBody(Body):
+class FinishBody(TinkerBody):
     """POST sessions/ID/finish."""
 
-    reason: FinishReason = FinishReason()
+    reason: FinishReasonBody = FinishReasonBody()
 
 
-class OptimizerConfigBody(Body):
+class OptimizerConfigBody(TinkerBody):
     """The optimizer of a model."""
 
     type: str = "adamw"
@@ -73,7 +73,7 @@ def check_optimizer(config: OptimizerConfigBody | None) -> None:
         raise ValueError(f"the optimizer {config.type!r} is not supported; there is 'adamw'.")
 
 
-class CreateModelBody(Body):
+class CreateModelBody(TinkerBody):
     """POST create_model."""
 
     session_id: str
@@ -84,13 +84,13 @@ class CreateModelBody(Body):
     optimizer_config: OptimizerConfigBody | None = None
 
 
-class ModelBody(Body):
+class ModelBody(TinkerBody):
     """POST get_info."""
 
     model_id: str
 
 
-class TrainingBody(Body):
+class TrainingBody(TinkerBody):
     """What all training requests of a model have."""
 
     model_id: str
@@ -115,7 +115,7 @@ class SaveBody(TrainingBody):
     age_encryption_recipients: tuple[str, ...] | None = None
 
 
-class LoadBody(Body):
+class LoadBody(TinkerBody):
     """POST load_weights: into a model, or (with `session_id`) as a new model."""
 
     model_id: str | None = None
@@ -129,19 +129,19 @@ class LoadBody(Body):
     optimizer_config: OptimizerConfigBody | None = None
 
 
-class PathBody(Body):
+class PathBody(TinkerBody):
     """POST weights_info."""
 
     tinker_path: str
 
 
-class TTLBody(Body):
+class TTLBody(TinkerBody):
     """PUT …/ttl."""
 
     ttl_seconds: Annotated[int, Field(ge=1)] | None = None
 
 
-class SamplingSessionBody(Body):
+class SamplingSessionBody(TinkerBody):
     """POST create_sampling_session."""
 
     session_id: str
@@ -150,26 +150,26 @@ class SamplingSessionBody(Body):
     model_path: str | None = None
 
 
-class JoinBody(Body):
+class JoinBody(TinkerBody):
     """POST join_sampling_session."""
 
     sampling_session_id: str
 
 
-class RequestBody(Body):
+class RequestBody(TinkerBody):
     """POST retrieve_future and cancel_future."""
 
     request_id: str
 
 
-class ChunkBody(Body):
+class ChunkBody(TinkerBody):
     """A part of a prompt."""
 
     type: str = "encoded_text"
     tokens: Tokens | None = None
 
 
-class PromptBody(Body):
+class PromptBody(TinkerBody):
     """A prompt."""
 
     chunks: tuple[ChunkBody, ...]
@@ -188,7 +188,7 @@ class PromptBody(Body):
         return np.array(values, np.int32)
 
 
-class SamplingParamsBody(Body):
+class SamplingParamsBody(TinkerBody):
     """How a request samples."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
@@ -219,7 +219,7 @@ class SamplingParamsBody(Body):
         )
 
 
-class TensorBody(Body):
+class TensorBody(TinkerBody):
     """A tensor in JSON."""
 
     data: tuple[int, ...]
@@ -242,7 +242,7 @@ class TensorBody(Body):
         return dense_from_csr(values, starts, columns, shape, "target_prompt_logprobs", empty=-1)
 
 
-class SampleBody(Body):
+class SampleBody(TinkerBody):
     """POST asample."""
 
     sampling_session_id: str

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from postlude.data import Batch
-from postlude.engine.result import Result
+from postlude.engine.result import PassResult
 from postlude.objectives.summed import LOGPROBS, SUM, SUMMED_LOSSES, TARGETS, SummedLoss
 from postlude.tinker.backend import Datum, ForwardBackwardResult, PassRequest
 from postlude.tinker.token_checks import check_tokens, check_vocabulary
@@ -80,7 +80,7 @@ def read_pass(
     return Pass(Batch(sequences, columns), objective, counts, request.forward_only, widths)
 
 
-def to_result(request: Pass, result: Result) -> ForwardBackwardResult:
+def to_result(request: Pass, result: PassResult) -> ForwardBackwardResult:
     """Returns the log-probs of each datum in the shape of its targets, and the loss."""
     outputs = []
     for width, values in zip(request.widths, result.outputs[LOGPROBS], strict=True):

@@ -10,14 +10,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from postlude.tinker import bodies
-from postlude.tinker.backend import AdamParams, Backend, ModelSpec, PassRequest
+from postlude.tinker.backend import AdamParams, ModelSpec, PassRequest, TinkerBackend
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future
 from postlude.tinker.paths import Kind, TinkerPath, check_name
-from postlude.tinker.sampling import Sampler
+from postlude.tinker.sampling import SamplingSession
 from postlude.tinker.service import ClientSession, TinkerService
 from postlude.tinker.state import Checkpoint, Run, SamplerRecord
-from postlude.tinker.training import Operation, Role, TrainedModel
+from postlude.tinker.training import Operation, OperationRole, TrainedModel
 from postlude.tinker.wire import encode_pass, read_pass_request
 
 LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
@@ -31,7 +31,7 @@ SAVE_KINDS: dict[Kind, str] = {
 class _WaitingPass:
     """A pass from its arrival to its turn. A large one is read and given to the backend before its turn."""
 
-    def __init__(self, backend: Backend, model_id: str, read: Callable[[], PassRequest], *, large: bool) -> None:
+    def __init__(self, backend: TinkerBackend, model_id: str, read: Callable[[], PassRequest], *, large: bool) -> None:
         self._backend, self._model_id, self._read, self._large = backend, model_id, read, large
         self._reading: asyncio.Task[PassRequest] | None = None
 
@@ -153,7 +153,7 @@ class ModelRequests:
             return read_pass_request(message, info.max_context_length, info.vocab_size)
 
         waiting = _WaitingPass(self._backend, model.model_id, read, large=size > LARGE)
-        role: Role = "other" if message.forward_only else "pass"
+        role: OperationRole = "other" if message.forward_only else "pass"
         operation = Operation("forward_backward", waiting.run, role, size, waiting.prepare, waiting.drop)
         return self._training.submit(model, message.seq_id, operation)
 
@@ -217,7 +217,7 @@ class ModelRequests:
 
         async def run(_: Callable[[], None]) -> JSON:
             await self._backend.snapshot_sampler(model.model_id, sampler_id)
-            await self._service.samplers.made_snapshot(Sampler(record, owner, model.session_id))
+            await self._service.samplers.made_snapshot(SamplingSession(record, owner, model.session_id))
             await self._service.record_sampler(model.session_id, record)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
 from postlude.tinker.errors import APIError
-from postlude.tinker.sampling import Sampler, Samplers
+from postlude.tinker.sampling import Samplers, SamplingSession
 from postlude.tinker.token_checks import check_prompt
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class OpenAIApp:
         info = self._service.base(record.base_model)
         sampler = self._service.samplers.samplers.get(sampler_id)
         if sampler is None:
-            sampler = Sampler(record, owner, session_id="")
+            sampler = SamplingSession(record, owner, session_id="")
             self._service.samplers.add(sampler)
             self._routes.pop((owner, model), None)
         async with self._loading:
@@ -113,7 +113,7 @@ class _Generation:
     """Generates completions with a sampler, as OpenAI's routes ask for them."""
 
     samplers: Samplers
-    sampler: Sampler
+    sampler: SamplingSession
     max_length: int
     vocab_size: int
 

@@ -17,7 +17,7 @@ from postlude.engine import Engine
 from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
 from postlude.engine.adapters import add_adapter, export_adapter, remove_adapter, stream_adapters
 from postlude.engine.checkpoint import CheckpointWriter
-from postlude.engine.result import Result
+from postlude.engine.result import PassResult
 from postlude.hf.linear_layers import linear_layers, shared_use
 from postlude.lora import AdapterConfig, LoRA
 from postlude.optimizer import AdamW
@@ -169,7 +169,7 @@ class RankModels:
             self.remove_model(model_id)
             raise ModelLost(f"model {model_id} is lost: {reason}") from error
 
-    def run_pass(self, model_id: str, request: Pass) -> Result:
+    def run_pass(self, model_id: str, request: Pass) -> PassResult:
         """Runs forward, and unless `forward_only` backward, which adds to the gradients."""
         with self.using(model_id) as model:
             run = model.engine.evaluate_loss if request.forward_only else model.engine.forward_backward

@@ -23,7 +23,7 @@ from postlude.tinker.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
-class Weights:
+class SamplerWeights:
     """What a sampler samples: the base, the base with an `adapter`, or the `model` of this name, with all weights."""
 
     adapter: str | None = None
@@ -35,7 +35,7 @@ class SampleCall:
     """A request as all ranks get it. `rank` runs it."""
 
     call_id: int
-    weights: Weights
+    weights: SamplerWeights
     request: SampleRequest
     streamed: bool
     rank: int

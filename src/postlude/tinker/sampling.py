@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from postlude.tinker.backend import Backend, ModelLost, SampleProgress, SampleRequest, SampleResult
+from postlude.tinker.backend import ModelLost, SampleProgress, SampleRequest, SampleResult, TinkerBackend
 from postlude.tinker.errors import APIError, describe_failure
 from postlude.tinker.futures import Future, FutureStore
 from postlude.tinker.limits import Limits
@@ -20,7 +20,7 @@ LOG = logging.getLogger("postlude")
 
 
 @dataclass(eq=False)
-class Sampler:
+class SamplingSession:
     """A sampling session."""
 
     record: SamplerRecord
@@ -38,18 +38,18 @@ class Sampler:
 class Samplers:
     """All samplers of a server."""
 
-    def __init__(self, backend: Backend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
+    def __init__(self, backend: TinkerBackend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
         self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
-        self.samplers: dict[str, Sampler] = {}  # in the order of last use
+        self.samplers: dict[str, SamplingSession] = {}  # in the order of last use
         self.closed_reason: dict[str, str] = {}  # samplers that were freed, and why
         self._running: Counter[str] = Counter()  # requests by key
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def add(self, sampler: Sampler) -> None:
+    def add(self, sampler: SamplingSession) -> None:
         """Adds a sampler."""
         self.samplers[sampler.record.sampler_id] = sampler
 
-    async def open(self, sampler: Sampler) -> None:
+    async def open(self, sampler: SamplingSession) -> None:
         """Makes a sampler ready; one that was closed is opened again."""
         identity = sampler.record.sampler_id
         self.samplers[identity] = self.samplers.pop(identity, sampler)
@@ -74,13 +74,13 @@ class Samplers:
             await self._backend.open_sampler(identity, sampler.record.base_model, directory)
             sampler.is_open = True
 
-    async def made_snapshot(self, sampler: Sampler) -> None:
+    async def made_snapshot(self, sampler: SamplingSession) -> None:
         """Registers a sampler whose weights the backend has taken from a model."""
         sampler.is_open = True
         self.add(sampler)
         await self._make_room()
 
-    async def close(self, sampler: Sampler, sentence: str) -> None:
+    async def close(self, sampler: SamplingSession, sentence: str) -> None:
         """Frees a sampler for good."""
         sampler.closed_reason = self.closed_reason[sampler.record.sampler_id] = sentence
         self.samplers.pop(sampler.record.sampler_id, None)
@@ -95,7 +95,7 @@ class Samplers:
                 429, f"{self._running[owner]} samples of this key are running, which is the limit.", retry_after=1.0
             )
 
-    def submit(self, sampler: Sampler, request_id: str, request: SampleRequest) -> Future:
+    def submit(self, sampler: SamplingSession, request_id: str, request: SampleRequest) -> Future:
         """Starts a sampling request. Returns its future."""
         future = self._futures.add(request_id, sampler.owner, "sample")
         self._tasks[request_id] = asyncio.create_task(self._run(sampler, future, request))
@@ -107,7 +107,7 @@ class Samplers:
             task.cancel()
 
     async def sample(
-        self, sampler: Sampler, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+        self, sampler: SamplingSession, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
     ) -> SampleResult:
         """Samples, and counts the request while it runs."""
         self._running[sampler.owner] += 1
@@ -126,7 +126,7 @@ class Samplers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, sampler: Sampler, future: Future, request: SampleRequest) -> None:
+    async def _run(self, sampler: SamplingSession, future: Future, request: SampleRequest) -> None:
         try:
             result = await self.sample(sampler, request)
             future.succeed(encode_sample(result))
@@ -152,7 +152,7 @@ class Samplers:
         await self._close_idle(full, len(full) - self._limits.full_snapshots, self._limits.full_snapshots)
         await self._close_idle(opened, len(opened) + 1 - self._limits.samplers, self._limits.samplers)
 
-    async def _close_idle(self, samplers: Sequence[Sampler], count: int, limit: int) -> None:
+    async def _close_idle(self, samplers: Sequence[SamplingSession], count: int, limit: int) -> None:
         idle = [candidate for candidate in samplers if candidate.is_open and not candidate.running]
         for sampler in idle[: max(0, count)]:
             if sampler.lock.locked():

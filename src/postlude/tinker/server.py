@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 
 from postlude.tinker.app import Keys, TinkerApp
-from postlude.tinker.backend import Backend
+from postlude.tinker.backend import TinkerBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
@@ -72,7 +72,7 @@ def run_server(serving: Coroutine[Any, Any, None]) -> None:
 
 
 async def serve(
-    backend: Backend,
+    backend: TinkerBackend,
     state: StateDirectory,
     *,
     host: str,

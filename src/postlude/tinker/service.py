@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from postlude.tinker import bodies
-from postlude.tinker.backend import Backend, BaseModelInfo, SampleRequest
+from postlude.tinker.backend import BaseModelInfo, SampleRequest, TinkerBackend
 from postlude.tinker.errors import APIError, storage_sentence
 from postlude.tinker.futures import JSON, Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
-from postlude.tinker.sampling import Sampler, Samplers
-from postlude.tinker.state import Checkpoint, Record, SamplerRecord, SessionRecord, StateDirectory
+from postlude.tinker.sampling import Samplers, SamplingSession
+from postlude.tinker.state import Checkpoint, SamplerRecord, SessionRecord, StateDirectory, StateRecord
 from postlude.tinker.token_checks import check_prompt
 from postlude.tinker.training import TrainedModel, TrainingQueues
 
@@ -37,7 +37,7 @@ class ClientSession:
 class TinkerService:
     """One server's clients and what they made."""
 
-    def __init__(self, backend: Backend, state: StateDirectory, limits: Limits | None = None) -> None:
+    def __init__(self, backend: TinkerBackend, state: StateDirectory, limits: Limits | None = None) -> None:
         self.backend, self.state, self.limits = backend, state, limits or Limits()
         self.bases: dict[str, BaseModelInfo] = {info.name: info for info in backend.base_models}
         self.futures = FutureStore(self.limits)
@@ -158,7 +158,7 @@ class TinkerService:
         sampler_id = f"{session.record.session_id}:sample:{body.sampling_session_seq_id}"
         record = self.sampler_record(owner, sampler_id, body.base_model, body.model_path)
         if sampler_id not in self.samplers.samplers:
-            sampler = Sampler(record, owner, session.record.session_id)
+            sampler = SamplingSession(record, owner, session.record.session_id)
             self.samplers.add(sampler)
             try:
                 await self.samplers.open(sampler)
@@ -206,7 +206,7 @@ class TinkerService:
 
         await self.save_session(session_id, with_sampler)
 
-    def sampler(self, owner: str, sampler_id: str) -> Sampler:
+    def sampler(self, owner: str, sampler_id: str) -> SamplingSession:
         """Returns a sampler of a key; one of an earlier start of the server is opened again."""
         sampler = self.samplers.samplers.get(sampler_id)
         if sampler is not None and sampler.owner == owner:
@@ -220,7 +220,7 @@ class TinkerService:
             raise APIError(404, f"there is no sampling session {sampler_id[:80]!r}.")
         if sampler_id in self.samplers.closed_reason:
             raise APIError(410, self.samplers.closed_reason[sampler_id])
-        sampler = Sampler(matching[0], owner, session_id)
+        sampler = SamplingSession(matching[0], owner, session_id)
         self.samplers.add(sampler)
         return sampler
 
@@ -283,7 +283,7 @@ class TinkerService:
 
     # Housekeeping
 
-    async def save(self, record: Record) -> None:
+    async def save(self, record: StateRecord) -> None:
         """Saves a description. A full disk is a reply that makes the client try again later."""
         async with self._saving:
             await self._save(record)
@@ -293,7 +293,7 @@ class TinkerService:
         async with self._saving:
             await self._save(change(self.state.sessions[session_id]))
 
-    async def _save(self, record: Record) -> None:
+    async def _save(self, record: StateRecord) -> None:
         try:
             await asyncio.to_thread(self.state.write, record)
         except OSError as error:

@@ -96,7 +96,7 @@ class SessionRecord:
     samplers: tuple[SamplerRecord, ...] = ()
 
 
-Record = SessionRecord | Run | Checkpoint
+StateRecord = SessionRecord | Run | Checkpoint
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (SessionRecord, Run, Checkpoint)}
 """Read and write the records as JSON."""
 
@@ -138,7 +138,7 @@ class StateDirectory:
         if self._lock is not None:
             self._lock.release()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StateRecord) -> None:
         """Saves a description: atomically, so that a kill leaves the old one or the new one. May run in a thread."""
         match record:
             case SessionRecord():
@@ -150,7 +150,7 @@ class StateDirectory:
                 path = self.directory_of(record.path) / CHECKPOINT
         write_atomic(path, _ADAPTERS[type(record)].dump_json(record))
 
-    def remember(self, record: Record) -> None:
+    def remember(self, record: StateRecord) -> None:
         """Makes a description that was saved the one that is served. Runs in the thread that serves."""
         match record:
             case SessionRecord():
@@ -193,7 +193,7 @@ class StateDirectory:
         final.parent.mkdir(exist_ok=True)
         sync(final.parent.parent)
         if final.exists():
-            replacement, old = _beside(final, "new"), _beside(final, "old")
+            replacement, old = _sibling(final, "new"), _sibling(final, "old")
             shutil.rmtree(old, ignore_errors=True)
             aside.rename(replacement)
             final.rename(old)
@@ -225,7 +225,7 @@ class StateDirectory:
         for replacement in folder.glob(".*.new"):  # complete: it was renamed from aside
             final = folder / replacement.name.removeprefix(".").removesuffix(".new")
             if final.exists():
-                final.rename(_beside(final, "old"))
+                final.rename(_sibling(final, "old"))
             replacement.rename(final)
         for old in folder.glob(".*.old"):
             shutil.rmtree(old, ignore_errors=True)
@@ -246,7 +246,7 @@ def _read(kind: type[Value], path: Path) -> Value:
     return value
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _sibling(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 

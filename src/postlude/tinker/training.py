@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from postlude.tinker.backend import Backend, ModelLost, ModelSpec
+from postlude.tinker.backend import ModelLost, ModelSpec, TinkerBackend
 from postlude.tinker.errors import APIError, describe_failure, storage_sentence
 from postlude.tinker.futures import JSON, Category, Future, FutureStore
 from postlude.tinker.limits import Limits
@@ -26,7 +26,7 @@ from postlude.tinker.state import StateDirectory
 
 LOG = logging.getLogger("postlude")
 PREPARED = 4  # the next requests of a model, which are read before their turn, so that ranks do not wait for them
-Role = Literal["pass", "step", "other"]
+OperationRole = Literal["pass", "step", "other"]
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Operation:
     kind: str
     run: Callable[[Callable[[], None]], Awaitable[JSON | bytes]]
     """Runs it. May call its argument once the next request can be run, before it returns the result."""
-    role: Role = "other"
+    role: OperationRole = "other"
     """What it is in a step: a pass that adds gradients, the optimizer step, or neither."""
     size: int = 0
     """Bytes that it holds while it waits."""
@@ -79,7 +79,7 @@ class _Base:
 class TrainingQueues:
     """All models of a server."""
 
-    def __init__(self, backend: Backend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
+    def __init__(self, backend: TinkerBackend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
         self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
         self.models: dict[str, TrainedModel] = {}
         self.ended: dict[str, str] = {}  # models that were freed, and why
@@ -142,7 +142,7 @@ class TrainingQueues:
         self._make_ready(model)
         return operation.future
 
-    def refuse(self, model: TrainedModel, seq_id: int, kind: str, sentence: str, role: Role = "other") -> None:
+    def refuse(self, model: TrainedModel, seq_id: int, kind: str, sentence: str, role: OperationRole = "other") -> None:
         """Lets a request that cannot be read fail in its turn, so that the ones after it do not wait for it."""
 
         async def fail(_: Callable[[], None]) -> JSON:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from postlude.engine.result import Result
+from postlude.engine.result import PassResult
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
@@ -34,7 +34,7 @@ from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
 from postlude.tinker.rank_models import RankModels
-from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, Weights
+from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, SamplerWeights
 from postlude.tinker.settings import WorkerSettings
 from postlude.tinker.token_checks import check_prompt
 from postlude.world.agreement import Rank0Controller, if_picklable
@@ -51,7 +51,7 @@ RANK_METHODS = frozenset(
 )
 """The calls that all ranks run as they are, with their `RankModels`."""
 LOG = logging.getLogger("postlude")
-Command: TypeAlias = tuple[str, tuple[Any, ...]]
+RankCommand: TypeAlias = tuple[str, tuple[Any, ...]]
 """A method of `RankWorker` and its arguments, for all ranks."""
 
 
@@ -60,7 +60,7 @@ class PassRan:
     """A pass that has run, and what the engine returned."""
 
     request: Pass
-    result: Result
+    result: PassResult
 
 
 class RankWorker:
@@ -74,7 +74,7 @@ class RankWorker:
         engine.copy_weights(self.sampler.generator.model)
         self.model_sampler = ModelSampler(lambda: RankSampler(engine, tokenizer, settings))
 
-    def run(self, command: Command) -> Any:
+    def run(self, command: RankCommand) -> Any:
         """Runs a command. Only rank 0's result is used, except of `sample`."""
         method, arguments = command
         return getattr(self, method)(*arguments)
@@ -98,7 +98,7 @@ class RankWorker:
         """Makes a sampler of a directory with all weights."""
         self.model_sampler.load(name, directory)
 
-    def remove_weights(self, weights: Weights) -> None:
+    def remove_weights(self, weights: SamplerWeights) -> None:
         """Frees what a sampler samples."""
         if weights.adapter is not None:
             self.sampler.remove(weights.adapter)
@@ -150,7 +150,7 @@ class Worker:
         self,
         settings: WorkerSettings,
         rank: RankWorker,
-        controller: Rank0Controller[Command, Any],
+        controller: Rank0Controller[RankCommand, Any],
         directory: Path,
     ) -> None:
         self.settings, self.rank, self.controller = settings, rank, controller
@@ -158,7 +158,7 @@ class Worker:
         self.max_context_length = _max_context_length(settings)
         self.directory = directory
         self.staged = StagedPasses(self._read_pass)
-        self.samplers: dict[str, Weights] = {}
+        self.samplers: dict[str, SamplerWeights] = {}
         """What each sampler samples."""
         self._new: list[SampleCall] = []
         self._cancelled: list[int] = []
@@ -201,12 +201,12 @@ class Worker:
 
     def open_sampler(self, sampler_id: str, directory: Path | None) -> None:
         """Opens a sampler of a directory, which has an adapter or all weights; without one, of the base."""
-        weights = Weights()
+        weights = SamplerWeights()
         if directory is not None and (directory / PEFT_CONFIG).is_file():
-            weights = Weights(adapter=sampler_id)
+            weights = SamplerWeights(adapter=sampler_id)
             self._on_ranks("load_adapter", sampler_id, directory)
         elif directory is not None:
-            weights = Weights(model=sampler_id)
+            weights = SamplerWeights(model=sampler_id)
             self._on_ranks("load_model", sampler_id, directory)
         self.samplers[sampler_id] = weights
 
@@ -214,7 +214,7 @@ class Worker:
         """Opens a sampler of a model's weights as they are now."""
         if not self.rank.models.is_full(model_id):
             self._on_ranks("snapshot", model_id, sampler_id)
-            self.samplers[sampler_id] = Weights(adapter=sampler_id)
+            self.samplers[sampler_id] = SamplerWeights(adapter=sampler_id)
             return
         directory = self._snapshot_directory(sampler_id)
         try:
@@ -224,12 +224,12 @@ class Worker:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._on_ranks("load_model", sampler_id, directory)
-        self.samplers[sampler_id] = Weights(model=sampler_id)
+        self.samplers[sampler_id] = SamplerWeights(model=sampler_id)
 
     def close_sampler(self, sampler_id: str) -> None:
         """Closes a sampler."""
-        weights = self.samplers.pop(sampler_id, Weights())
-        if weights != Weights():
+        weights = self.samplers.pop(sampler_id, SamplerWeights())
+        if weights != SamplerWeights():
             self._on_ranks("remove_weights", weights)
         if weights.model is not None:
             shutil.rmtree(self._snapshot_directory(sampler_id), ignore_errors=True)
@@ -341,7 +341,7 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
     """Runs on every rank until the HTTP process closes the connection at `address`."""
     tokenizer = load_tokenizer(settings.source)
     rank = RankWorker(settings, tokenizer)
-    controller: Rank0Controller[Command, Any] = Rank0Controller(rank.run)
+    controller: Rank0Controller[RankCommand, Any] = Rank0Controller(rank.run)
 
     def serve() -> None:
         with tempfile.TemporaryDirectory(prefix="postlude-", dir=settings.scratch) as directory:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from postlude.trace.spans import Span, SpanKind
 
-Moment: TypeAlias = "float | torch.cuda.Event | torch.futures.Future[float]"
+Timestamp: TypeAlias = "float | torch.cuda.Event | torch.futures.Future[float]"
 
 
 class OpenSpan:
@@ -55,9 +55,9 @@ class Record:
     kind: SpanKind
     name: str
     microbatch: int | None
-    start: Moment
-    end: Moment | None = None
-    latest: Moment | None = None
+    start: Timestamp
+    end: Timestamp | None = None
+    latest: Timestamp | None = None
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Recording(Recorder):
     device: torch.device
     microbatch: int | None = None
     records: list[Record] = field(default_factory=list)
-    zero: tuple[float, Moment] | None = None
+    zero: tuple[float, Timestamp] | None = None
     """One moment on the host's clock and on the device's."""
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Recording(Recorder):
         self.records.append(record)
         return record
 
-    def _seconds(self, moment: Moment) -> float:
+    def _seconds(self, moment: Timestamp) -> float:
         if isinstance(moment, float):
             return moment
         if not isinstance(moment, torch.cuda.Event):
@@ -159,7 +159,7 @@ class Recording(Recorder):
         return host + float(device.elapsed_time(moment)) / 1000.0
 
 
-def now(device: torch.device) -> Moment:
+def now(device: torch.device) -> Timestamp:
     """Returns the present moment: on a GPU, when the current stream comes to this point."""
     if device.type != "cuda":
         return time.perf_counter()

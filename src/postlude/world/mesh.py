@@ -31,7 +31,7 @@ class Axis:
 
 
 SINGLE_RANK = Axis()
-Channel = tuple[str, int]
+ChannelKey = tuple[str, int]
 
 
 class Mesh:
@@ -53,7 +53,7 @@ class Mesh:
         self.pp = self.dp = self.cp = self.tp = self.ep = self.first_and_last_stage = SINGLE_RANK
         self.fsdp_mesh: DeviceMesh | None = None
         self.expert_fsdp_mesh: DeviceMesh | None = None
-        self.channels: Mapping[Channel, dist.ProcessGroup] = {}
+        self.channels: Mapping[ChannelKey, dist.ProcessGroup] = {}
         if not dist.is_initialized():
             return
         pp, replicate, shard, cp, tp, ep = (
@@ -95,7 +95,7 @@ class Mesh:
         mesh.channels = {}
         return mesh
 
-    def _channels(self, pipelines: list[list[int]]) -> Mapping[Channel, dist.ProcessGroup]:
+    def _channels(self, pipelines: list[list[int]]) -> Mapping[ChannelKey, dist.ProcessGroup]:
         """Returns a group for each direction of activations ("F", to the next rank) and gradients ("B", back).
 
         Each group is first in, first out. Over one group they would have to be received in the order in which they
@@ -104,7 +104,7 @@ class Mesh:
         Each group is used once here, in one order: NCCL connects the two ends on first use. In the middle of a
         schedule, with each end busy with another neighbour, they could deadlock.
         """
-        pp, channels = self.layout.pp, dict[Channel, dist.ProcessGroup]()
+        pp, channels = self.layout.pp, dict[ChannelKey, dist.ProcessGroup]()
         hops = range(pp if self.layout.vpp > 1 else pp - 1)
         for pipeline in pipelines:
             for hop in hops:

@@ -173,7 +173,7 @@ class MoEConfig(GatedConfig):
         return 3 * hidden_size + chosen + wide * self.shared_intermediate_size + 2 * self.experts
 
     def wgrad_activations(self, hidden_size: int) -> float:
-        """As an MLP for each chosen and shared expert; the norm's output, and the gradients of the scores."""
+        """Counts an MLP for each chosen and shared expert, the norm's output, and the gradients of the scores."""
         wide = 3 if self.gated else 2
         chosen = self.top_k * (2 * (self.latent_size or hidden_size) + wide * self.intermediate_size)
         outputs = hidden_size if self.shared_intermediate_size or self.latent_size else 0

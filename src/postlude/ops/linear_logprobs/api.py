@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
-from postlude.ops.linear_logprobs.statistics import Results, TopK, Upstream, join_ranks
+from postlude.ops.linear_logprobs.statistics import Results, TopKLogits, Upstream, join_ranks
 from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
 
@@ -100,7 +100,7 @@ def flat_hidden(hidden: Tensor) -> Tensor:
 
 
 def at_positions(
-    results: Results, call: ResolvedCall, requested: RequestedStats, top: TopK | None = None
+    results: Results, call: ResolvedCall, requested: RequestedStats, top: TopKLogits | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
     rows = (

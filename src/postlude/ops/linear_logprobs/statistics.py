@@ -163,39 +163,39 @@ def join(states: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopKLogits:
     """The k largest logits of each row so far, [n, k], best first; id -1 marks an empty entry."""
 
     logits: Tensor
     ids: Tensor
 
     @staticmethod
-    def empty(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> TopK:
+    def empty(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> TopKLogits:
         """Returns empty entries."""
         ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
-        return TopK(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
+        return TopKLogits(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
 
-    def __getitem__(self, rows: slice) -> TopK:
-        return TopK(self.logits[rows], self.ids[rows])
+    def __getitem__(self, rows: slice) -> TopKLogits:
+        return TopKLogits(self.logits[rows], self.ids[rows])
 
     @staticmethod
-    def stacked(parts: Sequence[TopK]) -> TopK:
+    def stacked(parts: Sequence[TopKLogits]) -> TopKLogits:
         """Returns the entries of consecutive rows as one."""
-        return TopK(torch.cat([part.logits for part in parts]), torch.cat([part.ids for part in parts]))
+        return TopKLogits(torch.cat([part.logits for part in parts]), torch.cat([part.ids for part in parts]))
 
-    def joined(self, logits: Tensor, ids: Tensor) -> TopK:
+    def joined(self, logits: Tensor, ids: Tensor) -> TopKLogits:
         """Returns the best k of these and others, [n, any] each."""
         k = self.logits.shape[1]
         best, place = torch.cat((self.logits, logits), 1).topk(k, dim=1)
-        return TopK(best, torch.cat((self.ids, ids), 1).gather(1, place))
+        return TopKLogits(best, torch.cat((self.ids, ids), 1).gather(1, place))
 
-    def joined_slab(self, logits: Tensor, first: int) -> TopK:
+    def joined_slab(self, logits: Tensor, first: int) -> TopKLogits:
         """Returns the best k of these and a slab [n, columns] whose column 0 is vocabulary entry `first`."""
         best, place = logits.topk(min(self.logits.shape[1], logits.shape[1]), dim=1)
         return self.joined(best, place + first)
 
 
-def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tuple[Tensor, TopK | None]:
+def join_ranks(state: Tensor, top: TopKLogits | None, group: dist.ProcessGroup) -> tuple[Tensor, TopKLogits | None]:
     """Joins the results of every rank of `group` for its part of the vocabulary, with one collective."""
     # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
     bits = torch.int32 if state.dtype == torch.float32 else torch.int64
@@ -212,7 +212,7 @@ def join_ranks(state: Tensor, top: TopK | None, group: dist.ProcessGroup) -> tup
     logits, ids = (
         part.permute(2, 0, 1).reshape(rows, size * k) for part in (gathered[:, 4 : 4 + k], gathered[:, 4 + k :])
     )
-    empty = TopK.empty(rows, k, state.dtype, state.device)
+    empty = TopKLogits.empty(rows, k, state.dtype, state.device)
     return join(gathered[:, :4]), empty.joined(logits, ids.view(bits).long())
 
 

@@ -26,7 +26,7 @@ from postlude.ops.linear_logprobs.statistics import (
     Results,
     Slab,
     TokenRows,
-    TopK,
+    TopKLogits,
     Upstream,
     empty_state,
     transform,
@@ -286,13 +286,13 @@ def _fused_statistics(head: Head, rows: TokenRows, shape: Shape, memory_budget: 
     return state
 
 
-def sweep_statistics(head: Head, call: ResolvedCall, *, entropy: bool, topk: int) -> tuple[Tensor, TopK | None]:
+def sweep_statistics(head: Head, call: ResolvedCall, *, entropy: bool, topk: int) -> tuple[Tensor, TopKLogits | None]:
     """Returns the state [4, n] of this shard's logits, and their top k if requested."""
     shape, device = call.shape(head.hidden.shape[1]), head.hidden.device
     if call.fused and not (topk or call.batch_invariant) and shape.rows and shape.columns:
         return _fused_statistics(head, call.rows, shape, call.memory_budget), None
     state = empty_state(shape.rows, call.compute, device)
-    top = TopK.empty(shape.rows, topk, call.compute, device) if topk else None
+    top = TopKLogits.empty(shape.rows, topk, call.compute, device) if topk else None
     if not (shape.rows and shape.columns):
         return state, top
     # A batch-invariant row is one slab: the order of its sum does not depend on the memory that other rows take.
@@ -307,7 +307,7 @@ def sweep_statistics(head: Head, call: ResolvedCall, *, entropy: bool, topk: int
             top_by_slab.append(top[rows].joined_slab(logits, call.vocab_start + columns.start))
             if plan.axis == "vocabulary":
                 top = top_by_slab.pop()
-    return state, TopK.stacked(top_by_slab) if top_by_slab else top
+    return state, TopKLogits.stacked(top_by_slab) if top_by_slab else top
 
 
 def sweep_gradients(head: Head, call: ResolvedCall, coefficients: Tensor, needed: GradientsNeeded) -> Gradients:

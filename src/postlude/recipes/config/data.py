@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from postlude.checks import Positive
 from postlude.data.chat import Encoder, RowFormat
 from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
-from postlude.recipes.config.schema import InputPath, Positive, Settings
+from postlude.recipes.config.schema import InputPath, Settings
 
 Overlong = Literal["refuse", "drop", "cut"]
 

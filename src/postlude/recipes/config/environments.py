@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from postlude.checks import Positive
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.data import DatasetPath
 from postlude.recipes.config.rewards import (
@@ -17,7 +18,7 @@ from postlude.recipes.config.rewards import (
     RewardModelFields,
     built_in,
 )
-from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
@@ -91,7 +92,7 @@ class PromptSettings(DatasetPath, RewardSettings):
         return DatasetTasks(self.read(), prompt=self.prompt, chat=self.chat, system=self.system)
 
 
-class WorkerSettings(Settings):
+class RewardWorkerSettings(Settings):
     """Settings of the workers that call a user's function."""
 
     workers: NonNegativeInt = 4
@@ -115,7 +116,7 @@ class TurnSettings(RewardSettings):
         return {name: getattr(self, name) for name in names}
 
 
-class DatasetSettings(PromptSettings, WorkerSettings):
+class DatasetSettings(PromptSettings, RewardWorkerSettings):
     """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
 
     reward: Code | None = None
@@ -163,7 +164,7 @@ class RewardModelSettings(PromptSettings, RewardModelFields):
         return SingleTurn(self.tasks(), settings.build(RewardCalls(0, self.timeout, self.failed_reward)))
 
 
-class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
+class ConversationSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
     """Prompts of a file, each the start of a conversation with a function of yours."""
 
     reply: Code
@@ -176,7 +177,7 @@ class ConversationSettings(PromptSettings, WorkerSettings, TurnSettings):
         return MultiTurn(self.tasks(), self.reply, **options)
 
 
-class ToolSettings(PromptSettings, WorkerSettings, TurnSettings):
+class ToolSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
     """Prompts of a file, answered with calls of tools: functions of yours, in the format of chat models."""
 
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]

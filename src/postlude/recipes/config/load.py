@@ -31,8 +31,8 @@ from postlude.recipes.config.schema import (
     TaggedUnion,
     describe,
     join,
+    type_text,
     undocumented,
-    words,
 )
 from postlude.recipes.config.secrets import mask, refuse_masked
 
@@ -87,7 +87,9 @@ def _value(node: Node, raw: RawValue, default: Any) -> Any:
     is_text = raw.scalar is not None and not anything and shape.get("type") != "array"
     if raw.entries and not (is_text and raw.full_mapping):
         (first, *_) = raw.entries.values()
-        raise ConfigError(f'config key "{first.path}" is unknown {first.location}; "{raw.path}" takes {words(node)}.')
+        raise ConfigError(
+            f'config key "{first.path}" is unknown {first.location}; "{raw.path}" takes {type_text(node)}.'
+        )
     if raw.items is not None and not is_text:
         item_nodes = iter(shape.get("prefixItems") or [shape.get("items", {})] * len(raw.items))
         return [_value(next(item_nodes, {}), item, None) for item in raw.items]
@@ -222,14 +224,14 @@ def _inside(node: Node, key: str | int) -> Node:
 
 
 def _wrong(raw: RawValue, node: Node) -> ConfigError:
-    return ConfigError(f'config key "{raw.path}" is {raw} {raw.location}; give {words(node)}.')
+    return ConfigError(f'config key "{raw.path}" is {raw} {raw.location}; give {type_text(node)}.')
 
 
 def _missing(section: RawValue, name: str, node: Node) -> ConfigError:
     path, location = join(section.path, name), section.location and f" {section.location}"
     listed = any(part.isdigit() for part in path.split("."))  # items of a list cannot be set on the command line
     ways = [*(["there"] if section.location else []), *([] if listed else [f"as --{path}"])]
-    takes = f"{words(node)} {' or '.join(ways)}".rstrip()
+    takes = f"{type_text(node)} {' or '.join(ways)}".rstrip()
     return ConfigError(f'config key "{path}" is missing{location}; give {takes}.')
 
 

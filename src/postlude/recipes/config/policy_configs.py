@@ -6,11 +6,12 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from postlude.checks import NonNegative, Positive
 from postlude.objectives import PolicyGradient, RewardKL
 from postlude.optimizer import SGD, AdamW
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
-from postlude.recipes.config.schema import NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.config.settings import (
     EvaluationSettings,
     ModelSource,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, PositiveInt, model_validator
 
+from postlude.checks import Positive
 from postlude.objectives import KTO, ORPO, SFT, BradleyTerry, Distill, Preference
 from postlude.optimizer import AdamW
 from postlude.recipes.config.data import (
@@ -24,7 +25,7 @@ from postlude.recipes.config.data import (
 )
 from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
-from postlude.recipes.config.schema import Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.config.settings import (
     EvaluationSets,
     HeldOutSettings,

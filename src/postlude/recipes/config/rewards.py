@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from postlude.checks import NonNegative, Positive
 from postlude.pool.worker_pool import PoolFactory
-from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward
 from postlude.rollout.verdict import SCORE, Verdict

@@ -6,8 +6,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
+from postlude.checks import NonNegative, Positive
 from postlude.options import KVCacheDtype, Quantization
-from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 
 
 def _check_gpu_fraction(gpus: float) -> float:

@@ -23,9 +23,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -45,8 +45,6 @@ NAME = "x-kind"
 PLACE = "x-path"
 """In a schema, marks text that is a path; see `InputPath`."""
 
-Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Node = dict[str, Any]
 WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
 BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
@@ -348,7 +346,7 @@ def describe(config: type) -> str:
         default = ", required" if option.default is MISSING else f", default {_default_text(option.default)}"
         if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
             default = ""  # its fields have their own
-        head = f"--{option.path}{kind}: {words(option.node)}{default}"
+        head = f"--{option.path}{kind}: {type_text(option.node)}{default}"
         lines += textwrap.wrap(head, width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
         lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
@@ -359,8 +357,8 @@ def undocumented(config: type) -> list[str]:
     return list(dict.fromkeys(option.path for option in options(config) if not option.help))
 
 
-def words(node: Node) -> str:
-    """Returns what a field takes, in words."""
+def type_text(node: Node) -> str:
+    """Returns a description of the values that a field takes."""
     if nested := sections(node):
         kinds = [kind for kind in nested if kind and LIST not in nested[kind]]
         text = "keys and values" + (f" of kind {_listed(kinds)}" if len(kinds) > 1 else "")
@@ -375,12 +373,12 @@ def _takes(node: Node) -> str:
     if "enum" in node or "const" in node:
         return _listed(node.get("enum") or [node["const"]])
     if "prefixItems" in node:
-        return f"a list of {len(node['prefixItems'])}: {', '.join(map(words, node['prefixItems']))}"
+        return f"a list of {len(node['prefixItems'])}: {', '.join(map(type_text, node['prefixItems']))}"
     if node.get("type") == "array":
-        return f"a list in brackets, each {words(node['items'])}"
+        return f"a list in brackets, each {type_text(node['items'])}"
     if node.get("type") == "object":
         value_node = node["additionalProperties"]
-        return f"names and values, each {words(value_node if isinstance(value_node, dict) else {})}"
+        return f"names and values, each {type_text(value_node if isinstance(value_node, dict) else {})}"
     if node.get("format") == "path":
         return "a path"
     bounds = [f"{phrase} {node[bound]:g}" for bound, phrase in BOUNDS.items() if bound in node]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from postlude.checks import NonNegative, Positive
 from postlude.generate.sampling_params import SamplingParams
 from postlude.head import HeadConfig
 from postlude.layout import Layout
@@ -20,7 +21,7 @@ from postlude.options import Overlap, Recompute, WeightStorage
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
-from postlude.recipes.config.schema import InputPath, NonNegative, Positive, Settings, TaggedUnion
+from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
@@ -231,7 +232,7 @@ class RunConfig(Settings):
         return False
 
 
-class Limits(Settings):
+class RunLimits(Settings):
     """When a run ends because it cannot learn any more, and when it warns."""
 
     failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -245,7 +246,7 @@ class Limits(Settings):
     """Steps in a row before the run ends for failed rewards, or warns of low entropy or equal rewards."""
 
 
-class RolloutLimits(Limits):
+class RolloutLimits(RunLimits):
     """The limits of recipes that train on rewards."""
 
     rollout_kl: Positive | None = None
@@ -313,7 +314,7 @@ class TrainingConfig(RunConfig):
     """Maximum number of optimizer steps in a row with a loss or gradient that is not finite. Then the run ends."""
     code_changes: Literal["refuse", "allow"] = "refuse"
     """Whether to resume a run after a file of yours that it calls (a reward function, an objective) was changed."""
-    limits: Limits = Limits()
+    limits: RunLimits = RunLimits()
     """Limits at which the run ends or warns, because it learns nothing more."""
     export: bool = True
     """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory. With LoRA it is

@@ -29,8 +29,8 @@ def finish_run(run: Path, outcome: RunOutcome) -> None:
 def print_summary(summary: RunSummary, console: Console) -> None:
     """Prints what went wrong, then a line for each fact, then the paths of the model and the report."""
     console.print()
-    if summary.bad:
-        console.print(Text(summary.bad, style="bold red"), soft_wrap=True)
+    if summary.failure:
+        console.print(Text(summary.failure, style="bold red"), soft_wrap=True)
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(no_wrap=True)

@@ -107,7 +107,7 @@ class RunSummary:
         return {name: change for name, change in self.changes.items() if name.startswith(EVAL)}
 
     @property
-    def bad(self) -> str:
+    def failure(self) -> str:
         """Why the run did not finish, or "" if it did."""
         if self.outcome is None or self.outcome.status == "finished":
             return ""

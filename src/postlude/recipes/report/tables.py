@@ -15,18 +15,19 @@ MISSING = "–"
 
 def summaries(runs: Sequence[RunData]) -> str:
     """Returns the summary of each run, failures first."""
-    bad = "".join(
-        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}{escape(run.summary.bad)}</p>'
+    failures = "".join(
+        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}'
+        f"{escape(run.summary.failure)}</p>"
         for index, run in enumerate(runs)
-        if run.summary.bad
+        if run.summary.failure
     )
     empty = "".join(
         f"<p>{escape(run.name)} has no metrics yet: no step has been logged.</p>" for run in runs if not run.series
     )
     full = [(index, run) for index, run in enumerate(runs) if run.series]
     if len(full) == 1 and len(runs) == 1:
-        return f"{bad}{_card(full[0][1])}"
-    return f"{bad}{empty}{_side_by_side(full)}" if full else f"{bad}{empty}{_paths(runs)}"
+        return f"{failures}{_card(full[0][1])}"
+    return f"{failures}{empty}{_side_by_side(full)}" if full else f"{failures}{empty}{_paths(runs)}"
 
 
 def _paths(runs: Sequence[RunData]) -> str:
@@ -59,7 +60,7 @@ def _machine(run: RunData) -> str:
 
 def _state(summary: RunSummary) -> str:
     outcome = summary.outcome.status if summary.outcome else "no end recorded"
-    kind = "fine" if outcome == "finished" else "poor" if summary.bad else "open"
+    kind = "fine" if outcome == "finished" else "poor" if summary.failure else "open"
     return f'<span class="tag {kind}">{escape(outcome)}</span> '
 
 

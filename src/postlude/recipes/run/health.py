@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from postlude.recipes.config.settings import Limits
+from postlude.recipes.config.settings import RunLimits
 from postlude.rollout.conversations import Trajectory
 
 LOG = logging.getLogger("postlude")
@@ -20,7 +20,7 @@ class UnhealthyRun(Exception):
 class Health:
     """Checks the results of steps. Its counts start at zero when a run resumes."""
 
-    def __init__(self, limits: Limits, max_skipped_steps: int, *, verbose: bool) -> None:
+    def __init__(self, limits: RunLimits, max_skipped_steps: int, *, verbose: bool) -> None:
         self.limits, self.max_skipped_steps, self._verbose = limits, max_skipped_steps, verbose
         self.skipped = 0  # optimizer steps in a row
         self._any_scored = False

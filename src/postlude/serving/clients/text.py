@@ -39,7 +39,7 @@ class TextAPI(ServerAPI):
 
     def __init__(self, tokenizer: ChatTokenizer, extra: Mapping[str, Any] | None = None) -> None:
         if tokenizer.eos_token_id is None:
-            raise ValueError("text_only's tokenizer has no eos_token_id to end completions with; set its eos_token.")
+            raise ValueError("the client's tokenizer has no eos_token_id to end completions with; set its eos_token.")
         self.tokenizer, self.extra = tokenizer, dict(extra or {})
 
     async def detect_features(self, send: SendRequest) -> None:
@@ -69,8 +69,8 @@ class TextAPI(ServerAPI):
         prompt_tokens = (reply.get("usage") or {}).get("prompt_tokens", len(request.prompt))
         if prompt_tokens != len(request.prompt):
             raise InvalidResponse(
-                f"read {prompt_tokens} tokens in a prompt that has {len(request.prompt)}; give text_only the tokenizer "
-                "of the served model"
+                f"read {prompt_tokens} tokens in a prompt that has {len(request.prompt)}; give the client the "
+                "tokenizer of the served model"
             )
         if not isinstance(choice.get("text"), str):
             raise InvalidResponse("gave no text; a server of /v1/completions is needed")
@@ -88,7 +88,7 @@ def _prompt_text(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> str:
             return text
     raise ValueError(
         f"a prompt has {len(prompt)} tokens that its text does not encode to, so a text-only server would read another "
-        "prompt. Encode prompts with text_only's tokenizer, or use a server that takes token ids."
+        "prompt. Encode prompts with the client's tokenizer, or use a server that takes token ids."
     )
 
 

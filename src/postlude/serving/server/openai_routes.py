@@ -52,7 +52,7 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields tha
 }
 
 
-class Backend(Protocol):
+class CompletionBackend(Protocol):
     """Generates completions for the routes."""
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -172,7 +172,7 @@ class _Call:
 class OpenAIRoutes:
     """Both routes. `max_length` is the most tokens of prompt and completion together."""
 
-    def __init__(self, backend: Backend, name: str, tokenizer: ChatTokenizer | None, max_length: int) -> None:
+    def __init__(self, backend: CompletionBackend, name: str, tokenizer: ChatTokenizer | None, max_length: int) -> None:
         self.backend, self.name, self.max_length = backend, name, max_length
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()  # a tokenizer is not thread-safe

@@ -13,7 +13,7 @@ from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer, Weights
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
-Command = Callable[[ServerAPI, SendRequest], Awaitable[None]]
+ServerCall = Callable[[ServerAPI, SendRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TransferCoordinator:
         pool = self.client.pool
         self._servers = {server.url: server for server in self.client.run(pool.servers_to_update(self.weights))}
 
-        def count_workers(url: str) -> Command:
+        def count_workers(url: str) -> ServerCall:
             async def count(api: ServerAPI, send: SendRequest) -> None:
                 if not api.can_receive_weights:
                     raise InvalidResponse(f"is {api.name}, which takes no weights over the network; use sync: disk")
@@ -63,7 +63,7 @@ class TransferCoordinator:
     def join(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
         """Makes the workers of servers join their channels."""
 
-        def join(url: str) -> Command:
+        def join(url: str) -> ServerCall:
             return lambda api, send: api.join_channel(send, infos[url], self._workers[url])
 
         self._start_commands({url: join(url) for url in infos if url in self._servers})
@@ -94,7 +94,7 @@ class TransferCoordinator:
             self._running[url] = self.client.start(self._succeeds(server, confirm))
         return self._wait()
 
-    def _start_commands(self, commands: Mapping[str, Command]) -> None:
+    def _start_commands(self, commands: Mapping[str, ServerCall]) -> None:
         for url, command in commands.items():
             server = self._servers[url]
             work = server.call(command, timeout=self.timeout)

@@ -31,7 +31,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-class Config(ctypes.Structure):
+class NCCLConfig(ctypes.Structure):
     """ncclConfig_t of version 2.14. Newer libraries use defaults for the fields that came later."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     arguments: dict[str, list[Any]] = {
         "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
-        "ncclCommInitRankConfig": [ctypes.POINTER(pointer), number, UniqueId, number, ctypes.POINTER(Config)],
+        "ncclCommInitRankConfig": [ctypes.POINTER(pointer), number, UniqueId, number, ctypes.POINTER(NCCLConfig)],
         "ncclCommGetAsyncError": [pointer, ctypes.POINTER(number)],
         "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
         "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
@@ -86,7 +86,7 @@ class NCCLChannel:
     def __init__(self, unique_id: UniqueId, size: int, device: torch.device, timeout: float) -> None:
         self.device, self.timeout = device, timeout
         self._communicator = ctypes.c_void_p()
-        config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 21400, 0)
+        config = NCCLConfig(ctypes.sizeof(NCCLConfig), 0xCAFEBEEF, 21400, 0)
         try:
             with torch.cuda.device(device):
                 communicator = ctypes.byref(self._communicator)
