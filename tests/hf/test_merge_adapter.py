@@ -77,6 +77,7 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, capsys: Any) -> None:
     from tests.engine.training import batch, policy
 
+    peft = pytest.importorskip("peft")
     config = CONFIGS["qwen3"]()
     config.vocab_size = 256
     for seed in (0, 1):
@@ -88,12 +89,15 @@ def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, caps
             engine.optimizer_step()
         engine.save(tmp_path / "checkpoint")
         engine.export_hf(tmp_path / "exported")
-        export_adapter(engine, tmp_path / "adapter")
+        export_adapter(engine, tmp_path / "adapter", base=str(tmp_path / "base0"))
         add_adapter(engine, "other", LoRA(rank=3))
         engine.save(tmp_path / "several")
     assert main(["convert", str(tmp_path / "several"), str(tmp_path / "base0"), str(tmp_path / "other")]) == 2
     assert "has several adapters (other), and one can be merged" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    by_peft = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload().state_dict()
+    for name, tensor in weights(tmp_path / "exported").items():
+        assert_equal(by_peft[name], tensor, name)
     for adapter in ("checkpoint", "adapter"):
         assert (
             main(["convert", str(tmp_path / adapter), str(tmp_path / "base0"), str(tmp_path / f"from-{adapter}")]) == 0

@@ -14,7 +14,7 @@ from postlude.hf.builtin import tiny_hybrid
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
 from postlude.hf.lora_targets import adapter_configs
-from postlude.hf.peft import read_adapter, to_peft, write_adapter
+from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.lora import AdapterConfig, LoRA
 from tests.hf.adapters import Pair, random_adapters, small_model
@@ -50,6 +50,14 @@ def test_written_and_read_adapters_are_the_same_bits(name, experts, tmp_path):
     assert written_again[0] == written[0]
     assert written_again[1].keys() == written[1].keys()
     assert all(torch.equal(written_again[1][key], tensor) for key, tensor in written[1].items())
+
+
+def test_the_revision_of_a_base_is_an_entry_of_its_own(tmp_path):
+    assert base_entries("org/base@v2") == {"base_model_name_or_path": "org/base", "revision": "v2"}
+    directory = tmp_path / "base@v2"
+    directory.mkdir()
+    assert base_entries(str(directory)) == {"base_model_name_or_path": str(directory)}
+    assert base_entries(None) == {"base_model_name_or_path": None}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "nemotron_h"])

@@ -243,3 +243,4 @@ def test_a_run_with_lora_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, rows: 
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "model/model.safetensors"):
         assert (parts / file).read_bytes() == (whole_run / file).read_bytes()
     assert not (whole_run / "checkpoints" / "step-3" / "config.json").exists(), "adapters alone are no model"
+    assert json.loads((parts / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny-dense"

@@ -28,7 +28,7 @@ from postlude.engine.streaming import (
 from postlude.engine.training import Training
 from postlude.hf.family import Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
-from postlude.hf.peft import read_adapter, to_peft, write_adapter
+from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRA
 from postlude.model import LanguageModel, ModelConfig
@@ -243,15 +243,20 @@ def stream_adapters(
     return stream(buckets, local, engine.mesh, torch.float32, shared=())
 
 
-def export_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None) -> Path:
-    """Writes an adapter, by default that in use, as peft and vLLM read it. Every rank calls it; rank 0 writes."""
+def export_adapter(
+    engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None, base: str | None = None
+) -> Path:
+    """Writes an adapter, by default that in use, as peft and vLLM read it. Every rank calls it; rank 0 writes.
+
+    `base` is the directory of the adapted model, or its name on the Hugging Face Hub: peft loads it by that.
+    """
     configs = engine.adapters.by_name[engine.adapters.resolve(name)]
     tensors = {key: tensor.cpu() for key, tensor in stream_adapters(engine, name=name)}
     pairs = {layer: (tensors[f"{layer}.adapter.a"], tensors[f"{layer}.adapter.b"]) for layer in configs}
 
     def write() -> None:
-        files = to_peft(pairs, configs, engine.config, engine.family, blocks=engine.block_types)
-        write_adapter(directory, *files)
+        adapter_config, files = to_peft(pairs, configs, engine.config, engine.family, blocks=engine.block_types)
+        write_adapter(directory, {**adapter_config, **base_entries(base)}, files)
 
     on_rank0(write)
     return Path(directory)

@@ -173,7 +173,7 @@ def _config_json(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        **base_entries(None),
         "r": default[0],
         "lora_alpha": default[1],
         "rank_pattern": {_pattern(key): rank for key, (rank, _) in different.items() if rank != default[0]},
@@ -228,6 +228,14 @@ def _ends(name: str) -> list[str]:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def base_entries(base: str | None) -> dict[str, str | None]:
+    """Returns the entries of adapter_config.json that name the base, whose revision on the Hub is one of them."""
+    model, _, revision = (base or "").partition("@")
+    if revision and not Path(base or "").exists():
+        return {"base_model_name_or_path": model, "revision": revision}
+    return {"base_model_name_or_path": base}
 
 
 def write_adapter(

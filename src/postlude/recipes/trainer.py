@@ -336,7 +336,7 @@ class Trainer(ABC):
             card = self._model_card() if is_rank0() else None
             self.export(self.run.path / EXPORTED_MODEL, card)
             if self.config.lora is not None:
-                export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER)
+                export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER, base=str(self.config.model))
         return self._end(RunOutcome("finished", self.step))
 
     def export(self, path: Path, card: ModelCard | None) -> None:
