@@ -13,6 +13,14 @@ KVCacheDtype = Literal["auto", "fp8"]
 head."""
 Quantization = Literal["fp8"]
 """How the native generator stores the weights of linear layers: FP8 in blocks of 128 × 128."""
+Draft = Literal["mtp"]
+"""Speculative decoding: with the model's first multi-token-prediction depth."""
+SyncMethod = Literal["disk", "network"]
+"""How servers get new weights: from files, or sent into their memory."""
+DeviceKind = Literal["cpu", "cuda"]
+"""The kind of a device."""
+TrainedTurns = Literal["all", "last"]
+"""The assistant's turns of a conversation that are trained on."""
 Recompute = Literal["none", "selective", "full"]
 """What a backward recomputes instead of keeping it."""
 MomentStorage = Literal["fp32", "8bit"]

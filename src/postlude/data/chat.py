@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from postlude.checks import check_choice
 from postlude.data.chat_template import (
@@ -33,6 +33,7 @@ from postlude.data.chat_template import (
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.text_tokens import BosText, ContinuationText, TextTokens
 from postlude.data.turn_encoding import EncodingSteps, TurnEncoder, ambiguous_turn
+from postlude.options import TrainedTurns
 
 if TYPE_CHECKING:
     from postlude.data.batch import Batch
@@ -79,14 +80,14 @@ class Encoder:
     tokenizer: ChatTokenizer
     max_length: int | None = None
     truncate: bool = False
-    turns: Literal["all", "last"] = "all"
+    turns: TrainedTurns = "all"
     options: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}, but the least is 2: the first is never trained on.")
-        check_choice("turns", self.turns, ("all", "last"))
+        check_choice("turns", self.turns, get_args(TrainedTurns))
 
     def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:
         """Returns the tokens that a model continues: text as it is, messages with the assistant's header."""

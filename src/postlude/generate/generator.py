@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,8 @@ from postlude.model.parallel import is_dtensor
 from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.ops.kernels.capabilities import gpu_of, why_not
-from postlude.options import KVCacheDtype, Quantization
+from postlude.options import Draft, KVCacheDtype, Quantization
 
-Draft = Literal["mtp"]
 log = logging.getLogger(__name__)
 CapacityOf = Callable[[Sequence[CompletionState], int, int], DecodeCapacity]
 

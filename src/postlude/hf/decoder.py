@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from postlude.hf.family import EXPERT, HFConfig
 from postlude.model import ModelConfig, Pattern
+from postlude.model.block_config import NormPosition
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig, SlidingAttentionConfig
 from postlude.ops.activation import Activation
 from postlude.ops.rotary import RotaryConfig
@@ -39,7 +40,7 @@ def decoder_config(
     hf: HFConfig,
     *,
     mlp_bias: bool = False,
-    norm: Literal["pre", "post", "both"] = "pre",
+    norm: NormPosition = "pre",
     sliding: Sequence[bool] | None = None,
     layers: Sequence[str] | None = None,
     blocks: Mapping[str, BlockConfig] | None = None,

@@ -11,6 +11,8 @@ from postlude.layout import Layout
 
 NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
 Size: TypeAlias = Annotated[int, Bounds(least=1)]
+NormPosition: TypeAlias = Literal["pre", "post", "both"]
+"""Where a block has a norm: before its computation, after it, or both."""
 
 
 def default_heads(width: int, size: int) -> tuple[int, int]:
@@ -36,7 +38,7 @@ class BlockConfig:
     `residual_scale` multiplies what the block adds to the residual stream.
     """
 
-    norm: Literal["pre", "post", "both"] = "pre"
+    norm: NormPosition = "pre"
     residual_scale: float = 1.0
     has_experts: ClassVar[bool] = False  # which expert parallelism divides
     caches_latents: ClassVar[bool] = False  # whether decoding caches latents in place of keys and values

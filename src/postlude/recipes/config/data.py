@@ -12,6 +12,7 @@ from postlude.data.chat import Encoder, RowFormat
 from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
+from postlude.options import TrainedTurns
 from postlude.recipes.config.schema import InputPath, Settings
 
 Overlong = Literal["refuse", "drop", "cut"]
@@ -82,7 +83,7 @@ class Examples(TrainingDataset):
     """Column of text to train on as a whole."""
     tools: str = "tools"
     """Column of the tools that messages may call, as JSON schemas, for the chat template."""
-    turns: Literal["all", "last"] = "all"
+    turns: TrainedTurns = "all"
     """Assistant turns to train on."""
     overlong: Overlong = "refuse"
     """What to do with rows longer than the budget: refuse to start, drop them, or cut them off."""

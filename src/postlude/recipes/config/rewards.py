@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.checks import NonNegative, Positive
+from postlude.options import DeviceKind
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.rollout.function_reward import FunctionReward
@@ -83,7 +84,7 @@ class RewardModelFields(Settings):
 
     model: Annotated[str, InputPath("model")]
     """Directory of a reward model: model/ of a run of `postlude rm`, or one for AutoModelForSequenceClassification."""
-    device: Literal["cpu", "cuda"] | None = None
+    device: DeviceKind | None = None
     """Device of the reward model; none takes the GPU if there is one."""
     budget: PositiveInt = 8192
     """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from postlude.checks import NonNegative, Positive
-from postlude.options import KVCacheDtype, Quantization
+from postlude.options import DeviceKind, KVCacheDtype, Quantization, SyncMethod
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 
 
@@ -73,7 +73,7 @@ class ConnectionSettings(SharingSettings, ProbeSettings):
 class SyncSettings(Settings):
     """Settings of weight synchronisation with servers."""
 
-    sync: Literal["disk", "network"] = "disk"
+    sync: SyncMethod = "disk"
     """Transport of new weights: safetensors in the run directory, which the servers must see, or "network": sent into
     their memory (vLLM, over NCCL, with GPUs on both sides)."""
     sync_timeout: Positive = 60.0
@@ -122,7 +122,7 @@ class LaunchedServers(ConnectionSettings):
 class LaunchedGenerators(LaunchedServers):
     """Processes of `postlude serve` with the native generator, besides the trainer's ranks."""
 
-    device: Literal["cpu", "cuda"] | None = None
+    device: DeviceKind | None = None
     """Device of the servers; none takes the trainer's."""
     gpus: GPUs = 0.0
     """GPUs of each server; with 0 on cuda they share the trainer's. On Ray, less than 1 is a share of one GPU and 0 is

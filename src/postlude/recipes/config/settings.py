@@ -17,7 +17,7 @@ from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.option_types import LARGEST_SEED
-from postlude.options import Overlap, Recompute, WeightStorage
+from postlude.options import Draft, Overlap, Recompute, WeightStorage
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
@@ -74,7 +74,7 @@ class SamplingSettings(Settings):
     stop_tokens: tuple[NonNegativeInt | Annotated[str, Field(min_length=1)], ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens: ids, or tokens as the tokenizer writes
     them, such as <end_of_turn>. A number is always an id."""
-    draft: Literal["mtp"] | None = None
+    draft: Draft | None = None
     """Speculative decoding with the model's first multi-token-prediction depth. The completions do not change."""
 
     @property

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
 from postlude.engine import Engine
 from postlude.generate.probe import Probe, WeightProbe
 from postlude.hf.checksum import checksum
+from postlude.options import SyncMethod
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
@@ -34,7 +34,7 @@ class SyncOptions:
 
     directory: Path
     """The run's directory. With `method="disk"`, servers see it under the same path."""
-    method: Literal["disk", "network"] = "disk"
+    method: SyncMethod = "disk"
     timeout: float = 60.0
     """Seconds that a server may take to join a channel or to receive one broadcast."""
     checksum_every: int = 0
