@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -194,6 +196,19 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert has_exited(int(done.stdout))
+
+
+def test_a_worker_whose_trainer_is_gone_ends_without_a_word() -> None:
+    (calls, sent), (received, replies) = os.pipe(), os.pipe()
+    function = {"secret": "s", "sys_path": sys.path, "pickled": pickle.dumps(len), "file": None}
+    with Connection(sent, readable=False) as pool:
+        pool.send_bytes(pickle.dumps(function))
+    os.close(received)
+    command = [sys.executable, "-c", "from postlude.pool.worker import main; main()", str(calls), str(replies), "5"]
+    done = subprocess.run(command, pass_fds=(calls, replies), capture_output=True, text=True, check=False)
+    os.close(calls)
+    os.close(replies)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
