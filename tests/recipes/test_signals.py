@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +66,26 @@ def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
     monkeypatch.setattr(Console, "print", hung_up)
     finish_run(tmp_path, RunOutcome("interrupted", 2, "SIGHUP ended the run", 129))
     assert read_outcome(tmp_path) == RunOutcome("interrupted", 2, "SIGHUP ended the run", 129)
+
+
+WITHOUT_READER = """
+import sys
+from postlude.recipes.report.live import LiveView
+with LiveView(2, silent=False) as view:
+    for step in (1, 2):
+        view.update(step, {"loss": 1.0})
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_READER], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "went on\n")
 
 
 def test_what_nohup_had_ignored_stays_so() -> None:

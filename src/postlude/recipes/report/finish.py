@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from postlude.recipes.report.console import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines
 from postlude.recipes.run.directory import is_rank0
@@ -23,7 +24,7 @@ def finish_run(run: Path, outcome: RunOutcome) -> None:
         write_report([run], run / REPORT)
         summary = read_summary(run)
         with suppress(OSError):  # the terminal may be closed
-            print_summary(summary, Console())
+            print_summary(summary, RunConsole())
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:

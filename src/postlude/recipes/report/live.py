@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from postlude.recipes.report.console import RunConsole
 from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
 from postlude.recipes.run.directory import flatten, is_rank0
@@ -81,7 +82,7 @@ class LiveView:
         silent: bool | None = None,
     ) -> None:
         self.total, self.title, self.step, self.unit = total, title, start, unit
-        self._console = console or Console()
+        self._console = console or RunConsole()
         self._silent = not is_rank0() if silent is None else silent
         self._history: dict[str, deque[float]] = {}
         self._phases: dict[str, float] = {}
