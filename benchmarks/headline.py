@@ -77,7 +77,7 @@ class Worker:
         self.process.start()
         other.close()  # so that the end of the process ends a `recv`
 
-    def ask(self, scale: Any) -> None:
+    def request(self, scale: Any) -> None:
         assert self.connection is not None
         try:
             self.connection.send(scale)
@@ -138,7 +138,7 @@ class Run:
         """Measures a group once."""
         began, estimate = time.monotonic(), self.seconds[worker.name]
         limit = min(self.deadline, began + SLOW * max(estimate, 20.0))
-        worker.ask(scale)
+        worker.request(scale)
         for case, result in worker.answers(limit):
             self.add(worker.name, case, number, result)
         if worker.why_ended:
@@ -230,7 +230,7 @@ def measure(run: Run, groups: Sequence[Any], rounds: int, device: str, tiny: boo
     for worker in run.processes:
         worker.start()
         if worker in lasting_workers and not tiny:
-            worker.ask(headline_cases.Scale(device, layers=1))
+            worker.request(headline_cases.Scale(device, layers=1))
     for _ in answers_of(run.processes, run.deadline):
         pass
     print(f"started {len(run.processes)} processes in {time.monotonic() - began:.0f} s", flush=True)

@@ -33,7 +33,7 @@ from postlude.hf.reload import reload_weights
 from postlude.safetensors_file import STAGING_BYTES
 
 WAYS = ("stream", "native", "bytes", "disk", "read", "renew")
-Way = tuple[str, str, Callable[[], Any]]
+Transfer = tuple[str, str, Callable[[], Any]]
 """A name, what it is, and what is timed."""
 
 
@@ -54,7 +54,7 @@ def write_bytes(path: Path, count: int) -> None:
     path.unlink()
 
 
-def ways(engine: Engine, directory: Path, device: str, bytes_moved: int) -> Iterator[Way]:
+def transfers(engine: Engine, directory: Path, device: str, bytes_moved: int) -> Iterator[Transfer]:
     """In this order: the last ones read what "disk" wrote."""
     generator = SyncedGenerator(engine, None)
     yield "stream", "stream_weights, bucket by bucket", lambda: deque(engine.stream_weights(), maxlen=0)
@@ -107,8 +107,8 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             moved = sum(tensor.nbytes for _, tensor in engine.stream_weights())
             print(f"{shape}: {moved / GIB:.2f} GiB")
             with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                for name, description, step in ways(engine, Path(directory), arguments.device, moved):
-                    if name not in arguments.ways:
+                for name, description, step in transfers(engine, Path(directory), arguments.device, moved):
+                    if name not in arguments.transfers:
                         continue
                     result = result_or_failure(lambda step=step, moved=moved: measured(step, moved, clock))
                     labels = {"case": name, "says": description, "shape": shape, "weights": arguments.weights}

@@ -209,7 +209,7 @@ def layout(plan: Plan) -> str:
 def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """What there is to say of one."""
     train, step = plan.train, plan.train.step
-    answers = GROUP * PROMPTS / plan.period
+    results = GROUP * PROMPTS / plan.period
     in_flight = plan.servers * plan.sequences
     nodes = plan.training // H200.gpus_per_node
     failures = {"a day": 24 * GPUS / FAILED_EVERY, "of the trainer": 24 * plan.training / FAILED_EVERY}
@@ -232,10 +232,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "from step to step", f"{plan.period:.1f} s, {steps:.0f} steps an hour"
     longest = LONGEST * plan.token_seconds
     yield "longest completion, 3× the mean", f"{longest:.0f} s, so k = {plan.staleness}"
-    yield "completions/s, in flight", f"{answers:.0f}, {in_flight:,}"
-    heard = answers * ANSWER
+    yield "completions/s, in flight", f"{results:.0f}, {in_flight:,}"
+    heard = results * ANSWER
     yield "rank 0 reads", f"{heard * TOKEN_BYTES / 1e6:.0f} MB/s of JSON, {heard / PARSED:.1f} cores"
-    yield "reward workers at 0.1 s per completion", f"{answers / 10:.0f} cores"
+    yield "reward workers at 0.1 s per completion", f"{results / 10:.0f} cores"
     yield "checkpoint", f"{plan.checkpoint / 1e9:.0f} GB, {plan.checkpoint / nodes / DISK:.0f} s at 2 GB/s a node"
     yield "failures a day, of the trainer", f"{failures['a day']:.2f}, {failures['of the trainer']:.2f}"
     lost = failures["of the trainer"] * (RESTART + 25 * plan.period) / 86400

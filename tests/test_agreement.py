@@ -11,7 +11,7 @@ from tests.conftest import Ranks
 from tests.process_groups import CALL_GROUPS
 
 
-def led(group: Any) -> list[Any]:
+def run_on_rank0(group: Any) -> list[Any]:
     def obey(order: int) -> int:
         if order == 7 * dist.get_rank() > 0:
             raise ValueError(f"rank {dist.get_rank()} cannot do {order}")
@@ -41,7 +41,7 @@ def led(group: Any) -> list[Any]:
 
 
 def test_all_ranks_run_the_calls_of_rank_0_and_get_its_results(ranks: Ranks) -> None:
-    for rank, actual in enumerate(ranks(2, led)):
+    for rank, actual in enumerate(ranks(2, run_on_rank0)):
         assert actual == [
             [[10, 11], [20, 21]],
             "no orders",
@@ -54,7 +54,7 @@ def test_all_ranks_run_the_calls_of_rank_0_and_get_its_results(ranks: Ranks) -> 
 
 
 def test_one_rank_leads_itself(ranks: Ranks) -> None:
-    (actual,) = ranks(1, led)
+    (actual,) = ranks(1, run_on_rank0)
     assert actual == [[[10], [20]], "no orders", [7], "the first rank has had enough", [0, 0], [0], [0]]
 
 

@@ -51,8 +51,8 @@ class MadeUp:
         method = SimpleNamespace(remote=lambda *arguments: None)
         return SimpleNamespace(remote=lambda: SimpleNamespace(start=method, stop=method, wait=method))
 
-    def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return [], answers
+    def wait(self, results: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], results
 
     def kill(self, actor: Any) -> None:
         self.killed.append(actor)
@@ -159,16 +159,16 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
 
 def test_workers_without_resources_are_awaited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, start_timeout=100.0)) as crew,
+        closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, start_timeout=100.0)) as pool,
         caplog.at_level(logging.WARNING, "postlude"),
     ):
-        crew._wait_seconds()
-        crew.idle_since = time.monotonic() - 70
-        assert 0 < (crew._wait_seconds() or 0) < 31, "then it is said, or given up"
+        pool._wait_seconds()
+        pool.idle_since = time.monotonic() - 70
+        assert 0 < (pool._wait_seconds() or 0) < 31, "then it is said, or given up"
         assert "no worker of judge has a node yet; each takes 0.5 CPU(s) of the cluster." in caplog.text
-        crew.idle_since = time.monotonic() - 101
+        pool.idle_since = time.monotonic() - 101
         with pytest.raises(WorkerError, match="no room for a worker of judge for 100 s; each takes"):
-            crew._wait_seconds()
+            pool._wait_seconds()
 
 
 @pytest.mark.slow

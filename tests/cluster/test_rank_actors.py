@@ -104,8 +104,8 @@ def test_what_is_worth_another_start() -> None:
     assert failure_of({0: stopped, 1: lost}, 2).can_restart
     assert str(failure_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
     assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).can_restart, "a lost peer"
-    for answers in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own_outcome}):
-        assert not failure_of(answers, 2).can_restart  # type: ignore[arg-type]
+    for results in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own_outcome}):
+        assert not failure_of(results, 2).can_restart  # type: ignore[arg-type]
     named = failure_of({0: stopped, 1: mistake}, 2).error
     assert isinstance(named, RankError)
     assert (str(named), named.user_error) == ("rank 1 of 2 failed: ValueError: no such row", True)

@@ -211,11 +211,11 @@ def test_sums_over_sharded_sequences_equal_those_of_full_ones(ranks: Ranks, size
     expected = full.sequence_sum(values[full.batch_indices])
     total = sum(sequence_loss(expected) * (rank + 1) for rank in range(size))
     (gradient,) = torch.autograd.grad(total, values)
-    answers = ranks(size, summed_over_ranks, values.detach(), multiple_of)
-    for sums, lengths, _ in answers:
+    results = ranks(size, summed_over_ranks, values.detach(), multiple_of)
+    for sums, lengths, _ in results:
         assert_equal(sums, expected, "sums")
         assert lengths.tolist() == list(full.packing.lengths)
-    assert_equal(sum(by_token for _, _, by_token in answers), gradient, "gradients")
+    assert_equal(sum(by_token for _, _, by_token in results), gradient, "gradients")
 
 
 def test_padding_does_not_count_in_a_sum() -> None:

@@ -83,13 +83,13 @@ def with_spaces(scheme: str) -> PreTrainedTokenizerFast:
 def test_the_tokens_of_a_prompt_and_its_answer_are_their_text(scheme: str, turns: tuple[str, ...]) -> None:
     tokenizer = with_spaces(scheme)
     encoder = Encoder(tokenizer=tokenizer)  # type: ignore[arg-type]
-    prompt, *answers = turns
-    encoded, prompt_tokens = encoder.completion(prompt, answers), encoder.prompt(prompt)
+    prompt, *results = turns
+    encoded, prompt_tokens = encoder.completion(prompt, results), encoder.prompt(prompt)
     text = tokenizer.decode(encoded.tokens).replace("</s>", "")
     assert text.removeprefix("" if scheme == "never" else " ") == "".join(turns)
     assert encoded.tokens[: len(prompt_tokens)] == prompt_tokens
     expected = tokenizer("".join(turns))["input_ids"]
-    if expected[: len(prompt_tokens)] == prompt_tokens and len(answers) == 1:
+    if expected[: len(prompt_tokens)] == prompt_tokens and len(results) == 1:
         assert encoded.tokens[:-1] == expected
     heard = encoder.observation(" c", [], chat=False)
     assert tokenizer.decode([*prompt_tokens, *heard]) == tokenizer.decode(prompt_tokens) + " c"

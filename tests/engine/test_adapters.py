@@ -222,7 +222,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         "slash": lambda: add_adapter(engine, "a/b", LoRA()),
         "empty": lambda: add_adapter(engine, "", LoRA()),
     }
-    answers = {name: error_text(call) for name, call in refused.items()}
+    outputs = {name: error_text(call) for name, call in refused.items()}
     add_adapter(engine, "a", LoRA(rank=4))
     add_adapter(engine, "b", LoRA(rank=2, targets="attention"))
     shares = all(
@@ -232,7 +232,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         for name in tensors
     )
     engine.use("a")
-    answers["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
+    outputs["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
     engine.forward_backward(batch(0), policy)
 
     def fails(inputs: OutputInputs) -> Loss:
@@ -240,22 +240,22 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
 
     engine.use("b")
     error_text(lambda: engine.forward_backward(batch(0), fails))
-    answers["lost"] = error_text(engine.optimizer_step)
+    outputs["lost"] = error_text(engine.optimizer_step)
     engine.use("a")
-    answers["not lost"] = error_text(engine.optimizer_step)
+    outputs["not lost"] = error_text(engine.optimizer_step)
     engine.use("b")
-    answers["still lost"] = error_text(engine.optimizer_step)
+    outputs["still lost"] = error_text(engine.optimizer_step)
     engine.zero_grad()
-    answers["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
-    answers["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
+    outputs["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
+    outputs["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
     bytes_before = storage_bytes(live_matrices())
     for name in ("a", "b"):
         remove_adapter(engine, name)
-    answers["removed"] = error_text(lambda: engine.use("a"))
-    answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
+    outputs["removed"] = error_text(lambda: engine.use("a"))
+    outputs["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
     gc.collect()
     freed = storage_bytes(live_matrices()) <= base < bytes_before
-    return answers | {"shares": shares, "freed": freed, "in use": engine.adapters.in_use}
+    return outputs | {"shares": shares, "freed": freed, "in use": engine.adapters.in_use}
 
 
 def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     other_engine = build("", DENSE)
     add_adapter(other_engine, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
     before = {name: local_shard(tensor).clone() for name, tensor in other_engine.trainings["b"].tensors.items()}
-    answers = {
+    outputs = {
         "more": error_text(lambda: unadapted.load(f"{directory}/all")),
         "other": error_text(lambda: other_engine.load(f"{directory}/all")),
         "other one": error_text(lambda: load_adapter_state(other_engine, f"{directory}/one", name="b")),
@@ -298,7 +298,7 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     }
     assert other_engine.adapters.names == ("b",)  # what was made for the load is gone
     assert all(torch.equal(before[name], tensor) for name, tensor in other_engine.trainings["b"].tensors.items())
-    return answers
+    return outputs
 
 
 def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -361,8 +361,8 @@ FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_directory(
     ranks: Any, tmp_path: Path, fault: str, wait: bool
 ) -> None:
-    answers = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
-    for at_once, later, exists, after in answers:
+    outputs = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
+    for at_once, later, exists, after in outputs:
         complaint, silence = (at_once, later) if wait or fault == "directory" else (later, at_once)
         assert silence == "nothing"
         assert complaint == (
@@ -443,9 +443,9 @@ def load_in_layout(
 def refused(
     ranks: Any, directory: Path, *, hf: PretrainedConfig = DENSE, layout: str = "pp=2", optimizer: Any = None
 ) -> str:
-    answers = ranks(size(layout), load_in_layout, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
-    assert all(answer == answers[0] for answer in answers)
-    complaint, unchanged, still_trains = answers[0]
+    outputs = ranks(size(layout), load_in_layout, str(directory), hf, layout, optimizer or AdamW(lr=1e-3))
+    assert all(answer == outputs[0] for answer in outputs)
+    complaint, unchanged, still_trains = outputs[0]
     assert unchanged
     assert still_trains
     return str(complaint)

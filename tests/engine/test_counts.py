@@ -194,9 +194,9 @@ def refused_after(group: Any, layout: str) -> list[str]:
 def test_unknown_counts_raise_on_every_rank_and_the_engine_stays_usable(
     ranks: Any, layout: str, refused: Callable[..., list[str]], cases: dict[str, tuple[Any, Any, str]]
 ) -> None:
-    answers = ranks(Layout.parse(layout).world_size, refused, layout)
+    results = ranks(Layout.parse(layout).world_size, refused, layout)
     for number, (name, (_, _, sentence)) in enumerate(cases.items()):
-        messages = [sentences[number] for sentences in answers]
+        messages = [sentences[number] for sentences in results]
         if refused is refused_after or name in ("zero sum", "zero sum beside depths", "unknown"):
             assert all(sentence in message for message in messages), (name, messages)
         else:  # a rank that could read its part says that another could not

@@ -144,25 +144,25 @@ def refusals(group: Any, directory: Path) -> dict[str, str]:
         "load": lambda: engine.load(directory / "saved"),
         "export_model": lambda: engine.export_model(directory / "exported"),
     }
-    answers = {name: error_text(call) for name, call in calls.items()}
+    results = {name: error_text(call) for name, call in calls.items()}
     engine.onload()
-    return answers | {"afterwards": error_text(lambda: (step(engine, 1), engine.optimizer_step()))}
+    return results | {"afterwards": error_text(lambda: (step(engine, 1), engine.optimizer_step()))}
 
 
 def test_every_other_call_is_refused_in_between(ranks: Any, tmp_path: Path) -> None:
-    (answers,) = ranks(1, refusals, tmp_path)
-    assert answers.pop("afterwards") == "nothing"
-    assert {name: answer for name, answer in answers.items() if answer != REFUSED} == {}
+    (results,) = ranks(1, refusals, tmp_path)
+    assert results.pop("afterwards") == "nothing"
+    assert {name: answer for name, answer in results.items() if answer != REFUSED} == {}
     assert list(tmp_path.iterdir()) == []
 
 
 def failures(group: Any) -> tuple[list[str], bool]:
     engine = Engine(CONFIG, mesh=mesh(Layout()), budget=32, optimizer=ADAMW)
     step(engine, 0)
-    before, answers = digests(engine), []
+    before, results = digests(engine), []
     with mock.patch.object(torch, "empty", side_effect=RuntimeError("no host memory")):
-        answers.append(error_text(engine.offload))
-    answers.append(error_text(engine.grad_norm))
+        results.append(error_text(engine.offload))
+    results.append(error_text(engine.grad_norm))
     engine.offload()
     resize, calls_left = torch.UntypedStorage.resize_, [3]
 
@@ -173,11 +173,11 @@ def failures(group: Any) -> tuple[list[str], bool]:
         return resize(storage, size)
 
     with mock.patch.object(torch.UntypedStorage, "resize_", exhausted):
-        answers.append(error_text(engine.onload))
-    answers.append(error_text(engine.grad_norm))
+        results.append(error_text(engine.onload))
+    results.append(error_text(engine.grad_norm))
     assert all(storage.nbytes() == 0 for storage, _ in engine._state_offload.moved)
     engine.onload()
-    return answers, digests(engine) == before
+    return results, digests(engine) == before
 
 
 def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> None:

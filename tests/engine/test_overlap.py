@@ -75,8 +75,8 @@ def with_and_without_overlap(
     return results
 
 
-def assert_one(answers: list[Any]) -> None:
-    for plain, overlapped in answers:
+def assert_one(outputs: list[Any]) -> None:
+    for plain, overlapped in outputs:
         assert plain[0] == overlapped[0]
         for before, after in zip(plain[1:], overlapped[1:], strict=True):
             assert before.keys() == after.keys()

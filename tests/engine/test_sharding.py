@@ -65,11 +65,11 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
 ) -> None:
     ((sizes, first, _, _),) = ranks(1, moved, "", "", experts, str(tmp_path / "one"))
     size = Layout.parse(layout).world_size
-    answers = ranks(size, moved, layout, other, experts, str(tmp_path / "many"))
-    for held_here, streamed, stepped, is_equal in answers:
+    outputs = ranks(size, moved, layout, other, experts, str(tmp_path / "many"))
+    for held_here, streamed, stepped, is_equal in outputs:
         assert held_here == {number // size for number in sizes}
         assert same(streamed, first)
-        assert same(stepped, answers[0][2])
+        assert same(stepped, outputs[0][2])
         assert is_equal
 
 

@@ -20,7 +20,7 @@ from tests.meshes import mesh
 PROMPTS = [list(b"one"), list(b"and two"), list(b"three and more"), list(b"4"), list(b"five?")]
 
 
-def answers(group: Any, layout: Layout) -> tuple[list[Any], float]:
+def results(group: Any, layout: Layout) -> tuple[list[Any], float]:
     config = BUILTIN["tiny-dense"]()
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=64)
@@ -72,8 +72,8 @@ def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_every_layout_gives_the_same_answers(ranks: Any, layout: Layout) -> None:
-    (alone, off), *_ = ranks(1, answers, Layout())
+    (alone, off), *_ = ranks(1, results, Layout())
     assert off < 1e-4
-    for actual, worst in ranks(layout.world_size, answers, layout):
+    for actual, worst in ranks(layout.world_size, results, layout):
         assert actual == alone
         assert worst < 1e-4

@@ -66,8 +66,8 @@ def assert_same(actual: list[list[Completion]], expected: list[list[Completion]]
 
 
 def rate(completions: list[list[Completion]]) -> float:
-    answers = [completion for group in completions for completion in group]
-    return sum(answer.accepted for answer in answers) / sum(answer.drafted for answer in answers)
+    results = [completion for group in completions for completion in group]
+    return sum(answer.accepted for answer in results) / sum(answer.drafted for answer in results)
 
 
 @pytest.mark.parametrize("way", SAMPLINGS)
@@ -316,10 +316,10 @@ def test_drafted_answers_have_the_models_distribution() -> None:
     order = torch.tensor([microbatches[0].sequences.index(place) for place in range(len(everything))])
     chosen = kept_mass[order].gather(-1, torch.tensor(everything)[..., None])[..., 0]
     generator = Generator(model, draft="mtp", max_sequences=count, max_batch_tokens=6 * count)
-    (answers,) = generator.generate([prompt], sampling, n=count)
-    numbers = torch.tensor([completion.tokens for completion in answers]) @ torch.tensor([size * size, size, 1])
+    (results,) = generator.generate([prompt], sampling, n=count)
+    numbers = torch.tensor([completion.tokens for completion in results]) @ torch.tensor([size * size, size, 1])
     assert abs(surprise(torch.bincount(numbers, minlength=size**3), chosen.prod(-1))) < 4
-    assert 0.1 < rate([answers]) < 1.0
+    assert 0.1 < rate([results]) < 1.0
 
 
 @WAYS

@@ -23,10 +23,10 @@ def generated(
 ) -> Answers:
     """Each rank its own of `prompts` and `samplings`, by its data-parallel place."""
     local_mesh = mesh(layout)
-    return answers(load_model(name, mesh=local_mesh), prompts[local_mesh.dp.rank], samplings[local_mesh.dp.rank], draft)
+    return results(load_model(name, mesh=local_mesh), prompts[local_mesh.dp.rank], samplings[local_mesh.dp.rank], draft)
 
 
-def answers(model, prompts: list[list[int]], sampling: SamplingParams, draft: Any = None) -> Answers:
+def results(model, prompts: list[list[int]], sampling: SamplingParams, draft: Any = None) -> Answers:
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.no_grad()(parameter.mul_)(3.0)
@@ -46,7 +46,7 @@ def assert_same(actual: Answers, expected: Answers) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) -> None:
     sampling = SamplingParams(max_new_tokens=9, top_p=0.9, seed=2)
-    expected = answers(load_model(name), PROMPTS, sampling)
+    expected = results(load_model(name), PROMPTS, sampling)
     layout = Layout(tp=size, ep=size if name == "tiny-moe" else 1)
     for actual in ranks(size, generated, name, layout, [PROMPTS], [sampling]):
         assert_same(actual, expected)
@@ -59,7 +59,7 @@ def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
     samplings = [SamplingParams(max_new_tokens=12, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
     by_rank = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
     for actual, rank_prompt, sampling in zip(by_rank, prompts, samplings, strict=True):
-        assert_same(actual, answers(load_model("tiny-moe"), rank_prompt, sampling))
+        assert_same(actual, results(load_model("tiny-moe"), rank_prompt, sampling))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_ranks_that_draft_together_agree_with_one_that_does_not(ranks, layout: s
     by_rank = ranks(2, generated, "tiny-hybrid", parsed_layout, prompts, samplings, "mtp")
     for rank, actual in enumerate(by_rank):
         place = rank if parsed_layout.dp_shard > 1 else 0
-        assert_same(actual, answers(load_model("tiny-hybrid"), prompts[place], samplings[place]))
+        assert_same(actual, results(load_model("tiny-hybrid"), prompts[place], samplings[place]))
 
 
 def refused(group) -> str:

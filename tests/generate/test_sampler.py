@@ -64,7 +64,7 @@ def surprise(counts: Tensor, probabilities: Tensor) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
-def drawn(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample_many(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor, Tensor]:
     keys = [rng_key(sampling.seed, number) for number in range(count)]
     settings = SamplerSettings.of([sampling] * count, keys, len(logits), logits.device)
     return sample(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
@@ -88,7 +88,7 @@ def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> No
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     sampling = WAYS[way]
     probabilities = exact(logits, sampling)
-    tokens, logprobs, sampled = drawn(logits, sampling, 20_000)
+    tokens, logprobs, sampled = sample_many(logits, sampling, 20_000)
     assert abs(surprise(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
     tempered = (logits.double() / sampling.temperature).log_softmax(-1)
@@ -166,7 +166,7 @@ def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
     logits = torch.linspace(0.0, 0.5, 6000)  # nearly even: the edge lies thousands of tokens down
     sampling = SamplingParams(top_p=0.9)
     probabilities = exact(logits, sampling)
-    tokens, _, sampled = drawn(logits, sampling, 500)
+    tokens, _, sampled = sample_many(logits, sampling, 500)
     assert (probabilities[tokens] > 0).all()
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-4)
 
@@ -200,8 +200,8 @@ def test_a_generator_draws_from_the_model(way: str) -> None:
         probabilities = exact(model(microbatch)[-1], WAYS[way])
     generator = Generator(model, max_sequences=2048, max_batch_tokens=200_000)
     sampling = SamplingParams(**{**vars(WAYS[way]), "max_new_tokens": 1, "seed": 4})
-    (answers,) = generator.generate([prompt], sampling, n=6000)
-    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=len(probabilities))
+    (results,) = generator.generate([prompt], sampling, n=6000)
+    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in results]), minlength=len(probabilities))
     assert abs(surprise(counts, probabilities)) < 4
 
 

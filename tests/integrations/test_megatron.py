@@ -149,7 +149,7 @@ class Case:
         return Config(self.sequence_parallel, use_mup=self.mup != 1.0, mup_output_mult=self.mup)
 
 
-class Whole:
+class FullTensors:
     """Everything on one rank, the same on every rank."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Whole:
 
 def run(group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     """One rank's results and its gradients of its hidden states and of its shard of the head."""
-    full, size, rank = Whole(), dist.get_world_size(group), dist.get_rank(group)
+    full, size, rank = FullTensors(), dist.get_world_size(group), dist.get_rank(group)
     bias = full.bias.chunk(size)[rank].clone() if case.bias else None
     model = GPTModel(full.weight.chunk(size)[rank].clone(), bias, case.config, case.tied, group)
     hidden = full.hidden.chunk(size)[rank] if case.sequence_parallel else full.hidden
@@ -202,22 +202,22 @@ CASES += [Case(bias=True), Case(sequence_parallel=True, bias=True, mup=0.3), Cas
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_the_whole_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
-    rows, (hidden, weight, bias) = Whole().exact(case)
-    answers = ranks(size, run, case)
-    for rank_result, _ in answers:
+    rows, (hidden, weight, bias) = FullTensors().exact(case)
+    results = ranks(size, run, case)
+    for rank_result, _ in results:
         for name, actual, expected in zip(("logprob", "entropy", "lse"), rank_result, rows, strict=True):
             assert_equal(actual, expected, name)
             assert actual.is_contiguous()
-    hiddens = [gradients[0] for _, gradients in answers]
+    hiddens = [gradients[0] for _, gradients in results]
     for gradient in [torch.cat(hiddens)] if case.sequence_parallel else hiddens:
         assert_equal(gradient, hidden, "gradient of hidden")
-    assert_equal(torch.cat([gradients[1] for _, gradients in answers]), weight, "gradient of the weight's shards")
+    assert_equal(torch.cat([gradients[1] for _, gradients in results]), weight, "gradient of the weight's shards")
     if case.bias:
-        assert_equal(torch.cat([gradients[2] for _, gradients in answers]), bias, "gradient of the bias's shards")
+        assert_equal(torch.cat([gradients[2] for _, gradients in results]), bias, "gradient of the bias's shards")
 
 
-def one_rank(**config: Any) -> tuple[Whole, GPTModel]:
-    full = Whole()
+def one_rank(**config: Any) -> tuple[FullTensors, GPTModel]:
+    full = FullTensors()
     return full, GPTModel(full.weight, None, Config(**config), False, None)
 
 
@@ -332,7 +332,7 @@ class WithoutHook(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config, self.post_process = config, True
-        self.output_layer = ColumnParallelLinear(Whole().weight, None, config, None)
+        self.output_layer = ColumnParallelLinear(FullTensors().weight, None, config, None)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         logits, _ = self.output_layer(hidden, weight=None, runtime_gather_output=None)
@@ -340,7 +340,7 @@ class WithoutHook(nn.Module):
 
 
 def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() -> None:
-    full, model = Whole(), WithoutHook(Config())
+    full, model = FullTensors(), WithoutHook(Config())
     layer, parameters = model.output_layer, dict(model.named_parameters())
     processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True)
     with logprobs_output_layer(model, processor, full.targets, temperature=full.temperature):
@@ -355,7 +355,7 @@ def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() ->
 
 
 def test_an_output_layer_is_back_after_an_error() -> None:
-    full, model = Whole(), WithoutHook(Config())
+    full, model = FullTensors(), WithoutHook(Config())
     layer = model.output_layer
     with (
         pytest.raises(ValueError, match=r"call the model without labels"),
@@ -381,6 +381,6 @@ def test_an_output_layer_that_cannot_be_replaced_is_refused(
 ) -> None:
     with (
         pytest.raises(ValueError, match=message),
-        logprobs_output_layer(WithoutHook(config), processor, Whole().labels),
+        logprobs_output_layer(WithoutHook(config), processor, FullTensors().labels),
     ):
         pass

@@ -138,5 +138,5 @@ def test_tensor_parallel_ranks_answer_as_one_does(ranks: Any) -> None:
     source = config("one", initializer_range=0.4)
     expected = generated(None, source, Layout())
     assert len(set(map(tuple, expected))) == 5
-    for answers in ranks(2, generated, source, Layout(tp=2)):
-        assert answers == expected
+    for outputs in ranks(2, generated, source, Layout(tp=2)):
+        assert outputs == expected

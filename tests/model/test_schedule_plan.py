@@ -59,7 +59,7 @@ def gradients(model: LanguageModel) -> Gradients:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def at_once(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
+def unplanned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
     results = []
     for microbatch in microbatches:
         results.append(model(microbatch, output_processor=processor, output_processor_context=0.1))
@@ -79,7 +79,7 @@ def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Pro
     return results
 
 
-def put_off(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
+def run_deferred(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
     """All forwards, all backwards, and only then the gradients of weights."""
     options = {"output_processor": processor, "output_processor_context": 0.1}
     plans = [model.build_schedule_plan(microbatch, **options) for microbatch in microbatches]
@@ -118,7 +118,7 @@ def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) 
     config = small_config(pattern, tied_head=tied)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(plain, interleaved, at_once(plain, microbatches), planned(interleaved, microbatches))
+    assert_alike(plain, interleaved, unplanned(plain, microbatches), planned(interleaved, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.thorough), "full"])
@@ -127,7 +127,7 @@ def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: 
     config = small_config(pattern, tied_head=True)
     plain, planned = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(plain, planned, at_once(plain, microbatches), put_off(planned, microbatches))
+    assert_alike(plain, planned, unplanned(plain, microbatches), run_deferred(planned, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
@@ -136,7 +136,7 @@ def test_one_depth_used_again_has_one_gradient(processor_type: Processor, recomp
     config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     assert_alike(
-        plain, interleaved, at_once(plain, batch(3), processor_type), planned(interleaved, batch(3), processor_type)
+        plain, interleaved, unplanned(plain, batch(3), processor_type), planned(interleaved, batch(3), processor_type)
     )
 
 
@@ -170,7 +170,7 @@ def test_planned_mtp_depths_equal_those_of_a_forward(processor_type: Processor, 
     config = small_config("[*E]/[*E]/[*E]", tied_head=True)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     assert_alike(
-        plain, interleaved, at_once(plain, batch(2), processor_type), planned(interleaved, batch(2), processor_type)
+        plain, interleaved, unplanned(plain, batch(2), processor_type), planned(interleaved, batch(2), processor_type)
     )
 
 
@@ -312,7 +312,7 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repe
     results.append(interleave(plans[1].forward_steps(), plans[0].backward_steps(results[0]["loss"]))[0])
     events, log = log.copy(), []
     plans[1].backward(results[1]["loss"])
-    assert_alike(plain, far, at_once(plain, [first, second]), results)
+    assert_alike(plain, far, unplanned(plain, [first, second]), results)
     starts = [index for index, (_, kind, _) in enumerate(events) if kind == "start"]
     assert len(starts) == 4 * pattern.replace("{3}", "[*E]" * 2).count("E")
     for index in starts:

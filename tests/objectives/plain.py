@@ -89,13 +89,13 @@ def preference(
     nll: float = 0.0,
     mask: str = "response_mask",
 ) -> Tensor:
-    answers = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
+    results = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
     gains = []
-    for answer in answers:
+    for answer in results:
         gain = sum(token.logprob - (token["reference_logprobs"] if reference else 0.0) for token in answer)
         gains.append(gain / len(answer) if length_normalised else gain)
     losses = []
-    for chosen in range(0, len(answers), 2):
+    for chosen in range(0, len(results), 2):
         difference = gains[chosen] - gains[chosen + 1]
         if loss_type == "ipo":
             loss = (difference - 1 / (2 * beta)) ** 2
@@ -104,7 +104,7 @@ def preference(
             right = torch.sigmoid(beta * difference - margin - own_margin)
             loss = -(1 - label_smoothing) * right.log() - label_smoothing * (1 - right).log()
         if nll:
-            loss = loss - nll * sum(token.logprob for token in answers[chosen]) / len(answers[chosen])
+            loss = loss - nll * sum(token.logprob for token in results[chosen]) / len(results[chosen])
         losses.append(loss)
     return sum(losses) / len(losses)
 
@@ -286,12 +286,12 @@ def reward(
 def orpo(
     model: LanguageModel, batch: Batch, *, beta: float = 0.1, nll: float = 1.0, mask: str = "response_mask"
 ) -> Tensor:
-    answers = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
-    means = [sum(token.logprob for token in answer) / len(answer) for answer in answers]
+    results = [[token for token in tokens if weight(token, mask)] for tokens in by_sequence(tokens_of(model, batch))]
+    means = [sum(token.logprob for token in answer) / len(answer) for answer in results]
     odds = [torch.log(torch.exp(mean) / (1 - torch.exp(mean))) for mean in means]
     losses = [
         -nll * means[chosen] - beta * torch.sigmoid(odds[chosen] - odds[chosen + 1]).log()
-        for chosen in range(0, len(answers), 2)
+        for chosen in range(0, len(results), 2)
     ]
     return sum(losses) / len(losses)
 

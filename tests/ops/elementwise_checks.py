@@ -23,7 +23,7 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2**-8 if DEVICE == "cuda" els
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
-def drawn(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return values.to(DEVICE, dtype).requires_grad_()
 
@@ -54,8 +54,8 @@ def test_norm(shape, offset: float) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     for dtype, of_weight in [(fp32, fp32)] if shape != (9, 96) else [(fp32, fp32), (bf16, bf16), (bf16, fp32)]:
         tolerance = TOLERANCES[dtype]
-        vectors = drawn(*shape, seed=0, dtype=dtype, scale=3.0)
-        weight = drawn(shape[-1], seed=1, dtype=of_weight)
+        vectors = random_tensor(*shape, seed=0, dtype=dtype, scale=3.0)
+        weight = random_tensor(shape[-1], seed=1, dtype=of_weight)
         compare(
             lambda x, w: [rms_norm(x, w, EPS, offset, backend="triton")],
             lambda x, w: [rms_norm(x, w, EPS, offset, backend="torch")],
@@ -72,7 +72,7 @@ def test_norm(shape, offset: float) -> None:
 
 def test_norm_of_rows_that_lie_apart() -> None:
     """A part of a wider projection, and a gradient that is one number for all."""
-    wide, weight = drawn(7, 50, seed=0, dtype=torch.float32), drawn(40, seed=1, dtype=torch.float32)
+    wide, weight = random_tensor(7, 50, seed=0, dtype=torch.float32), random_tensor(40, seed=1, dtype=torch.float32)
     gradients = torch.autograd.grad(rms_norm(wide[:, 3:43], weight, EPS, backend="triton").sum(), [wide, weight])
     expected_gradients = torch.autograd.grad(
         rms_norm(wide[:, 3:43], weight, EPS, backend="torch").sum(), [wide, weight]
@@ -83,9 +83,12 @@ def test_norm_of_rows_that_lie_apart() -> None:
 
 def test_weights_whose_gradients_are_added_up() -> None:
     """In fp32, where the weights are bf16, nothing is rounded on the way."""
-    rows, table = drawn(6, 3, 16, seed=0, dtype=torch.float32), rotary_table(RotaryConfig(), torch.arange(6), 16)
+    rows, table = (
+        random_tensor(6, 3, 16, seed=0, dtype=torch.float32),
+        rotary_table(RotaryConfig(), torch.arange(6), 16),
+    )
     table = tuple(tensor.to(DEVICE) for tensor in table)
-    weights = [drawn(16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+    weights = [random_tensor(16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
 
     def run(backend: str, used: list[Tensor]) -> None:
         normed = rms_norm(rows, used[0], EPS, backend=backend)
@@ -103,7 +106,7 @@ def test_weights_whose_gradients_are_added_up() -> None:
 
 
 def test_norm_beside_when_one_of_both_is_not_used() -> None:
-    vectors, weight = drawn(5, 24, seed=0, dtype=torch.float32), drawn(24, seed=1, dtype=torch.float32)
+    vectors, weight = random_tensor(5, 24, seed=0, dtype=torch.float32), random_tensor(24, seed=1, dtype=torch.float32)
     residual, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
     (alone,) = torch.autograd.grad(residual.square().sum(), vectors, retain_graph=True)
     assert torch.equal(alone, 2 * vectors)
@@ -121,7 +124,7 @@ def test_norm_beside_when_one_of_both_is_not_used() -> None:
     ids=str,
 )
 def test_gated(shape, activation: str, dtype: torch.dtype) -> None:
-    gate, up = (drawn(*shape, seed=seed, dtype=dtype, scale=2.0) for seed in (0, 1))
+    gate, up = (random_tensor(*shape, seed=seed, dtype=dtype, scale=2.0) for seed in (0, 1))
     for gate_or_none in (gate, None):
         compare(
             lambda g, u: [gated_activation(g, u, activation, backend="triton")],
@@ -135,8 +138,8 @@ def test_gated(shape, activation: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 def test_product_of_gated(deferred: bool, dtype: torch.dtype) -> None:
     """Features that are made again for the weight's gradient, now or later."""
-    gate, up = (drawn(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
-    weight, bias = drawn(7, 48, seed=2, dtype=dtype), drawn(7, seed=3, dtype=dtype)
+    gate, up = (random_tensor(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
+    weight, bias = random_tensor(7, 48, seed=2, dtype=dtype), random_tensor(7, seed=3, dtype=dtype)
 
     def run(inputs: list[Tensor | None], backend: str, later: list | None) -> list[Tensor | None]:
         used = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
@@ -158,7 +161,7 @@ def test_product_of_gated(deferred: bool, dtype: torch.dtype) -> None:
 
 
 def test_gated_parts_of_one_product() -> None:
-    gate_and_up = drawn(6, 96, seed=0, dtype=torch.float32)
+    gate_and_up = random_tensor(6, 96, seed=0, dtype=torch.float32)
     gradient = torch.autograd.grad(
         gated_activation(*gate_and_up.chunk(2, -1), "silu", backend="triton").sum(), gate_and_up
     )[0]
@@ -181,9 +184,10 @@ def test_gated_parts_of_one_product() -> None:
 def test_rotated_heads(heads: int, kv_heads: int, width: int, turned: int, dtype: torch.dtype, normed: bool) -> None:
     tokens = 6 if DEVICE == "cpu" else 1500  # more than programs, of which each then takes several
     query, key = (
-        drawn(tokens, head_count, width, seed=head_count, dtype=dtype, scale=2.0) for head_count in (heads, kv_heads)
+        random_tensor(tokens, head_count, width, seed=head_count, dtype=dtype, scale=2.0)
+        for head_count in (heads, kv_heads)
     )
-    weights = [drawn(width, seed=seed, dtype=dtype) for seed in (1, 2)] if normed else []
+    weights = [random_tensor(width, seed=seed, dtype=dtype) for seed in (1, 2)] if normed else []
     table = rotary_table(RotaryConfig(attention_factor=1.25), torch.arange(tokens, device=DEVICE) * 17, turned)
     exact = tuple(tensor.double() for tensor in table)
 
@@ -199,7 +203,7 @@ def test_rotated_heads(heads: int, kv_heads: int, width: int, turned: int, dtype
 
 def test_rotated_heads_of_one_product() -> None:
     """Queries and keys that lie beside each other in memory are read where they are."""
-    packed = drawn(6, 7 * 16, seed=0, dtype=torch.float32)
+    packed = random_tensor(6, 7 * 16, seed=0, dtype=torch.float32)
     table = rotary_table(RotaryConfig(), torch.arange(6, device=DEVICE), 16)
 
     def run(backend: str) -> Tensor:

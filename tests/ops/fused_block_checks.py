@@ -28,23 +28,23 @@ LENGTHS = (7, 1, 20)
 LAYOUTS = pytest.mark.parametrize("layout", ["apart", "laid together", "summed where made", "put off"])
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def random_tensor(*shape: int, seed: int) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
     return values.to(DEVICE, DTYPE)
 
 
 def layers(layout: str, *widths: int) -> list[Tensor]:
     """Weights [width, SIZE]; those laid together lie one after the other in memory."""
-    fused = drawn(sum(widths), SIZE, seed=1)
+    fused = random_tensor(sum(widths), SIZE, seed=1)
     parts = [part if layout != "apart" else part.clone() for part in fused.split(list(widths))]
     return [part.requires_grad_() for part in parts]
 
 
 def check(step, reference, weights: list[Tensor], layout: str) -> None:
     """Of `hidden` and `weights`: outputs, and gradients by autograd or where they are summed."""
-    hidden = (drawn(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
+    hidden = (random_tensor(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, *weights)]
-    upstream = drawn(*hidden.shape, seed=9)
+    upstream = random_tensor(*hidden.shape, seed=9)
     totals = []
     if layout == "summed where made":
         room = torch.ones(sum(weight.numel() for weight in weights), device=DEVICE)
@@ -79,7 +79,7 @@ def test_mlp(layout: str, activation: str, count: int) -> None:
         gate, up = [None, *(normed @ projection.T for projection in projections)][-2:]
         return hidden + gated_activation(gate, up, activation, backend="torch") @ down.T
 
-    norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 48, seed=3).requires_grad_()
+    norm, down = random_tensor(SIZE, seed=2).requires_grad_(), random_tensor(SIZE, 48, seed=3).requires_grad_()
     check(step, reference, [norm, down, *layers(layout, *[48] * count)], layout)
 
 
@@ -106,8 +106,8 @@ def test_attention(layout: str, normed: bool, window: int | None) -> None:
         q, k = rotate_heads(q, k, table, norms, backend="torch")
         return hidden + reference_attention(q, k, v, packing, packing, scores).flatten(-2) @ down.T
 
-    norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, 64, seed=3).requires_grad_()
-    of_heads = [(1 + drawn(16, seed=seed)).requires_grad_() for seed in (4, 5)] if normed else []
+    norm, down = random_tensor(SIZE, seed=2).requires_grad_(), random_tensor(SIZE, 64, seed=3).requires_grad_()
+    of_heads = [(1 + random_tensor(16, seed=seed)).requires_grad_() for seed in (4, 5)] if normed else []
     operands = [norm, down, *of_heads, *layers(layout, 64, 32, 32)]
     for operator in (False, True):
         for operand in operands:
@@ -141,15 +141,18 @@ def test_in_fp8_a_block_equals_its_operations(block: str) -> None:
     widths = (48, 48) if block == "mlp" else (64, 32, 32)
     results = []
     for function in (operations, fused):
-        norm, down = drawn(SIZE, seed=2).requires_grad_(), drawn(SIZE, widths[0], seed=3).requires_grad_()
+        norm, down = (
+            random_tensor(SIZE, seed=2).requires_grad_(),
+            random_tensor(SIZE, widths[0], seed=3).requires_grad_(),
+        )
         operands = [
-            (drawn(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_(),
+            (random_tensor(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_(),
             norm,
             down,
             *layers("apart", *widths),
         ]
         output = function(*operands)
-        results.append([output, *torch.autograd.grad(output, operands, drawn(*output.shape, seed=9))])
+        results.append([output, *torch.autograd.grad(output, operands, random_tensor(*output.shape, seed=9))])
     for index, (expected, actual) in enumerate(zip(*results, strict=True)):
         off = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert off <= (1e-2 if DEVICE == "cuda" else 1e-5), f"result {index} is off by {off:.1e}"

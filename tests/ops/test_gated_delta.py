@@ -24,13 +24,17 @@ def inputs(
     """As a model makes them: log decays from almost none to more than e^-16, beta between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     rate = 16 * decay * torch.rand(heads, generator=generator)
-    drawn = [draw(tokens, key_heads, dk), draw(tokens, key_heads, dk), draw(tokens, heads, dv)]
-    drawn += [-rate * F.softplus(draw(tokens, heads) - 1), draw(tokens, heads).sigmoid()]
-    return [tensor.to(device).requires_grad_() for tensor in drawn]
+    inputs = [
+        random_tensor(tokens, key_heads, dk),
+        random_tensor(tokens, key_heads, dk),
+        random_tensor(tokens, heads, dv),
+    ]
+    inputs += [-rate * F.softplus(random_tensor(tokens, heads) - 1), random_tensor(tokens, heads).sigmoid()]
+    return [tensor.to(device).requires_grad_() for tensor in inputs]
 
 
 def token_by_token(operands: list[Tensor], lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -26,10 +26,14 @@ from tests.equality import assert_equal
 def operands() -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    return drawn(5, 4), [drawn(6, 4), drawn(3, 4), drawn(2, 4)], [drawn(6), None, drawn(2)]
+    return (
+        random_tensor(5, 4),
+        [random_tensor(6, 4), random_tensor(3, 4), random_tensor(2, 4)],
+        [random_tensor(6), None, random_tensor(2)],
+    )
 
 
 def gradients(products, later: list | None = None) -> list[Tensor]:
@@ -187,11 +191,11 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
     """Two products of one weight are added to its fp32 sum as fp32, and the weight's own gradient gets nothing."""
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
-    weight, gradients = drawn(48, 64).requires_grad_(), [drawn(700, 48), drawn(300, 48)]
-    rows = [drawn(700, 64).requires_grad_(), drawn(300, 64).requires_grad_()]
+    weight, gradients = random_tensor(48, 64).requires_grad_(), [random_tensor(700, 48), random_tensor(300, 48)]
+    rows = [random_tensor(700, 64).requires_grad_(), random_tensor(300, 64).requires_grad_()]
     total = torch.full((48, 64), torch.nan, device="cuda")
     set_main_grad(weight, total, is_empty=True)
     linear_group(rows[0], [weight], [None])[0].backward(gradients[0])

@@ -93,7 +93,7 @@ class TestOnTheGpu:
             operands = self.operands()
             if not ignored:
                 operands.targets.fill_(7)
-            answers = []
+            outputs = []
             for count in (None, int((operands.targets != -100).sum())):
                 arguments = (operands.hidden, operands.weight, operands.targets)
                 stats = linear_logprobs(*arguments, entropy=True, lse=True, target_count=count)
@@ -104,8 +104,8 @@ class TestOnTheGpu:
                 )
                 gradients = torch.autograd.grad(swept.loss, operands.leaves())
                 swept_stats = (swept.token_loss, swept.stats.lse, swept.loss)
-                answers.append((*results, *operands.gradients(results), *swept_stats, *gradients))
-            for counted, known in zip(*answers, strict=True):
+                outputs.append((*results, *operands.gradients(results), *swept_stats, *gradients))
+            for counted, known in zip(*outputs, strict=True):
                 assert torch.equal(counted, known)
 
     def test_the_host_waits_once_without_a_count_and_never_with_one(self) -> None:

@@ -116,16 +116,16 @@ def test_equals_one_rank(
         hit=True,
         **OPTIONS,
     )
-    answers = ranks(size, run, shards, form, memory_budget)
-    for answer in answers:
+    outputs = ranks(size, run, shards, form, memory_budget)
+    for answer in outputs:
         for name, result, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
             assert_close(result, want, name)
         assert torch.equal(answer["hit"], single.hit)
         assert torch.equal(answer["topk"][0], single.topk_ids)
         assert_close(answer["topk"][1], single.topk_logprobs, "top-k")
     for part in (1, 2):
-        assert_close(torch.cat([answer["gradients"][part] for answer in answers]), expected[part], "shards' gradients")
-    hiddens: list[Tensor] = [answer["gradients"][0] for answer in answers]
+        assert_close(torch.cat([answer["gradients"][part] for answer in outputs]), expected[part], "shards' gradients")
+    hiddens: list[Tensor] = [answer["gradients"][0] for answer in outputs]
     if form == "sequence":
         hiddens = [torch.cat(hiddens)]
     for gradient in hiddens:
@@ -202,12 +202,12 @@ def test_objective_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, .
         **OPTIONS,
     )
     expected = torch.autograd.grad(single.loss, (full_operands.hidden, full_operands.weight))
-    answers = ranks(size, run_objective, shards)
-    for answer in answers:
+    outputs = ranks(size, run_objective, shards)
+    for answer in outputs:
         assert_close(answer["loss"], single.loss, "loss")
         assert_close(answer["gradients"][0], expected[0], "gradient of hidden")
         assert answer["calls"] == (["all_gather_into_tensor"] if size > 1 else [])
-    assert_close(torch.cat([answer["gradients"][1] for answer in answers]), expected[1], "gradient of weight")
+    assert_close(torch.cat([answer["gradients"][1] for answer in outputs]), expected[1], "gradient of weight")
 
 
 def run_error(group: dist.ProcessGroup) -> str:
@@ -273,7 +273,7 @@ def fused_head(softcap: float | None) -> dict[str, Any]:
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float | None) -> None:
     """As accurate as one rank is: see `test_linear_logprobs_kernels.py`."""
-    answers = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
+    outputs = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
     full_operands = half_precision()
     exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, softcap=softcap)
     of_hidden, of_weight = full_operands.gradients(exact)
@@ -281,9 +281,9 @@ def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float |
     def off(actual: Tensor, want: Tensor) -> float:
         return float((actual.double() - want.detach().cpu().double()).norm() / want.detach().cpu().double().norm())
 
-    for answer in answers:
+    for answer in outputs:
         assert all(off(result, want) <= 1e-6 for result, want in zip(answer["results"], exact, strict=True))
         assert off(answer["gradients"][0], of_hidden) <= 5e-3  # two parts, each rounded to bf16, and so is their sum
         if torch.cuda.get_device_capability()[0] == HOPPER:
             assert min(answer["fused"]) > 0
-    assert off(torch.cat([answer["gradients"][1] for answer in answers]), of_weight) <= 3e-3
+    assert off(torch.cat([answer["gradients"][1] for answer in outputs]), of_weight) <= 3e-3

@@ -165,14 +165,14 @@ def test_results_and_coefficients_equal_torch(requested: str, inner: float | Non
     gradients = dict(zip(("logprob", "entropy", "lse"), arriving.unbind(1), strict=True))
     if requested != "everything":
         gradients = {name: row if name == requested else None for name, row in gradients.items()}
-    answers = []
+    outputs = []
     for module in (triton_epilogue, torch_epilogue):
         results = module.results(state)
         for places in (None, positions):
             upstream = {n: row if row is None or places is not None else row[:count] for n, row in gradients.items()}
             coefficients = module.coefficients(rows, results.normalizer, results.entropy, Upstream(**upstream), places)
-            answers.append((results.logprob, results.entropy, results.lse, coefficients))
-    for triton_answer, torch_answer in zip(answers[:2], answers[2:], strict=True):
+            outputs.append((results.logprob, results.entropy, results.lse, coefficients))
+    for triton_answer, torch_answer in zip(outputs[:2], outputs[2:], strict=True):
         for name, actual, want in zip(
             ("logprob", "entropy", "lse", "coefficients"), triton_answer, torch_answer, strict=True
         ):
@@ -241,7 +241,7 @@ def test_the_gradient_in_place_equals_torch(columns: int, dtype: torch.dtype) ->
 def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
     operands = Operands.random(9, 6, 301, bias=True, device=DEVICE)
     operands.targets[4] = -100
-    answers = []
+    outputs = []
     for backend in ("torch", "triton"):
         result = linear_objective(
             operands.hidden,
@@ -254,8 +254,8 @@ def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
             backend=backend,
             memory_budget=memory_budget,
         )
-        answers.append((result.loss, result.token_loss, *torch.autograd.grad(result.loss, operands.leaves())))
-    for triton_answer, torch_answer in zip(*answers, strict=True):
+        outputs.append((result.loss, result.token_loss, *torch.autograd.grad(result.loss, operands.leaves())))
+    for triton_answer, torch_answer in zip(*outputs, strict=True):
         assert_close(triton_answer, torch_answer, "loss or gradient", scale=0.1)
 
 

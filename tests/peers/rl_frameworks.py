@@ -119,7 +119,7 @@ def nemo_rl_postlude(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 
 @dataclass(frozen=True)
-class Way:
+class Comparison:
     """A framework's own function, and Postlude's processor for the same results."""
 
     framework: str
@@ -129,9 +129,9 @@ class Way:
 
 
 WAYS = {
-    "verl, logits": Way("verl", verl_from_logits, verl_postlude),
-    "verl, Triton kernel": Way("verl", verl_fused, verl_postlude, kernel=True),
-    "SkyRL, torch": Way("skyrl", skyrl_fused, skyrl_postlude),
-    "SkyRL, Triton kernel": Way("skyrl", skyrl_triton, skyrl_postlude, kernel=True),
-    "NeMo RL": Way("nemo-rl", nemo_rl_fused, nemo_rl_postlude),
+    "verl, logits": Comparison("verl", verl_from_logits, verl_postlude),
+    "verl, Triton kernel": Comparison("verl", verl_fused, verl_postlude, kernel=True),
+    "SkyRL, torch": Comparison("skyrl", skyrl_fused, skyrl_postlude),
+    "SkyRL, Triton kernel": Comparison("skyrl", skyrl_triton, skyrl_postlude, kernel=True),
+    "NeMo RL": Comparison("nemo-rl", nemo_rl_fused, nemo_rl_postlude),
 }

@@ -85,10 +85,10 @@ def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shi
     from trl.trainer.kto_trainer import KTOTrainer
 
     tokens, masks = [torch.as_tensor(sequence) for sequence in batch.sequences], batch.columns["response_mask"]
-    answers = [
+    results = [
         EncodedSequence(row.tolist(), [int(weight) for weight in mask]) for row, mask in zip(tokens, masks, strict=True)
     ]
-    unrelated = unrelated_pairs(answers, 64)
+    unrelated = unrelated_pairs(results, 64)
     with torch.no_grad():
         own_logprobs = [
             torch.cat(

@@ -83,16 +83,16 @@ def pipeline(
     return [(result["loss"].detach(), *result["parts"]) for result in results], collect(models)
 
 
-def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], gradients: Gradients) -> None:
-    assert all(not actual for actual, _ in answers[:-1]), "only the rank with the last stage has results"
-    actual = answers[-1][0]
+def assert_same(outputs: list[tuple[list[Any], Gradients]], results: list[Any], gradients: Gradients) -> None:
+    assert all(not actual for actual, _ in outputs[:-1]), "only the rank with the last stage has results"
+    actual = outputs[-1][0]
     assert len(actual) == len(results)
     for (loss, logprobs, index), expected in zip(actual, results, strict=True):
         assert_equal(loss, expected["loss"], "loss")
         assert_equal(logprobs, expected["parts"][0], "log-probs")
         assert index == expected["parts"][1]
     gathered: Gradients = {}
-    for _, part in answers:
+    for _, part in outputs:
         for name, gradient in part.items():
             gathered[name] = gathered[name] + gradient if name in gathered else gradient
     assert gathered.keys() == gradients.keys()
@@ -116,36 +116,36 @@ def assert_same(answers: list[tuple[list[Any], Gradients]], results: list[Any], 
 @pytest.mark.slow
 def test_a_pipeline_equals_one_rank(ranks, pp: int, vpp: int, pattern: str, count: int, tied: bool) -> None:
     microbatches = batch(count)
-    answers = ranks(pp, pipeline, vpp, pattern, tied, [microbatches])
-    assert_same(answers, *one_rank(pattern, tied, microbatches))
+    outputs = ranks(pp, pipeline, vpp, pattern, tied, [microbatches])
+    assert_same(outputs, *one_rank(pattern, tied, microbatches))
 
 
 def test_lengths_may_change_and_looking_in_between_changes_nothing(ranks) -> None:
     first, second = batch(10), batch(5, seed=3)
-    answers = ranks(2, pipeline, 2, "[*-]{4}", True, [first, ("look", second), second, ("look", first)])
-    assert_same(answers, *one_rank("[*-]{4}", True, first, second))
+    outputs = ranks(2, pipeline, 2, "[*-]{4}", True, [first, ("look", second), second, ("look", first)])
+    assert_same(outputs, *one_rank("[*-]{4}", True, first, second))
 
 
 def test_empty_microbatches_weigh_nothing(ranks) -> None:
     microbatches = batch(2, multiple_of=4)
     assert any(len(microbatch) == 0 for microbatch in microbatches)
-    answers = ranks(2, pipeline, 1, "[*-]{4}", False, [microbatches])
+    outputs = ranks(2, pipeline, 1, "[*-]{4}", False, [microbatches])
     full = [microbatch for microbatch in microbatches if len(microbatch)]
     expected, gradients = one_rank("[*-]{4}", False, full)
-    answers[-1] = ([actual for actual in answers[-1][0] if len(actual[1])], answers[-1][1])
-    assert_same(answers, expected, gradients)
+    outputs[-1] = ([actual for actual in outputs[-1][0] if len(actual[1])], outputs[-1][1])
+    assert_same(outputs, expected, gradients)
 
 
 def test_side_losses_arise_on_every_stage(ranks) -> None:
     """The router's balance loss reaches no objective, and is the same however the layers are spread."""
     microbatches = pack([torch.arange(n) * 3 % 256 for n in LENGTHS], budget=20)
-    answers = ranks(4, pipeline, 1, "tiny-moe", False, [microbatches])
-    assert_same(answers, *one_rank("tiny-moe", False, microbatches))
+    outputs = ranks(4, pipeline, 1, "tiny-moe", False, [microbatches])
+    assert_same(outputs, *one_rank("tiny-moe", False, microbatches))
 
 
 def test_nothing_to_do(ranks) -> None:
-    answers = ranks(2, pipeline, 1, "[*-]{2}", False, [[]])
-    assert answers == [([], {}), ([], {})]
+    outputs = ranks(2, pipeline, 1, "[*-]{2}", False, [[]])
+    assert outputs == [([], {}), ([], {})]
 
 
 def looking(

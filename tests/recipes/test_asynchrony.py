@@ -125,12 +125,12 @@ class Steps:
         )
 
     def learned(self, step: int, count: int = PROMPTS) -> list[str]:
-        answers = self.supply.take(count, step)
-        assert [trajectory.group for trajectory in answers] == [
+        outputs = self.supply.take(count, step)
+        assert [trajectory.group for trajectory in outputs] == [
             number for number in range(count) for _ in range(SAMPLES)
         ]
-        assert [trajectory.reward for trajectory in answers] == [1.0, 0.0] * count
-        return [trajectory.task.name for trajectory in answers[::SAMPLES]]
+        assert [trajectory.reward for trajectory in outputs] == [1.0, 0.0] * count
+        return [trajectory.task.name for trajectory in outputs[::SAMPLES]]
 
     def close(self) -> None:
         for resource in (self.rollout_sampler.conversations, self.engine, self.environment):

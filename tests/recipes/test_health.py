@@ -33,7 +33,7 @@ def health(*, verbose: bool = True) -> Health:
     return Health(LIMITS, max_skipped_steps=1, verbose=verbose)
 
 
-def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
+def results(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     """Answers in groups of two; text is what a reward failed with."""
     scores = [Score(0.0, {}, reward) if isinstance(reward, str) else Score(reward) for reward in rewards]
     return [
@@ -46,11 +46,11 @@ def answers(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     ("steps", "sentence"),
     [
         (
-            [answers("broken", "broken")],
+            [results("broken", "broken")],
             "all 2 rewards of step 1 failed, and none before succeeded; the last error: broken. Fix the",
         ),
         (
-            [answers(1.0, "odd"), *[answers(1.0, "broken", "broken", "broken")] * 2],
+            [results(1.0, "odd"), *[results(1.0, "broken", "broken", "broken")] * 2],
             r"75% of the rewards of step 3 failed, and more than limits.failed_rewards=0.5 in 2 steps in a row; "
             r"the last error: broken\. Fix the reward function, or raise that limit",
         ),
@@ -66,7 +66,7 @@ def test_rewards_that_fail_end_a_run(steps: list[list[Trajectory]], sentence: st
 
 def test_rewards_that_fail_now_and_then_do_not() -> None:
     watched = health()
-    for number, drawn in enumerate([answers(1.0, 0.0), answers("x", "x"), answers(1.0, "x"), answers("x", "x")]):
+    for number, drawn in enumerate([results(1.0, 0.0), results("x", "x"), results(1.0, "x"), results("x", "x")]):
         watched.check_rewards(drawn, number)
 
 
@@ -112,7 +112,7 @@ def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
         for checked in (watched, silent):
             checked.check_step({"entropy": entropy}, step)
             checked.check_step({"loss": 1.0}, step) if step < 3 else None
-            checked.check_rewards(answers(1.0, 1.0, 0.0, float(step == 1)), step)
+            checked.check_rewards(results(1.0, 1.0, 0.0, float(step == 1)), step)
     messages = [record.getMessage() for record in caplog.records]
     assert [words.split(":")[0] for words in messages] == [
         "for 2 steps, up to 3, all completions of a prompt had the same reward, and nothing was learned",

@@ -376,9 +376,9 @@ def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> N
         ("nosuch", "'nosuch', which is not a token of the tokenizer"),
         (100000, "has 100000, but the"),
     ):
-        answers = config.sampling.model_copy(update={"stop_tokens": (wrong,)})
+        results = config.sampling.model_copy(update={"stop_tokens": (wrong,)})
         with pytest.raises(ValueError, match=sentence):
-            _stop_tokens(inputs, answers)
+            _stop_tokens(inputs, results)
 
 
 def test_a_server_with_a_too_short_max_length_is_refused(server: TinyVLLM, tmp_path: Path) -> None:
@@ -485,8 +485,8 @@ def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
 
 def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
     inputs = PreflightInputs(config_of(tmp_path), LaunchInfo())
-    encoder, answers = Encoder(tokenizer=inputs.tokenizer), inputs.config.sampling
-    look_at_tasks(inputs, [Task("1 + 1 ="), Task("1 + 1 + 1 =")], 2, encoder, answers, None)
+    encoder, results = Encoder(tokenizer=inputs.tokenizer), inputs.config.sampling
+    look_at_tasks(inputs, [Task("1 + 1 ="), Task("1 + 1 + 1 =")], 2, encoder, results, None)
     assert inputs.longest_prompt == len(encoder.prompt("1 + 1 + 1 =")) > len(encoder.prompt("1 + 1 ="))
 
 

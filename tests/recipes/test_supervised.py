@@ -141,18 +141,18 @@ def rows_with_prompt(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedR
 def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
     """Whatever is answered; pairs by their prompt; a row without a prompt, but for a token that begins it, whole."""
     prompts = [[1, 10 + number % 5] for number in range(20)]
-    answers = rows_with_prompt([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
+    results = rows_with_prompt([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
     pairs = rows_with_prompt([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
     texts = rows_with_prompt([[(1, *prompt)] for prompt in prompts], prompt=1)
     tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
-    for rows in (answers, pairs, texts, tasks):
+    for rows in (results, pairs, texts, tasks):
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
         indices = batches.sampler.take(2 * batches.size)
         other_places = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
         assert sorted(indices) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
-        ShuffledRows(answers, held_out=5, seed=0)
+        ShuffledRows(results, held_out=5, seed=0)
 
 
 @pytest.mark.slow

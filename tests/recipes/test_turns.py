@@ -90,10 +90,10 @@ def make_task(**example: Any) -> Task:
 
 def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any) -> list[Trajectory]:
     environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings})
-    answers = SamplingSettings(max_new_tokens=5)
+    outputs = SamplingSettings(max_new_tokens=5)
     try:
         sampler = RolloutSampler(
-            engine, environment, byte_tokenizer(), answers, budget=budget, seed=3, timer=PhaseTimer()
+            engine, environment, byte_tokenizer(), outputs, budget=budget, seed=3, timer=PhaseTimer()
         )
         return sampler.sync_and_run_on_rank0(lambda: sampler.sample(tasks, SAMPLES, step=0))
     finally:
@@ -217,8 +217,8 @@ def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
-        answers = rolled(Alone(Parrot()), [make_task(turns=5, length=4)], **settings)
-        results.append((answers[0].reward, answers[0].components, len(answers[0].completions)))
+        outputs = rolled(Alone(Parrot()), [make_task(turns=5, length=4)], **settings)
+        results.append((outputs[0].reward, outputs[0].components, len(outputs[0].completions)))
     return results
 
 

@@ -217,8 +217,8 @@ def test_reasoning_gym_is_scored_by_itself() -> None:
     gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
     environment = SingleTurn(gym, FunctionReward(gym.reward(), workers=1))
     chosen = [gym[i] for i in range(3)]
-    answers = [str(task.example["answer"]) for task in chosen]
-    completions = [f"<answer>{answers[0]}</answer>", answers[1], "<answer>nonsense</answer>"]
+    results = [str(task.example["answer"]) for task in chosen]
+    completions = [f"<answer>{results[0]}</answer>", results[1], "<answer>nonsense</answer>"]
     turns = step(environment, [environment.reset(task) for task in chosen], completions)
     assert [turn.score for turn in turns][:2] == [Score(1.0, {"answered": 1.0}), Score(0.0, {"answered": 0.0})]
     assert turns[2].score is not None

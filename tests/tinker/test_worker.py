@@ -297,30 +297,34 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
     tokenizer = load_tokenizer("tiny-dense")
     requests: dict[str, Call] = {}
 
-    def ask(name: str, number: int = 1, streamed: bool = False, tokens: Any = prompt, **params: Any) -> Call:
+    def sample_call(name: str, number: int = 1, streamed: bool = False, tokens: Any = prompt, **params: Any) -> Call:
         request = SampleRequest(tokens, SamplingParams(**({"max_new_tokens": 8, "seed": 1} | params)), number)
         requests[name] = call.sample("base", request, streamed)
         return requests[name]
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
         yield [call("open_sampler", sampler_id="base", directory=None)]
-        yield [ask("plain", ignore_eos=True), ask("greedy", temperature=0.0), ask("again", ignore_eos=True)]
+        yield [
+            sample_call("plain", ignore_eos=True),
+            sample_call("greedy", temperature=0.0),
+            sample_call("again", ignore_eos=True),
+        ]
         plain = replies[requests["plain"].call_id].sequences[0].tokens.tolist()
         text = tokenizer.decode(plain[3:5])
         yield [
-            ask("stop token", stop_tokens=(plain[2],), ignore_eos=True),
-            ask("stop string", stop=(text,), ignore_eos=True),
-            ask("one choice", top_k=1),
-            ask("another seed", seed=2, max_new_tokens=30, ignore_eos=True),
-            ask("streamed", streamed=True, ignore_eos=True),
-            ask("cancelled", max_new_tokens=60, ignore_eos=True),
+            sample_call("stop token", stop_tokens=(plain[2],), ignore_eos=True),
+            sample_call("stop string", stop=(text,), ignore_eos=True),
+            sample_call("one choice", top_k=1),
+            sample_call("another seed", seed=2, max_new_tokens=30, ignore_eos=True),
+            sample_call("streamed", streamed=True, ignore_eos=True),
+            sample_call("cancelled", max_new_tokens=60, ignore_eos=True),
             Cancel(requests["cancelled"].call_id),
-            ask("all that fit", max_new_tokens=3, ignore_eos=True, tokens=np.zeros(60, np.int32)),
+            sample_call("all that fit", max_new_tokens=3, ignore_eos=True, tokens=np.zeros(60, np.int32)),
         ]
         yield [
-            ask("long", max_new_tokens=61),
-            ask("no prompt", tokens=np.zeros(0, np.int32)),
-            ask("not in the vocabulary", tokens=np.array([999], np.int32)),
+            sample_call("long", max_new_tokens=61),
+            sample_call("no prompt", tokens=np.zeros(0, np.int32)),
+            sample_call("not in the vocabulary", tokens=np.array([999], np.int32)),
         ]
 
     connection = run(group, "tp=1", script)

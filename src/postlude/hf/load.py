@@ -149,10 +149,10 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Fami
     tensors = _tensors(source.source, family, before)
     if tensors is None:  # initialised under the names that they have there
         device = local_shard(next(model.parameters())).device
-        drawn = load_model(
+        initialized = load_model(
             source.source, dtype=torch.float32, device=device, seed=seed, families=families, blocks=blocks
         )
-        tensors, family = MemorySource(drawn.state_dict()), None
+        tensors, family = MemorySource(initialized.state_dict()), None
     else:
         _check_names(expected_tensors(before, family, blocks), set(tensors.names()), family, before)
         _check_tied(tensors, family, before)
