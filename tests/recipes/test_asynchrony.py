@@ -1,4 +1,4 @@
-"""Answers drawn while earlier ones are learned from: no older than allowed, none lost, none learned from twice."""
+"""Asynchronous rollouts: no group is older than max_staleness, none is lost, and none is trained on twice."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 PROMPTS, SAMPLES = 4, 2
 
 
-class Elsewhere:
-    """An engine whose answers take a time of their own each, beside whatever the caller does."""
+class DelayedEngine:
+    """A rollout engine that finishes each completion after its own delay, while the caller does other work."""
 
     batched_polls = False
 
@@ -97,12 +97,12 @@ def fixed(prompt: Any, completion: str, example: Any) -> float:
     return float(completion == "A")
 
 
-class Steps:
-    """A trainer that does nothing but take what it is to learn from."""
+class QueueUser:
+    """Takes groups from a RolloutQueue, as a trainer does, and does not train on them."""
 
-    def __init__(self, ahead: int, *, steps: int = 6, engine: Any = None, tasks: int = 12) -> None:
+    def __init__(self, staleness: int, *, steps: int = 6, engine: Any = None, tasks: int = 12) -> None:
         self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
-        self.engine = engine or Elsewhere()
+        self.engine = engine or DelayedEngine()
         self.environment = SingleTurn(self.tasks, FunctionReward(fixed, workers=0))
         self.rollout_sampler = RolloutSampler(
             self.engine,
@@ -112,25 +112,25 @@ class Steps:
             budget=64,
             seed=3,
             timer=PhaseTimer(),
-            background=ahead > 0,
+            background=staleness > 0,
         )
-        self.supply = RolloutQueue(
+        self.queue = RolloutQueue(
             self.rollout_sampler,
             self.tasks,
             Sampler(tasks, 5),
             samples_per_prompt=SAMPLES,
             prompts_per_step=PROMPTS,
-            max_staleness=ahead,
+            max_staleness=staleness,
             total_steps=steps,
         )
 
-    def learned(self, step: int, count: int = PROMPTS) -> list[str]:
-        outputs = self.supply.take(count, step)
-        assert [trajectory.group for trajectory in outputs] == [
+    def take_names(self, step: int, count: int = PROMPTS) -> list[str]:
+        trajectories = self.queue.take(count, step)
+        assert [trajectory.group for trajectory in trajectories] == [
             number for number in range(count) for _ in range(SAMPLES)
         ]
-        assert [trajectory.reward for trajectory in outputs] == [1.0, 0.0] * count
-        return [trajectory.task.name for trajectory in outputs[::SAMPLES]]
+        assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0] * count
+        return [trajectory.task.name for trajectory in trajectories[::SAMPLES]]
 
     def close(self) -> None:
         for resource in (self.rollout_sampler.conversations, self.engine, self.environment):
@@ -142,85 +142,94 @@ def noise() -> random.Random:
     return random.Random(11)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_every_task_is_trained_on_once_within_max_staleness(noise: random.Random, ahead: int) -> None:
-    """Answer times have a long tail: now and then one takes longer than several steps."""
-    engine = Elsewhere(lambda: 0.15 if noise.random() < 0.1 else noise.random() * 0.01)
-    with closing(Steps(ahead, steps=9, engine=engine)) as run:
-        names, oldest, ahead_of = [], 0.0, []
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_task_is_trained_on_once_within_max_staleness(noise: random.Random, staleness: int) -> None:
+    """Delays have a long tail: some completions take longer than several steps."""
+    engine = DelayedEngine(lambda: 0.15 if noise.random() < 0.1 else noise.random() * 0.01)
+    with closing(QueueUser(staleness, steps=9, engine=engine)) as run:
+        names, oldest, pending_counts = [], 0.0, []
         for step in range(9):
-            names += run.learned(step)
-            metrics = run.supply.take_metrics()
+            names += run.take_names(step)
+            metrics = run.queue.take_metrics()
             oldest = max(oldest, metrics.get("staleness_max", 0.0))
-            ahead_of.append(len(run.supply.state()["begun"]))
+            pending_counts.append(len(run.queue.state()["pending_tasks"]))
             time.sleep(0.01)
     assert Counter(names) == Counter({task.name: 3 for task in run.tasks}), "nine steps of four are three epochs of 12"
-    assert oldest <= ahead
-    assert ahead_of == [PROMPTS * min(ahead, 8 - step) for step in range(9)], "so many steps ahead, and none too many"
-    if ahead:
-        assert oldest == ahead
+    assert oldest <= staleness
+    assert pending_counts == [PROMPTS * min(staleness, 8 - step) for step in range(9)], (
+        "groups of so many later steps are pending, and no more"
+    )
+    if staleness:
+        assert oldest == staleness
 
 
-def test_what_is_under_way_is_begun_again(noise: random.Random) -> None:
-    engine = Elsewhere(lambda: noise.random() * 0.02)
-    with closing(Steps(2, engine=engine)) as run:
-        names = run.learned(0) + run.learned(1)
-        state = run.supply.state()
-        repeated_names = names + run.learned(2)  # is lost
-    assert len(state["begun"]) == 2 * PROMPTS
-    with closing(Steps(2)) as second_run:
-        second_run.supply.restore(state)
+def test_pending_groups_are_sampled_again_after_a_resume(noise: random.Random) -> None:
+    engine = DelayedEngine(lambda: noise.random() * 0.02)
+    with closing(QueueUser(2, engine=engine)) as run:
+        names = run.take_names(0) + run.take_names(1)
+        state = run.queue.state()
+        repeated_names = names + run.take_names(2)  # not in the checkpoint
+    assert len(state["pending_tasks"]) == 2 * PROMPTS
+    with closing(QueueUser(2)) as second_run:
+        second_run.queue.restore(state)
         for step in range(2, 6):
-            names += second_run.learned(step)
-            assert second_run.supply.take_metrics()["completions_resampled"] == (
+            names += second_run.take_names(step)
+            assert second_run.queue.take_metrics()["completions_resampled"] == (
                 2 * PROMPTS * SAMPLES if step == 2 else 0
             )
-        assert second_run.supply.state()["begun"] == []
+        assert second_run.queue.state()["pending_tasks"] == []
     assert Counter(names) == Counter({task.name: 2 for task in run.tasks})
     assert Counter(repeated_names[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
 
 
+def test_pending_groups_of_an_earlier_version_are_sampled_again() -> None:
+    """Its checkpoints have the tasks under "begun"."""
+    with closing(QueueUser(1)) as run:
+        run.queue.restore({"sampler": run.queue.state()["sampler"], "begun": [7, 3]})
+        assert run.queue.state()["pending_tasks"] == [7, 3]
+
+
 def test_another_take_in_the_same_step_starts_more_groups() -> None:
-    with closing(Steps(1)) as run:
-        run.learned(0)
-        before = run.supply.state()["begun"]
-        assert len(run.supply.take(2, 0)) == 2 * SAMPLES
-        after = run.supply.state()["begun"]
+    with closing(QueueUser(1)) as run:
+        run.take_names(0)
+        before = run.queue.state()["pending_tasks"]
+        assert len(run.queue.take(2, 0)) == 2 * SAMPLES
+        after = run.queue.state()["pending_tasks"]
         assert len(before) == len(after) == PROMPTS
         assert len(set(after) - set(before)) == 2
 
 
 def test_an_error_of_the_conversation_thread_is_raised_by_wait() -> None:
-    engine = Elsewhere()
-    with closing(Steps(1, engine=engine)) as run:
-        run.learned(0)
+    engine = DelayedEngine()
+    with closing(QueueUser(1, engine=engine)) as run:
+        run.take_names(0)
         engine.failure = ValueError("no server is left")
         run.rollout_sampler.start(run.rollout_sampler.make_group(run.tasks[0], 0, SAMPLES, step=9))
         with pytest.raises(ValueError, match="no server is left"):
             run.rollout_sampler.wait(lambda: False)
 
 
-class Held:
-    """An episode that holds something from its first turn on, and never comes to an end."""
+class EndlessEpisode:
+    """An episode that has to be closed, and that no turn ends. `open` counts those that are not closed."""
 
     open = 0
 
     def __init__(self, example: Any) -> None:
-        Held.open += 1
+        EndlessEpisode.open += 1
 
     async def step(self, action: Any) -> str:
         return "go on"
 
     async def close(self) -> None:
-        Held.open -= 1
+        EndlessEpisode.open -= 1
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_close_releases_the_episodes_in_progress(background: bool) -> None:
-    """While an engine answers, an episode is in nobody's hands but the conversations'."""
+    """While the engine samples, only the conversations refer to an episode."""
     tasks = [Task("a task:", {}, "the task")]
-    environment = AsyncEnvironment(tasks, Held, name="Held", max_turns=9)
-    engine = Elsewhere(lambda: 600.0 if engine.request_count > 1 else 0.0)  # a second turn takes its time
+    environment = AsyncEnvironment(tasks, EndlessEpisode, name="EndlessEpisode", max_turns=9)
+    engine = DelayedEngine(lambda: 600.0 if engine.request_count > 1 else 0.0)  # the second turn does not finish
     rollouts = RolloutSampler(
         engine,
         environment,
@@ -235,21 +244,24 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
         group = rollouts.make_group(tasks[0], 0, SAMPLES, step=0)
         rollouts.conversations.start(group)
         rollouts.wait(lambda: engine.request_count == 1 + SAMPLES)
-        assert Held.open == SAMPLES
-    assert Held.open == 0
+        assert EndlessEpisode.open == SAMPLES
+    assert EndlessEpisode.open == 0
 
 
-def test_tokens_are_as_old_as_their_weights() -> None:
-    def answered(*spans: VersionSpan) -> Trajectory:
+def test_policy_lag_is_the_mean_age_of_the_weights_that_sampled() -> None:
+    def trajectory_of(*spans: VersionSpan) -> Trajectory:
         completion = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
         return Trajectory(Task("", {}), 0, Transcript([1]), [completion])
 
-    trajectories = [answered(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)), answered(VersionSpan("a.6", 0, 8))]
+    trajectories = [
+        trajectory_of(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)),
+        trajectory_of(VersionSpan("a.6", 0, 8)),
+    ]
     assert policy_lag(trajectories, 6) == (6 * 2 + 2 * 1) / 16
-    assert policy_lag([answered()], 6) is None
+    assert policy_lag([trajectory_of()], 6) is None
 
 
-def test_configs_that_take_old_answers_for_new_are_refused(tmp_path: Path) -> None:
+def test_asynchrony_is_refused_where_completions_must_be_on_policy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rollout: native samples in the trainer's own ranks"):
         config_of(tmp_path, "--asynchrony.max_staleness=1")
     with pytest.raises(ConfigError, match='"on_policy" takes all completions as samples of the newest weights'):
@@ -262,27 +274,27 @@ def server() -> Iterator[TinyVLLM]:
         yield tiny_vllm
 
 
-def plainly_and_by_supply(group: Any) -> list[Any]:
-    """Three steps' answers without staleness, and those of a loop that asks for them and then scores them."""
+def queue_and_plain_loop(group: Any) -> list[Any]:
+    """Returns the completions of three steps without staleness, and those of a loop that calls the generator."""
     generator = Generator(load_model("tiny-dense"), byte_tokenizer())
     results: list[Any] = []
-    with closing(Steps(0, engine=Alone(generator))) as run:
+    with closing(QueueUser(0, engine=Alone(generator))) as run:
         for step in range(3):
-            trajectories = run.supply.take(PROMPTS, step)
+            trajectories = run.queue.take(PROMPTS, step)
             results.append(
                 [
                     (trajectory.task.name, trajectory.completions[0].tokens, trajectory.transcript.logprobs)
                     for trajectory in trajectories
                 ]
             )
-    sampler, plainly = Sampler(len(run.tasks), 5), []
+    sampler, expected = Sampler(len(run.tasks), 5), []
     for step in range(3):
         tasks = [run.tasks[index] for index in sampler.take(PROMPTS)]
         prompts = [list(task.prompt.encode()) for task in tasks]
         samplings = [
             SamplingParams(max_new_tokens=2, seed=combine_seeds(3, step, 0, place)) for place in range(PROMPTS)
         ]
-        plainly.append(
+        expected.append(
             [
                 (task.name, trajectory.tokens, [0.0] * len(prompt) + trajectory.logprobs)
                 for task, prompt, sampled in zip(
@@ -291,30 +303,30 @@ def plainly_and_by_supply(group: Any) -> list[Any]:
                 for trajectory in sampled
             ]
         )
-    return [results, plainly]
+    return [results, expected]
 
 
 @pytest.mark.slow
-def test_without_staleness_answers_are_those_of_a_plain_loop(ranks: Ranks) -> None:
-    ((actual, plainly),) = ranks(1, plainly_and_by_supply)
-    assert actual == plainly, "to the bit"
+def test_without_staleness_completions_equal_those_of_a_plain_loop(ranks: Ranks) -> None:
+    ((actual, expected),) = ranks(1, queue_and_plain_loop)
+    assert actual == expected, "to the bit"
 
 
-def recorded(group: Any, directory: str, at: int, *overrides: str) -> list[list[str]]:
-    """The tasks that each step learned from, of a run that is left in step `at`."""
-    learned: list[list[str]] = []
+def trained_tasks(group: Any, directory: str, at: int, *overrides: str) -> list[list[str]]:
+    """Returns the tasks that each step trained on, of a run that is interrupted in step `at`."""
+    trained: list[list[str]] = []
 
-    class Recorded(GRPOTrainer):
+    class RecordingTrainer(GRPOTrainer):
         def select_trajectories(self) -> Any:
             selected = super().select_trajectories()
             if self.step == at:
                 raise KeyboardInterrupt
-            learned.append(list(dict.fromkeys(trajectory.task.name for trajectory in selected[0])))
+            trained.append(list(dict.fromkeys(trajectory.task.name for trajectory in selected[0])))
             return selected
 
     with suppress(KeyboardInterrupt):
-        run_training(Recorded(config_of(Path(directory), *overrides), "cpu"))
-    return learned
+        run_training(RecordingTrainer(config_of(Path(directory), *overrides), "cpu"))
+    return trained
 
 
 ASYNCHRONOUS = (
@@ -327,14 +339,14 @@ ASYNCHRONOUS = (
 
 
 @pytest.mark.slow
-def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
-    """Left in the middle of its fourth step, two steps after the last checkpoint, with answers under way."""
+def test_an_interrupted_run_trains_on_every_task_once(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
+    """Interrupted in its fifth step, with pending groups; the last checkpoint is of step 4."""
     settings = (*ASYNCHRONOUS, "--save_every=2", f"--rollout={server.url}")
-    (before,) = ranks(1, recorded, str(tmp_path), 4, *settings)
-    (after,) = ranks(1, recorded, str(tmp_path), -1, *settings)
+    (before,) = ranks(1, trained_tasks, str(tmp_path), 4, *settings)
+    (after,) = ranks(1, trained_tasks, str(tmp_path), -1, *settings)
     kept_names = before[:4] + after
     assert [len(names) for names in kept_names] == [2] * 6
-    assert len({name for names in kept_names for name in names}) == 12, "of 64 tasks none has its second turn"
+    assert len({name for names in kept_names for name in names}) == 12, "of 64 tasks none is trained on twice"
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["staleness_max"] for row in rows) == 2
@@ -345,42 +357,42 @@ def test_a_run_that_was_left_learns_every_task_once(ranks: Ranks, tmp_path: Path
 @pytest.mark.thorough  # that rows reach ranks: tests/engine/test_batch_scatter.py, and test_grpo.py in layouts
 @pytest.mark.slow
 def test_all_ranks_train_on_the_rollouts_of_rank_0(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
-    actual = ranks(2, recorded, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
+    actual = ranks(2, trained_tasks, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
     assert [len(names) for names in actual[0]] == [2] * 6
-    assert actual[1] == [], "the first rank alone asks for answers"
+    assert actual[1] == [], "only rank 0 samples"
     assert len(read_metrics(tmp_path / "run")) == 6
 
 
-def asked_to_end(group: Any, directory: str, *overrides: str) -> RunOutcome:
-    """SIGTERM comes when the third step waits for answers that do not come."""
+def run_until_sigterm(group: Any, directory: str, *overrides: str) -> RunOutcome:
+    """SIGTERM arrives while the third step waits for completions that do not finish."""
 
-    class Asked(GRPOTrainer):
+    class SignalledTrainer(GRPOTrainer):
         def select_trajectories(self) -> Any:
-            def hear() -> None:
+            def receive_signal() -> None:
                 self.signals.received = signal.SIGTERM
 
             if self.step == 2:
-                threading.Timer(0.3, hear).start()
+                threading.Timer(0.3, receive_signal).start()
             return super().select_trajectories()
 
-    return run_training(Asked(config_of(Path(directory), *overrides), "cpu"))
+    return run_training(SignalledTrainer(config_of(Path(directory), *overrides), "cpu"))
 
 
 @pytest.mark.slow
 def test_a_signal_is_handled_while_completions_are_awaited(ranks: Ranks, tmp_path: Path) -> None:
     settings = (*ASYNCHRONOUS, "--save_every=0", "--asynchrony.max_staleness=0", "--steps=3")
     with closing(TinyVLLM()) as server:
-        over = threading.Event()
+        run_ended = threading.Event()
 
         def hang() -> None:
-            over.wait(600)  # no answer comes before the run has ended
+            run_ended.wait(600)  # no reply before the run has ended
 
         server.before = after(2 * 2 * 3, hang)
-        actual = ranks(1, asked_to_end, str(tmp_path), *settings, f"--rollout={server.url}")
-        over.set()
-    for ending in actual:
-        assert (ending.status, ending.step, ending.exit_code) == ("interrupted", 2, 128 + signal.SIGTERM)
-        assert "SIGTERM ended the run after step 2, which is saved" in ending.message
+        actual = ranks(1, run_until_sigterm, str(tmp_path), *settings, f"--rollout={server.url}")
+        run_ended.set()
+    for outcome in actual:
+        assert (outcome.status, outcome.step, outcome.exit_code) == ("interrupted", 2, 128 + signal.SIGTERM)
+        assert "SIGTERM ended the run after step 2, which is saved" in outcome.message
     with closing(TinyVLLM()) as server:
-        ranks(1, recorded, str(tmp_path), -1, *settings, f"--rollout={server.url}")
+        ranks(1, trained_tasks, str(tmp_path), -1, *settings, f"--rollout={server.url}")
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

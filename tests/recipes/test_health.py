@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from postlude.cli import main
 from postlude.recipes.config.settings import RunLimits
 from postlude.recipes.run.health import Health, UnhealthyRun
 from postlude.recipes.run.outcome import read_outcome
+from postlude.recipes.trainer import Trainer
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
@@ -71,7 +74,7 @@ def test_rewards_that_fail_now_and_then_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hear", "sentence"),
+    ("check", "sentence"),
     [
         (
             lambda watched: watched.check_update(math.nan, False, 7),
@@ -85,15 +88,22 @@ def test_rewards_that_fail_now_and_then_do_not() -> None:
         ),
     ],
 )
-def test_numbers_that_leave_all_bounds_end_a_run(hear: Callable[[Health], None], sentence: str) -> None:
+def test_numbers_that_leave_all_bounds_end_a_run(check: Callable[[Health], None], sentence: str) -> None:
     watched = health()
     watched.check_update(1.0, True, 1)
     watched.check_update(1.0, False, 2)
     watched.check_update(math.inf, False, 6)
     watched.check_weights(19.0, 2.0, 6)
-    watched.check_weights(19.0, 0.0, 6)  # a run whose first norm is not known
+    watched.check_weights(19.0, 0.0, 6)  # a run whose initial norm is not known
     with pytest.raises(UnhealthyRun, match=sentence):
-        hear(watched)
+        check(watched)
+
+
+@pytest.mark.parametrize("name", ["initial_weight_norm", "first_norm"], ids=["now", "earlier version"])
+def test_the_initial_weight_norm_of_a_checkpoint_is_read(name: str) -> None:
+    trainer: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda path: {"step": 3, name: 2.5}))
+    Trainer.load_engine(trainer, Path("step-000003"))
+    assert (trainer.step, trainer.initial_weight_norm) == (3, 2.5)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])

@@ -101,7 +101,7 @@ def _rollout(noise: random.Random, done: float, index: int) -> Sample:
         prompt=f"What is {index + 3} + {index + 9}? Think step by step.",
         completion="".join(words),
         reward=float(noise.random() < done),
-        parts={"correct": float(noise.random() < done), "format": 0.1},
+        components={"correct": float(noise.random() < done), "format": 0.1},
         tokens=[noise.randrange(32000) for _ in words],
         token_strings=words,
         logprobs=[-noise.expovariate(1.2 + 2 * done) for _ in words],
@@ -249,6 +249,17 @@ def test_text_stays_text(tmp_path: Path) -> None:
     plain = Page(write_report([safe], tmp_path / "safe.html"))
     code = [script for script in page.scripts if script.get("type") != "application/json"]
     assert len(code) == len([script for script in plain.scripts if script.get("type") != "application/json"]) == 1
+
+
+def test_samples_of_an_earlier_version_show_their_reward_components(tmp_path: Path) -> None:
+    """Its samples.jsonl has them under "parts"."""
+    with open_run(tmp_path / "run", {}) as run:
+        run.log(1, {"loss": 1.0})
+        run.log_samples(1, [Sample("a prompt", "a completion", 1.0, {"component": 0.25})])
+    samples = tmp_path / "run" / "samples.jsonl"
+    samples.write_text(samples.read_text().replace('"components"', '"parts"'))
+    assert '"parts"' in samples.read_text()
+    assert "component 0.25" in Page(write_report([tmp_path / "run"], tmp_path / "report.html")).text
 
 
 def test_two_runs_share_their_curves(tmp_path: Path) -> None:

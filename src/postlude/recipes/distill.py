@@ -67,7 +67,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
             return super().open_dataset(data, seed)
         config = self.config
         factory = self.runtime.pool_factory
-        environment = self.keep_open(
+        environment = self.close_at_end(
             build_environment(data.environment, config.seed, self.tokenizer, data.sampling, config.budget, factory)
         )
         self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)

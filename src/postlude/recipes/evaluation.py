@@ -72,7 +72,7 @@ def run(
             seed=config.seed,
             budget=config.budget,
             pool_factory=runtime.pool_factory,
-            keep_open=lambda set_environment: resources.enter_context(closing(set_environment)),
+            close_at_end=lambda set_environment: resources.enter_context(closing(set_environment)),
         )
         directory = resources.enter_context(
             open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)

@@ -81,7 +81,7 @@ class GRPOTrainer(Trainer):
 
     def _open_environment_and_queue(self) -> None:
         config, factory = self.config, self.runtime.pool_factory
-        self.environment = self.keep_open(
+        self.environment = self.close_at_end(
             build_environment(config.environment, config.seed, self.tokenizer, config.sampling, config.budget, factory)
         )
         self.tasks: Tasks = self.environment.tasks
@@ -96,7 +96,7 @@ class GRPOTrainer(Trainer):
                 config.sampling,
                 **options,
                 pool_factory=factory,
-                keep_open=self.keep_open,
+                close_at_end=self.close_at_end,
             )
             tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
             evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, tasks_by_set)

@@ -107,7 +107,7 @@ class PPOTrainer(GRPOTrainer):
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
 
     def save(self) -> None:
-        """Writes a checkpoint. That of a critic with a model of its own is complete before the policy's is begun."""
+        """Writes a checkpoint. A critic with a model of its own is saved completely before the policy."""
         if self.critic is not None and self.saved_step != self.step:
             name = f"{CRITIC}/{self.run.checkpoint(self.step).name}"
             self.run.discard(name)  # left by an earlier start of the run

@@ -176,11 +176,13 @@ class Trainer(ABC):
     def load_engine(self, checkpoint: Path) -> dict[str, Any]:
         """Loads the engine and the step of a checkpoint. Returns the checkpoint's `extra` dict."""
         extra = self.engine.load(checkpoint)
-        self.step, self.initial_weight_norm = extra["step"], extra.get("first_norm", 0.0)
+        # Checkpoints of earlier versions call it "first_norm".
+        self.initial_weight_norm = extra.get("initial_weight_norm", extra.get("first_norm", 0.0))
+        self.step = extra["step"]
         return extra
 
-    def keep_open(self, resource: Resource) -> Resource:
-        """Returns `resource` and closes it in `close`."""
+    def close_at_end(self, resource: Resource) -> Resource:
+        """Returns `resource`, which `close` will close."""
         return self.resources.enter_context(closing(resource))
 
     @contextmanager
@@ -302,7 +304,8 @@ class Trainer(ABC):
         if self.saved_step == self.step:
             return
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
-        extra = {"step": self.step, "first_norm": self.initial_weight_norm, **(self.state_before_step or self.state())}
+        extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm}
+        extra |= self.state_before_step or self.state()
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved_step = self.step
         self.run.prune(self.config.keep_checkpoints)

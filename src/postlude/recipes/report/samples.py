@@ -69,7 +69,8 @@ def _sample(kind: str, sample: Mapping[str, Any], limit: int) -> str:
     tags = [f'<span class="tag kind">{kind}</span>']
     if sample.get("reward") is not None:
         tags.append(f'<span class="tag">reward {escape(_number(sample["reward"]))}</span>')
-    for name, value in (sample.get("parts") or {}).items():
+    components = sample.get("components") or sample.get("parts") or {}  # "parts" in files of earlier versions
+    for name, value in components.items():
         tags.append(f'<span class="tag">{escape(str(name))} {escape(_number(value))}</span>')
     if sample.get("tokens"):
         tags.append(f'<span class="tag">{len(sample["tokens"]):,} tokens</span>')

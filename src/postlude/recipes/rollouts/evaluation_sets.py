@@ -77,12 +77,12 @@ def open_sets(
     seed: int,
     budget: int,
     pool_factory: PoolFactory | None,
-    keep_open: Callable[[Environment], Environment],
+    close_at_end: Callable[[Environment], Environment],
 ) -> list[EvaluationSet]:
-    """Returns the sets with their environments, which `keep_open` closes. Tasks are generated from `seed` + 1."""
+    """Returns the sets with their environments, which `close_at_end` closes. Tasks are generated from `seed` + 1."""
     sets = []
     for name, set_settings in settings.items():
-        environment = keep_open(
+        environment = close_at_end(
             build_environment(set_settings.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
         )
         source = prompt_source(environment, tokenizer, sampling, budget)

@@ -90,13 +90,14 @@ class RolloutQueue:
         """Returns the state of the task sampler, and the tasks that no step has trained on, for a checkpoint."""
         return {
             "sampler": self.task_sampler.state(),
-            "begun": [*(pending.task_index for pending in self._pending), *self._tasks_to_restart],
+            "pending_tasks": [*(pending.task_index for pending in self._pending), *self._tasks_to_restart],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`."""
         self.task_sampler.restore(state["sampler"])
-        self._tasks_to_restart = deque(state.get("begun", ()))
+        # Checkpoints of earlier versions call them "begun".
+        self._tasks_to_restart = deque(state.get("pending_tasks", state.get("begun", ())))
         self._resampled = len(self._tasks_to_restart) * self.samples_per_prompt
         if self._resampled and self.rollout_sampler.rollout_engine.controller.is_rank0:
             LOG.warning(

@@ -188,7 +188,7 @@ def open_rollout_sampler(
     """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both."""
     config, offloaded_engine = trainer.config, trainer.engine if rollout.share_gpu else None
     with offloading(offloaded_engine, trainer.timer):  # a server measures the free memory when it starts
-        rollout_engine = trainer.keep_open(
+        rollout_engine = trainer.close_at_end(
             make_rollout_engine(
                 rollout,
                 trainer.engine,
@@ -201,7 +201,7 @@ def open_rollout_sampler(
                 background=background,
             )
         )
-    return trainer.keep_open(
+    return trainer.close_at_end(
         RolloutSampler(
             rollout_engine,
             environment,
@@ -256,7 +256,7 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
                 prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
                 completion="\n…\n".join(completion.text or "" for completion in completions),
                 reward=trajectory.reward,
-                parts=trajectory.components,
+                components=trajectory.components,
                 tokens=tokens,
                 token_strings=[tokenizer.decode([token]) for token in tokens],
                 logprobs=[logprob for completion in completions for logprob in completion.logprobs],

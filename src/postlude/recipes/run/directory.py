@@ -57,8 +57,8 @@ class Sample:
     prompt: str
     completion: str
     reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """The components of the reward."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The components of the reward, by name."""
     tokens: Sequence[int] = ()
     token_strings: Sequence[str] = ()
     logprobs: Sequence[float] = ()
