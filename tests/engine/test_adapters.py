@@ -59,7 +59,7 @@ def follow(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, lis
     """Makes the calls. Returns by adapter what they returned; b's steps have settings of their own."""
     results: dict[str, list[Any]] = {}
     for name, seed in calls:
-        engine.use(name)
+        engine.set_adapter(name)
         if seed is None:
             result = engine.optimizer_step(STEP if name == "b" else None)
             results.setdefault(name, []).append((result.step, result.grad_norm, result.lr))
@@ -69,7 +69,7 @@ def follow(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, lis
 
 
 def results(engine: Engine, name: str) -> dict[str, Any]:
-    engine.use(name)
+    engine.set_adapter(name)
     moments = {
         f"{parameter} {key}": value.clone()
         for parameter, tensor in engine.parameters.items()
@@ -98,12 +98,12 @@ def together_and_alone(group: Any, layout: str, options: dict[str, Any]) -> dict
             differing.append(f"calls of {name}")
         actual, expected = results(joint_engine, name), results(alone, name)
         differing += [f"{name} {key}" for key in expected if not identical(actual[key], expected[key])]
-    joint_engine.use(None)
+    joint_engine.set_adapter(None)
     plain = build(layout, **options)
     base = torch.cat(joint_engine.logprobs(batch(9)).logprob)
     if not torch.equal(base, torch.cat(plain.logprobs(batch(9)).logprob)):
         differing.append("the model alone")
-    joint_engine.use("a")
+    joint_engine.set_adapter("a")
     distance = difference(torch.cat(joint_engine.logprobs(batch(9)).logprob), base)
     return {"differing": differing, "from base": distance, "new": new}
 
@@ -162,7 +162,7 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
     extra = [full_engine.load(f"{directory}/all")]
     whole_loaded = {name: adapter(full_engine, name) for name in LORAS}
     add_adapter(single, "other", LoRA(rank=3, targets="attention"))
-    single.use("other")
+    single.set_adapter("other")
     single.forward_backward(batch(5), policy)
     gradients = {key: tensor.clone() for key, tensor in stream_adapters(single, gradients=True)}
     single_loaded, peft_loaded = {}, {}
@@ -171,7 +171,7 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
         single_loaded[name] = adapter(single, f"new {name}")
         load_adapter(peft, f"{directory}/{name}-peft", name=name)
         peft_loaded[name] = adapter(peft, name)
-    single.use("other")
+    single.set_adapter("other")
     unchanged = identical(gradients, dict(stream_adapters(single, gradients=True)))
     later = follow(full_engine, CALLS)
     single_calls = [(f"new {name}", seed) for name, seed in CALLS if name == "a"]
@@ -218,7 +218,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         "train the base": lambda: engine.forward_backward(batch(0), policy),
         "step the base": engine.optimizer_step,
         "export the base": lambda: export_adapter(engine, directory),
-        "unknown": lambda: engine.use("x"),
+        "unknown": lambda: engine.set_adapter("x"),
         "slash": lambda: add_adapter(engine, "a/b", LoRA()),
         "empty": lambda: add_adapter(engine, "", LoRA()),
     }
@@ -227,45 +227,45 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
     add_adapter(engine, "b", LoRA(rank=2, targets="attention"))
     shares = all(
         stage.state_dict()[name].data_ptr() == tensors[name].data_ptr()
-        for training in engine.trainings.values()
-        for stage in training.stages.models.values()
+        for training_state in engine.training_states.values()
+        for stage in training_state.stages.models.values()
         for name in tensors
     )
-    engine.use("a")
-    outputs["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
+    engine.set_adapter("a")
+    answers["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
     engine.forward_backward(batch(0), policy)
 
     def fails(inputs: OutputInputs) -> Loss:
         raise LookupError("no such column")
 
-    engine.use("b")
+    engine.set_adapter("b")
     error_text(lambda: engine.forward_backward(batch(0), fails))
-    outputs["lost"] = error_text(engine.optimizer_step)
-    engine.use("a")
-    outputs["not lost"] = error_text(engine.optimizer_step)
-    engine.use("b")
-    outputs["still lost"] = error_text(engine.optimizer_step)
+    answers["lost"] = error_text(engine.optimizer_step)
+    engine.set_adapter("a")
+    answers["not lost"] = error_text(engine.optimizer_step)
+    engine.set_adapter("b")
+    answers["still lost"] = error_text(engine.optimizer_step)
     engine.zero_grad()
     outputs["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
     outputs["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
     bytes_before = storage_bytes(live_matrices())
     for name in ("a", "b"):
         remove_adapter(engine, name)
-    outputs["removed"] = error_text(lambda: engine.use("a"))
-    outputs["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
+    answers["removed"] = error_text(lambda: engine.set_adapter("a"))
+    answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
     gc.collect()
     freed = storage_bytes(live_matrices()) <= base < bytes_before
-    return outputs | {"shares": shares, "freed": freed, "in use": engine.adapters.in_use}
+    return answers | {"shares": shares, "freed": freed, "active": engine.adapters.active}
 
 
 def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     (actual,) = ranks(1, switch_and_remove, str(tmp_path / "adapter"))
     assert actual["shares"]
     assert actual["freed"]
-    assert actual["in use"] is None
+    assert actual["active"] is None
     for name in ("train the base", "step the base"):
-        assert "the model alone is in use, which is frozen" in actual[name]
-    assert "no adapters in use" in actual["export the base"]
+        assert "no adapter is active, and the model is frozen" in actual[name]
+    assert "no active adapter" in actual["export the base"]
     assert 'no adapter "x". There are none; add_adapter makes one.' in actual["unknown"]
     assert "'a/b'" in actual["slash"]
     assert "''" in actual["empty"]
@@ -288,8 +288,8 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     add_adapter(unadapted, "c", LoRA(rank=2))
     other_engine = build("", DENSE)
     add_adapter(other_engine, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
-    before = {name: local_shard(tensor).clone() for name, tensor in other_engine.trainings["b"].tensors.items()}
-    outputs = {
+    before = {name: local_shard(tensor).clone() for name, tensor in other_engine.training_states["b"].tensors.items()}
+    answers = {
         "more": error_text(lambda: unadapted.load(f"{directory}/all")),
         "other": error_text(lambda: other_engine.load(f"{directory}/all")),
         "other one": error_text(lambda: load_adapter_state(other_engine, f"{directory}/one", name="b")),
@@ -297,8 +297,8 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
         "optimizer": error_text(lambda: build("", DENSE, optimizer=SGD()).load(f"{directory}/all")),
     }
     assert other_engine.adapters.names == ("b",)  # what was made for the load is gone
-    assert all(torch.equal(before[name], tensor) for name, tensor in other_engine.trainings["b"].tensors.items())
-    return outputs
+    assert all(torch.equal(before[name], tensor) for name, tensor in other_engine.training_states["b"].tensors.items())
+    return answers
 
 
 def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -338,9 +338,9 @@ def test_a_step_takes_settings_of_its_own_in_full_training(ranks: Ranks, layout:
 
 def use_different_ones(group: Any) -> tuple[str, str]:
     engine = build("tp=2", DENSE, lora={"a": LoRA(rank=2), "b": LoRA(rank=2)})
-    engine.use("ab"[engine.mesh.tp.rank])
+    engine.set_adapter("ab"[engine.mesh.tp.rank])
     refused = error_text(lambda: engine.forward_backward(batch(0), policy))
-    engine.use("a")
+    engine.set_adapter("a")
     return refused, error_text(lambda: engine.forward_backward(batch(0), policy))
 
 

@@ -139,24 +139,24 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
     trained, later = torch.cat(engine.logprobs(batch(0)).logprob), engine.reference()
     engine.forward_backward(batch(2), policy)
     engine.optimizer_step()
-    engine.use(None)
+    engine.set_adapter(None)
     return {
         "plain": plain,
         "reference": torch.cat(reference.logprobs(batch(0)).logprob),
         "reference of a loaded one": torch.cat(later.logprobs(batch(0)).logprob),
         "trained": trained,
-        "in use": engine.adapters.in_use,
+        "active": engine.adapters.active,
         "allocated": allocated,
         "kept of a loaded one": sum(weight.numel() for weight in later.weights.values()),
         "kept": sum(weight.numel() for weight in reference.weights.values()),
         "adapters": sum(
-            local_shard(parameter).numel() for parameter in engine.trainings["default"].parameters.values()
+            local_shard(parameter).numel() for parameter in engine.training_states["default"].parameters.values()
         ),
         "frozen": all(torch.equal(local_shard(engine.tensors[name]), local_shard(weights[name])) for name in weights),
         "without gradient": all(
             parameter.grad is None
-            for training in engine.trainings.values()
-            for stage in training.stages.models.values()
+            for training_state in engine.training_states.values()
+            for stage in training_state.stages.models.values()
             for name, parameter in stage.named_parameters()
             if not is_adapter(name)
         ),
@@ -173,7 +173,7 @@ def test_the_reference_of_new_adapters_is_the_model_itself(ranks: Ranks, layout:
     assert actual["allocated"] == 0
     assert actual["frozen"]
     assert actual["without gradient"]
-    assert actual["in use"] is None  # as it was before the references were evaluated
+    assert actual["active"] is None  # as it was before the references were evaluated
 
 
 def save(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:

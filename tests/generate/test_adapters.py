@@ -203,7 +203,7 @@ def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
     for block in generator.model.blocks:
         for layers in block.fused_projections():
             fuse_weights(layers)
-    generator.adapters.use("one")
+    generator.adapters.activate("one")
     (microbatch,) = pack([torch.arange(7)], budget=64)
     context: Any = ForwardContext(microbatch, generator.model.mesh, decode_state=HalfOfTheQuery())  # type: ignore[arg-type]
     hidden = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))

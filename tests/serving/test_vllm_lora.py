@@ -71,9 +71,9 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
             ]
             batch = Batch([prompt + completion.tokens for prompt, completion in zip(PROMPTS, completions, strict=True)])
             for values, adapter in ((gaps, "default"), (moved, None)):
-                engine.use(adapter)
+                engine.set_adapter(adapter)
                 rows = engine.logprobs(batch).logprob
-                engine.use("default")
+                engine.set_adapter("default")
                 values.append(
                     max(
                         float((row[-len(completion.tokens) :] - torch.tensor(completion.logprobs)).abs().max())

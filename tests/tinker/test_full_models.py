@@ -142,7 +142,7 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
     def fail(*arguments: Any) -> NoReturn:
         raise RuntimeError("no memory for the moments")
 
-    models.models["full"].engine.training.optimizer.clipped_step = fail  # type: ignore[method-assign]
+    models.models["full"].engine.training_state.optimizer.clipped_step = fail  # type: ignore[method-assign]
     with pytest.raises(ModelLost) as lost:
         models.optim_step("full", ADAM)
     with pytest.raises(ValueError, match="there is no model 'full'"):

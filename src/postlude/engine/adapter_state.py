@@ -20,10 +20,10 @@ def save_adapter_state(
     name: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the training state of an adapter, by default that in use, to a new directory. Every rank calls it."""
+    """Writes the training state of an adapter, by default the active one, to a new directory. Every rank calls it."""
     engine.failure_state.check()
     writer = checkpoint.CheckpointWriter()
-    writer.save(engine, directory, extra, adapter=engine.trainings[engine.adapters.resolve(name)])
+    writer.save(engine, directory, extra, adapter=engine.training_states[engine.adapters.resolve(name)])
     writer.finish()
     writer.close()
 
@@ -31,7 +31,7 @@ def save_adapter_state(
 def load_adapter_state(
     engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None
 ) -> dict[str, Any]:
-    """Restores the training state of an adapter, by default that in use. Returns the saved `extra`.
+    """Restores the training state of an adapter, by default the active one. Returns the saved `extra`.
 
     The name may be another than it was saved under. If there is no such adapter, it is made as it was saved. Its
     gradients are freed. Other adapters and random generators do not change. Every rank calls it.

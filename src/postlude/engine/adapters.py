@@ -25,7 +25,7 @@ from postlude.engine.streaming import (
     plan_buckets,
     stream,
 )
-from postlude.engine.training import Training
+from postlude.engine.training_state import TrainingState
 from postlude.hf.family import Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
@@ -55,10 +55,10 @@ class AdaptedModel(DistributedModel, Protocol):
     builder: StageBuilder
     default_optimizer: OptimizerConfig
     adapters: Adapters
-    trainings: dict[str | None, Training]
+    training_states: dict[str | None, TrainingState]
     failure_state: FailureState
 
-    def use(self, adapter: str | None) -> None:
+    def set_adapter(self, adapter: str | None) -> None:
         """Selects the adapter that other calls use."""
         ...
 
@@ -68,7 +68,7 @@ class AdaptedModel(DistributedModel, Protocol):
 
 
 class Adapters:
-    """The names and layers of an engine's adapters, and which one is in use. Without LoRA there are none."""
+    """The names and layers of an engine's adapters, and which one is active. Without LoRA there are none."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Adapters:
             for name, settings in ({DEFAULT: lora} if isinstance(lora, LoRA) else lora).items():
                 self.check_new(name)
                 self.by_name[name] = adapter_configs(settings, config, family, blocks)
-        self.in_use: str | None = next(iter(self.by_name), None)
+        self.active: str | None = next(iter(self.by_name), None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,8 +97,8 @@ class Adapters:
 
     @property
     def configs(self) -> AdapterConfigs:
-        """The adapter in use of each layer, by the layer's global name; empty if there is none."""
-        return NO_ADAPTERS if self.in_use is None else self.by_name[self.in_use]
+        """The active adapter of each layer, by the layer's global name; empty if there is none."""
+        return NO_ADAPTERS if self.active is None else self.by_name[self.active]
 
     def check_name(self, name: str | None) -> None:
         """Raises ValueError unless there is an adapter of this name. None, the model alone, always exists."""
@@ -118,18 +118,20 @@ class Adapters:
         if name in self.by_name:
             raise ValueError(f'this engine has an adapter "{name}" already: choose another name, or remove it.')
 
-    def check_trained(self) -> None:
-        """Raises ValueError if the model alone is in use, which is frozen."""
-        if self.enabled and self.in_use is None:
-            raise ValueError(f"the model alone is in use, which is frozen: call engine.use(name). {self._existing}")
+    def check_trainable(self) -> None:
+        """Raises ValueError if no adapter is active: the model itself is frozen."""
+        if self.enabled and self.active is None:
+            raise ValueError(
+                f"no adapter is active, and the model is frozen: call engine.set_adapter(name). {self._existing}"
+            )
 
     def resolve(self, name: str | None) -> str:
-        """Returns the name, or for None that of the adapter in use. Raises ValueError if there is none."""
-        name = self.in_use if name is None else name
+        """Returns the name, or for None that of the active adapter. Raises ValueError if there is none."""
+        name = self.active if name is None else name
         self.check_name(name)
         if name is None:
-            fix = "call engine.use(name)" if self.enabled else "make it with Engine(..., lora=LoRA())"
-            raise ValueError(f"this engine has no adapters in use: {fix}. {self._existing}")
+            fix = "call engine.set_adapter(name)" if self.enabled else "make it with Engine(..., lora=LoRA())"
+            raise ValueError(f"this engine has no active adapter: {fix}. {self._existing}")
         return name
 
     def resolve_or_new(self, name: str | None) -> str:
@@ -190,7 +192,7 @@ def _full_tensor(parameter: Tensor) -> Tensor:
 
 
 def add_adapter(engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0) -> None:
-    """Adds an adapter that changes nothing yet. Every rank calls it. `use` selects it.
+    """Adds an adapter that changes nothing yet. Every rank calls it. `Engine.set_adapter` selects it.
 
     Its A starts from `seed`, the same in every layout. On a failure the engine is as before.
     """
@@ -203,13 +205,13 @@ def add_adapter(engine: AdaptedModel, name: str, lora: LoRA, *, seed: int = 0) -
 def add_adapter_configs(engine: AdaptedModel, name: str, configs: AdapterConfigs, *, seed: int = 0) -> None:
     """Adds an adapter of these layers, whose stages share the frozen model."""
     builder = replace(engine.builder, adapters=configs)
-    stages = builder.build_on(engine.trainings[None].stages, seed)
-    engine.trainings[name] = Training(builder, stages, engine.default_optimizer)
+    stages = builder.build_on(engine.training_states[None].stages, seed)
+    engine.training_states[name] = TrainingState(builder, stages, engine.default_optimizer)
     engine.adapters.by_name[name] = configs
 
 
 def remove_adapter(engine: AdaptedModel, name: str) -> None:
-    """Removes an adapter and frees its memory. Every rank calls it. If it is in use, the model alone is afterwards."""
+    """Removes an adapter and frees its memory. Every rank calls it. If it was active, no adapter is afterwards."""
     engine.failure_state.check()
     engine.adapters.check_name(name)
     discard_adapter(engine, name)
@@ -217,11 +219,11 @@ def remove_adapter(engine: AdaptedModel, name: str) -> None:
 
 def discard_adapter(engine: AdaptedModel, name: str) -> None:
     """Removes an adapter that exists."""
-    if engine.adapters.in_use == name:
-        engine.use(None)
+    if engine.adapters.active == name:
+        engine.set_adapter(None)
     del engine.adapters.by_name[name]
     engine.failure_state.lost_gradients.pop(name, None)
-    engine.trainings.pop(name).free()
+    engine.training_states.pop(name).free()
 
 
 def stream_adapters(
@@ -229,11 +231,11 @@ def stream_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields all tensors of an adapter, or their gradients, whole, in fp32, by our names, on every rank.
 
-    `name` is by default that of the adapter in use. One pass of the iterator is collective: every rank exhausts it.
+    `name` is by default that of the active adapter. One pass of the iterator is collective: every rank exhausts it.
     """
     name = engine.adapters.resolve(name)
     engine.failure_state.check(gradients=gradients, adapter=name)
-    parameters = engine.trainings[name].parameters
+    parameters = engine.training_states[name].parameters
     tensors = {
         key: parameter.grad if gradients else parameter for key, parameter in parameters.items() if is_adapter(key)
     }
@@ -246,7 +248,7 @@ def stream_adapters(
 def export_adapter(
     engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None, base: str | None = None
 ) -> Path:
-    """Writes an adapter, by default that in use, as peft and vLLM read it. Every rank calls it; rank 0 writes.
+    """Writes an adapter, by default the active one, as peft and vLLM read it. Every rank calls it; rank 0 writes.
 
     `base` is the directory of the adapted model, or its name on the Hugging Face Hub: peft loads it by that.
     """
@@ -264,7 +266,7 @@ def export_adapter(
 
 @torch.no_grad()
 def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None) -> None:
-    """Reads what `export_adapter` or peft wrote into an adapter, by default that in use. Every rank calls it.
+    """Reads what `export_adapter` or peft wrote into an adapter, by default the active one. Every rank calls it.
 
     If there is none of this name, it is made as the file has it; else ranks, scales and layers must be the same.
     Gradients and the optimizer's state stay as they are.
@@ -278,7 +280,7 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
         add_adapter_configs(engine, name, configs)
     check_adapter(Path(directory), name, configs, engine.adapters.by_name[name])
     with engine.failure_state.guard_write("load_adapter"):
-        for key, parameter in engine.trainings[name].parameters.items():
+        for key, parameter in engine.training_states[name].parameters.items():
             if is_adapter(key):
                 layer, leaf = key.rsplit(".adapter.", 1)
                 matrix = pairs[layer]["ab".index(leaf)]

@@ -52,7 +52,7 @@ def export_base(engine: Engine, directory: str | os.PathLike[str], *, untied: bo
 def adapter_matrices(engine: Engine) -> tuple[AdapterConfigs, dict[str, tuple[Tensor, Tensor]]]:
     """Returns config, A and B of every adapted layer, whole, in fp32, by the layers' global names. Every rank calls it.
 
-    They are of the adapter in use, and on the engine's device.
+    They are of the active adapter, and on the engine's device.
     """
     tensors, configs = dict(stream_adapters(engine)), engine.adapters.configs
     return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}

@@ -173,7 +173,7 @@ def shard_batch(
 ) -> LocalBatch:
     """Returns this rank's microbatches of a batch. Every rank raises if one does, or if their batches differ.
 
-    `step_counts` are the denominators of the step, if the caller gave them, and `adapter` is the one in use: they must
+    `step_counts` are the denominators of the step, if the caller gave them, and `adapter` is the active one: they must
     be equal on every rank.
     """
     check, depths = ConsistencyCheck(device), len(config.pattern.mtp)

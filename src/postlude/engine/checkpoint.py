@@ -26,7 +26,7 @@ from postlude.engine.adapters import DEFAULT, AdaptedModel, add_adapter_configs,
 from postlude.engine.checkpoint_checks import check_adapter, check_base, check_files, check_tensors, refuse_damaged
 from postlude.engine.optimizers import state_shard
 from postlude.engine.streaming import is_owner
-from postlude.engine.training import Training
+from postlude.engine.training_state import TrainingState
 from postlude.hf.tensor_sources import MODEL
 from postlude.lora import AdapterConfig
 from postlude.model.parallel import local_shard, region
@@ -51,10 +51,10 @@ RANDOM = "rng/"  # prefix of a kind of generator; a rank's number follows, excep
 UNWRITTEN = "What was written is not a checkpoint; fix the cause and save again."
 
 
-def saved_trainings(trained: AdaptedModel) -> dict[str, Training]:
-    """Returns the trainings that a checkpoint saves: all adapters by name; "" is the default one, or all weights."""
-    named = {name: trained.trainings[name] for name in trained.adapters.names if name != DEFAULT}
-    return {"": trained.trainings.get(DEFAULT) or trained.trainings[None], **named}
+def saved_training_states(trained: AdaptedModel) -> dict[str, TrainingState]:
+    """Returns the training states of a checkpoint: of all adapters by name; "" is the default one, or all weights."""
+    named = {name: trained.training_states[name] for name in trained.adapters.names if name != DEFAULT}
+    return {"": trained.training_states.get(DEFAULT) or trained.training_states[None], **named}
 
 
 def _prefix(name: str) -> str:
@@ -77,7 +77,7 @@ class CheckpointWriter:
         extra: Mapping[str, Any] | None,
         write_model_files: Callable[[Path], None] = lambda directory: None,
         *,
-        adapter: Training | None = None,
+        adapter: TrainingState | None = None,
     ) -> None:
         """Copies the state to host memory, and starts to write it. `write_model_files` writes the model's config.
 
@@ -86,11 +86,11 @@ class CheckpointWriter:
         self.finish()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        trainings = saved_trainings(trained) if adapter is None else {"": adapter}
-        shards = shards_to_save(trained, trainings)
+        training_states = saved_training_states(trained) if adapter is None else {"": adapter}
+        shards = shards_to_save(trained, training_states)
         if adapter is None:
             shards |= _random_shards(trained)
-        state = _describe(trained, trainings, extra)
+        state = _describe(trained, training_states, extra)
         write = _prepare_save(shards, state, directory, self._group, self._staging, write_model_files)
 
         def run() -> None:
@@ -158,7 +158,7 @@ def _prepare_save(
 
 
 def _describe(
-    trained: AdaptedModel, trainings: Mapping[str, Training], extra: Mapping[str, Any] | None
+    trained: AdaptedModel, training_states: Mapping[str, TrainingState], extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the entries of state.json besides the index."""
     try:
@@ -169,15 +169,15 @@ def _describe(
         ) from error
     entries = {
         name: {
-            "step": training.step,
-            "skipped": training.skipped,
-            "optimizer_start": training.optimizer_start_step,
-            "optimizer": training.optimizer_kind,
-            "idle": training.steps_without_gradients,
-            "began_later": training.late_start_steps,
-            "adapter": {layer: astuple(config) for layer, config in training.adapters.items()},
+            "step": training_state.step,
+            "skipped": training_state.skipped,
+            "optimizer_start": training_state.optimizer_start_step,
+            "optimizer": training_state.optimizer_kind,
+            "idle": training_state.steps_without_gradients,
+            "began_later": training_state.late_start_steps,
+            "adapter": {layer: astuple(config) for layer, config in training_state.adapters.items()},
         }
-        for name, training in trainings.items()
+        for name, training_state in training_states.items()
     }
     state = {"format": FORMAT, "base": trained.base_fingerprint(), **entries.pop("")}
     return {**state, "layout": str(trained.mesh.layout), "extra": extra, "adapters": entries}
@@ -202,13 +202,13 @@ def load(
     check_files(source, state["files"])
     check_base(source, state.get("base"), trained.base_fingerprint())
     random_states = {} if adapter is not None else _random_states(trained)
-    with _adapters_of(trained, source, state, adapter, same_layers=recast is None) as trainings, ExitStack() as stack:
-        saved_parts = [_SavedTraining(state, name, training, recast) for name, training in trainings.items()]
+    with _adapters_of(trained, source, state, adapter, same_layers=recast is None) as loaded, ExitStack() as stack:
+        saved_parts = [_SavedTrainingState(state, *named_state, recast) for named_state in loaded.items()]
         shards, optional = dict[str, TensorShard](), frozenset[str]()
         for saved in saved_parts:
             saved.check_optimizer(source)
-            stack.enter_context(_optimizer_state(saved.training, saved=saved.has_optimizer_state))
-            saved.shards = _all_shards(trained, saved.training)
+            stack.enter_context(_optimizer_state(saved.training_state, saved=saved.has_optimizer_state))
+            saved.shards = _all_shards(trained, saved.training_state)
             shards |= {saved.name(name): shard for name, (shard, _) in saved.shards.items() if saved.has(name)}
             optional |= saved.optional
         for kind, values in random_states.items():
@@ -236,8 +236,8 @@ def load(
 @contextmanager
 def _adapters_of(
     trained: AdaptedModel, source: Path, state: Mapping[str, Any], adapter: str | None, *, same_layers: bool
-) -> Iterator[dict[str, Training]]:
-    """Yields the trainings that a checkpoint is loaded into, by their names there.
+) -> Iterator[dict[str, TrainingState]]:
+    """Yields the training states that a checkpoint is loaded into, by their names there.
 
     Adapters that the engine lacks are added, and removed again if the block raises.
     """
@@ -257,7 +257,7 @@ def _adapters_of(
         for saved_name, present in names.items():
             layers = entries[saved_name].get("adapter", {})
             configs = {layer: AdapterConfig(*values) for layer, values in layers.items()}
-            if present is not None and present not in trained.trainings:
+            if present is not None and present not in trained.training_states:
                 if not configs:
                     raise ValueError(
                         f'{source} does not say how its adapter was made: give the engine lora for "{present}".'
@@ -265,19 +265,21 @@ def _adapters_of(
                 add_adapter_configs(trained, present, configs)
                 added.append(present)
             elif present is not None and same_layers and "adapter" in entries[saved_name]:
-                check_adapter(source, present, configs, trained.trainings[present].adapters)
-        yield {saved_name: trained.trainings[present] for saved_name, present in names.items()}
+                check_adapter(source, present, configs, trained.training_states[present].adapters)
+        yield {saved_name: trained.training_states[present] for saved_name, present in names.items()}
     except BaseException:
         for name in added:
             discard_adapter(trained, name)
         raise
 
 
-class _SavedTraining:
+class _SavedTrainingState:
     """The saved state of one adapter, or of all weights. The engine's pattern may differ from the saved one."""
 
-    def __init__(self, state: Mapping[str, Any], name: str, training: Training, recast: RecastPlan | None) -> None:
-        self.training, self.recast, self.prefix = training, recast, _prefix(name)
+    def __init__(
+        self, state: Mapping[str, Any], name: str, training_state: TrainingState, recast: RecastPlan | None
+    ) -> None:
+        self.training_state, self.recast, self.prefix = training_state, recast, _prefix(name)
         self.state = state["adapters"][name] if name else state
         self.tensors = frozenset(
             saved.removeprefix(self.prefix)
@@ -292,7 +294,7 @@ class _SavedTraining:
 
     def check_optimizer(self, source: Path) -> None:
         """Raises ValueError if the state is of another optimizer."""
-        if self.state["optimizer"] != (present := self.training.optimizer_kind):
+        if self.state["optimizer"] != (present := self.training_state.optimizer_kind):
             raise ValueError(
                 f"{source} was saved with {self.state['optimizer']}, but this engine has {present}. Give the engine "
                 "the same optimizer, and the same weights."
@@ -300,20 +302,20 @@ class _SavedTraining:
 
     def restore_counts(self) -> None:
         """Sets the step counts, and zeroes moments that were not saved."""
-        training = self.training
+        training_state = self.training_state
         for name, (shard, _) in self.shards.items():
             if name.startswith(OPTIMIZER) and not self.has(name):
                 shard.values.zero_()
-        training.zero_grad()
-        training.step, training.skipped = self.state["step"], self.state["skipped"]
-        training.optimizer_start_step = self.state["optimizer_start"]
-        training.late_start_steps = self.late_start_steps()
-        training.steps_without_gradients = self.steps_without_gradients
-        for name, parameter in training.parameters.items():
-            if "step" in training.optimizer.state.get(parameter, {}):
-                began = training.late_start_steps.get(name, training.optimizer_start_step)
-                count = training.step - training.steps_without_gradients - began
-                training.optimizer.state[parameter]["step"].fill_(count)
+        training_state.zero_grad()
+        training_state.step, training_state.skipped = self.state["step"], self.state["skipped"]
+        training_state.optimizer_start_step = self.state["optimizer_start"]
+        training_state.late_start_steps = self.late_start_steps()
+        training_state.steps_without_gradients = self.steps_without_gradients
+        for name, parameter in training_state.parameters.items():
+            if "step" in training_state.optimizer.state.get(parameter, {}):
+                began = training_state.late_start_steps.get(name, training_state.optimizer_start_step)
+                count = training_state.step - training_state.steps_without_gradients - began
+                training_state.optimizer.state[parameter]["step"].fill_(count)
 
     def name(self, tensor_name: str) -> str:
         """Returns a tensor's name in the checkpoint."""
@@ -369,12 +371,12 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
-def shards_to_save(trained: AdaptedModel, trainings: Mapping[str, Training]) -> dict[str, TensorShard]:
+def shards_to_save(trained: AdaptedModel, training_states: Mapping[str, TrainingState]) -> dict[str, TensorShard]:
     """Returns the shards that this rank writes. Of ranks that hold the same shard, one writes it."""
     return {
         _prefix(adapter) + name: shard
-        for adapter, training in trainings.items()
-        for name, (shard, like) in _all_shards(trained, training).items()
+        for adapter, training_state in training_states.items()
+        for name, (shard, like) in _all_shards(trained, training_state).items()
         if shard.values.numel() and is_owner(name.rsplit("/", 1)[1], like, trained.mesh, trained.shared_parameters)
     }
 
@@ -397,16 +399,16 @@ def _random_states(trained: AdaptedModel) -> dict[str, Tensor]:
     return states
 
 
-def _all_shards(trained: AdaptedModel, training: Training) -> dict[str, tuple[TensorShard, Tensor]]:
+def _all_shards(trained: AdaptedModel, training_state: TrainingState) -> dict[str, tuple[TensorShard, Tensor]]:
     """Returns this rank's trained tensors and optimizer state, by names that are the same in every layout.
 
     Each comes with the tensor that it is sharded like. Waits for copies of state in host memory.
     """
     if trained.mesh.device_type == "cuda":
         torch.cuda.synchronize()
-    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in training.tensors.items()}
-    for name, parameter in training.parameters.items():
-        for key, value in training.optimizer.state.get(parameter, {}).items():
+    shards = {f"{MODEL}{name}": (_shard(tensor), tensor) for name, tensor in training_state.tensors.items()}
+    for name, parameter in training_state.parameters.items():
+        for key, value in training_state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and key != "step":
                 shards[f"{OPTIMIZER}{key}/{name}"] = state_shard(value, parameter), parameter
     return shards
@@ -417,33 +419,33 @@ def _shard(tensor: Tensor) -> TensorShard:
 
 
 @contextmanager
-def _optimizer_state(training: Training, *, saved: bool) -> Iterator[None]:
+def _optimizer_state(training_state: TrainingState, *, saved: bool) -> Iterator[None]:
     """Gives the optimizer a state to overwrite, if one was saved; restores the old one if the block raises."""
-    before = dict(training.optimizer.state)
+    before = dict(training_state.optimizer.state)
     if not saved:
-        training.optimizer.state.clear()
+        training_state.optimizer.state.clear()
     elif not before:
-        _make_optimizer_state(training)
+        _make_optimizer_state(training_state)
     try:
         yield
     except BaseException:
-        training.optimizer.state.clear()
-        training.optimizer.state.update(before)
+        training_state.optimizer.state.clear()
+        training_state.optimizer.state.update(before)
         raise
 
 
-def _make_optimizer_state(training: Training) -> None:
+def _make_optimizer_state(training_state: TrainingState) -> None:
     """Makes the optimizer create its state, by a step that changes nothing. Present gradients are kept."""
-    rates = [group["lr"] for group in training.optimizer.param_groups]
-    gradients = {name: parameter.grad for name, parameter in training.parameters.items()}
-    for group in training.optimizer.param_groups:
+    rates = [group["lr"] for group in training_state.optimizer.param_groups]
+    gradients = {name: parameter.grad for name, parameter in training_state.parameters.items()}
+    for group in training_state.optimizer.param_groups:
         group["lr"] = 0.0
-    for parameter in training.parameters.values():
+    for parameter in training_state.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    training.optimizer.step()
-    for name, parameter in training.parameters.items():
+    training_state.optimizer.step()
+    for name, parameter in training_state.parameters.items():
         parameter.grad = gradients[name]
-    for group, rate in zip(training.optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(training_state.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 

@@ -26,7 +26,7 @@ from postlude.engine.result import Outputs, PassResult, StepResult
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
-from postlude.engine.training import Training, TrainingProperties
+from postlude.engine.training_state import TrainingState, TrainingStateProperties
 from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
 from postlude.hf.families import FAMILIES
@@ -48,7 +48,7 @@ from postlude.world.devices import check_initialized, group_device
 from postlude.world.mesh import Mesh
 
 
-class Engine(TrainingProperties):
+class Engine(TrainingStateProperties):
     """A model distributed over the ranks of a layout, with its optimizer.
 
     Every rank passes the same global batch, or its own part (`Batch.sharded`). The engine packs it into microbatches
@@ -71,7 +71,7 @@ class Engine(TrainingProperties):
         rank shares them.
     fp8: GEMMs of blocks are in FP8 e4m3, except those of weight gradients (`ops.fp8`).
     lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
-        adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `use` selects one of them.
+        adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `set_adapter` selects one.
         Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
     selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
         independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
@@ -140,11 +140,11 @@ class Engine(TrainingProperties):
         )
         self.default_optimizer, self.failure_state = optimizer or AdamW(), FailureState()
         stages = self.builder.build(lambda stage: init_or_load_weights(stage, source, self.family, seed, families))
-        self.training = Training(self.builder, stages, self.default_optimizer)
-        self.trainings: dict[str | None, Training] = {None: self.training}
+        self.training_state = TrainingState(self.builder, stages, self.default_optimizer)
+        self.training_states: dict[str | None, TrainingState] = {None: self.training_state}
         for name, configs in self.adapters.by_name.items():
             add_adapter_configs(self, name, configs, seed=seed)
-        self.use(self.adapters.in_use)
+        self.set_adapter(self.adapters.active)
         self._state_offload = StateOffload(self.device, self.failure_state)
         self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
         self._checkpoint_writer = checkpoint.CheckpointWriter()
@@ -154,13 +154,14 @@ class Engine(TrainingProperties):
         """The degrees of parallelism."""
         return self.mesh.layout
 
-    def use(self, adapter: str | None) -> None:
-        """Selects the adapter that all other calls use; None is the model alone, which is not trained.
+    def set_adapter(self, adapter: str | None) -> None:
+        """Makes an adapter the active one, which all other calls use; None is the model alone, which is not trained.
 
-        Each adapter has its own gradients, optimizer and steps, which stay as they are while another one is in use.
+        Each adapter has its own gradients, optimizer and steps, which stay as they are while another one is active.
         """
         self.adapters.check_name(adapter)
-        self.training, self.adapters.in_use, self.failure_state.adapter = self.trainings[adapter], adapter, adapter
+        self.training_state = self.training_states[adapter]
+        self.adapters.active = self.failure_state.adapter = adapter
 
     @property
     def stages(self) -> dict[int, LanguageModel]:
@@ -182,7 +183,7 @@ class Engine(TrainingProperties):
     def low_bits(self) -> dict[str, Tensor]:
         """The lower 16 bits of split weights by global name, this rank's shards; the upper 16 are the parameters."""
         self.failure_state.check_on_device()
-        return self.training.low_bits
+        return self.training_state.low_bits
 
     def forward_backward(
         self,
@@ -200,13 +201,13 @@ class Engine(TrainingProperties):
 
         `FailureState` explains which errors it raises, and what is lost then.
         """
-        self.adapters.check_trained()
+        self.adapters.check_trainable()
         counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
         microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
         accumulator = self._metric_accumulator(objective, local, counts)
-        with self.failure_state.guard_pass("forward_backward", self.training.rebuild, gradients=True):
-            self.training.free_shared_gradients()
+        with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
+            self.training_state.free_shared_gradients()
             self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
@@ -229,7 +230,7 @@ class Engine(TrainingProperties):
         """Returns the result of `forward_backward`, without a backward and without the layers' metrics."""
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
-        with self.failure_state.guard_pass("evaluate_loss", self.training.rebuild):
+        with self.failure_state.guard_pass("evaluate_loss", self.training_state.rebuild):
             self.local_stages.forward(local.microbatches, lambda inputs: accumulator.evaluate(objective, inputs))
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
@@ -262,21 +263,21 @@ class Engine(TrainingProperties):
 
         `config` replaces the optimizer's learning rate, betas, eps, weight decay and clipping for this step.
         """
-        self.adapters.check_trained()
+        self.adapters.check_trainable()
         self.failure_state.check(gradients=True)
-        training, config = self.training, self.training.step_config(config)
-        norm_on_device = training.gradient_norm()
+        training_state, config = self.training_state, self.training_state.step_config(config)
+        norm_on_device = training_state.gradient_norm()
         with self.failure_state.guard_write("optimizer_step"):
-            lr = training.clipped_step(config, norm_on_device)
+            lr = training_state.clipped_step(config, norm_on_device)
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
                 gradients.all_reduce_counters(self.local_stages.counters, self.mesh)
                 for block in self.local_stages.blocks:
                     block.after_optimizer_step()
-        training.count_step(finite)
+        training_state.count_step(finite)
         self.zero_grad()
-        return StepResult(training.step, norm, lr, skipped=not finite)
+        return StepResult(training_state.step, norm, lr, skipped=not finite)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer and resets the moments and the schedule. Split weights keep their low bits.
@@ -284,23 +285,23 @@ class Engine(TrainingProperties):
         If the new optimizer cannot be built, this raises and the old one stays.
         """
         self.failure_state.check()
-        self.training.set_optimizer(optimizer)
+        self.training_state.set_optimizer(optimizer)
 
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
         self.failure_state.check()
         self.failure_state.recovered()
-        self.training.zero_grad()
+        self.training_state.zero_grad()
 
     def grad_norm(self) -> float:
         """Returns the global gradient norm, over every rank."""
         self.failure_state.check(gradients=True)
-        return float(self.training.gradient_norm())
+        return float(self.training_state.gradient_norm())
 
     def weight_norm(self) -> float:
         """Returns the norm of all weights, over every rank. It is not finite if a weight is not."""
         self.failure_state.check()
-        return float(self.training.weight_norm())
+        return float(self.training_state.weight_norm())
 
     def evaluate_tokens(
         self, batch: Batch, processor: TokenProcessor, *, shifted: bool = True
@@ -312,7 +313,7 @@ class Engine(TrainingProperties):
         to the token at its position.
         """
         local = self._shard(batch)
-        with self.failure_state.guard_pass("evaluate_tokens", self.training.rebuild):
+        with self.failure_state.guard_pass("evaluate_tokens", self.training_state.rebuild):
             values = self.local_stages.forward(local.microbatches, lambda inputs: dict(processor(inputs)))
             return local.gather_results(values, shifted=shifted, device=self.device)
 
@@ -438,7 +439,7 @@ class Engine(TrainingProperties):
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of the frozen model, the same in every layout; None without LoRA. Every rank calls it."""
-        base = self.trainings[None].stages
+        base = self.training_states[None].stages
         return self.adapters.base_fingerprint(base.tensors, self.mesh, self.shared_parameters)
 
     def load(self, directory: str | os.PathLike[str], *, recast: bool = False) -> dict[str, Any]:
@@ -456,7 +457,7 @@ class Engine(TrainingProperties):
 
     def offload(self) -> None:
         """Moves this rank's weights, gradients and optimizer state to host memory. Other calls raise until `onload`."""
-        self._state_offload.offload(self.trainings.values())
+        self._state_offload.offload(self.training_states.values())
 
     def onload(self) -> None:
         """Moves everything back to the device, bit for bit. Without enough memory it raises and can be called again."""
@@ -465,7 +466,7 @@ class Engine(TrainingProperties):
     def _shard(self, batch: Batch, step_counts: Mapping[str, float] | None = None) -> LocalBatch:
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
-        options: dict[str, Any] = {"step_counts": step_counts, "adapter": self.adapters.in_use}
+        options: dict[str, Any] = {"step_counts": step_counts, "adapter": self.adapters.active}
         return shard_batch(batch, self.mesh, self.config, budget=self.budget, device=self.device, **options)
 
     @property

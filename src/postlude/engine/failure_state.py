@@ -35,7 +35,7 @@ class FailureState:
     def check(self, *, gradients: bool = False, load: bool = False, adapter: str | None = None) -> None:
         """Raises RuntimeError if the engine is unusable or offloaded; with `gradients`, if an adapter's are lost.
 
-        `adapter` is by default the one in use. With `load`, it accepts an engine that a load makes usable again.
+        `adapter` is by default the active one. With `load`, it accepts an engine that a load makes usable again.
         """
         self.check_on_device()
         if self.refusal is not None and not (load and self.load_recovers):
@@ -50,7 +50,7 @@ class FailureState:
             raise RuntimeError(OFFLOADED)
 
     def recovered(self, *, weights: bool = False, adapter: str | None = None) -> None:
-        """Records that an adapter's gradients were freed (by default that in use), or all `weights` were loaded."""
+        """Records that an adapter's gradients were freed (by default the active one), or all `weights` were loaded."""
         self.lost_gradients.pop(self.adapter if adapter is None else adapter, None)
         if weights:
             self.lost_gradients.clear()

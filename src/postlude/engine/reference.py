@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.engine.adapters import AdaptedModel
 from postlude.engine.token_scores import TokenScores
-from postlude.engine.training import Training
+from postlude.engine.training_state import TrainingState
 from postlude.model.parallel import local_shard
 
 
@@ -32,21 +32,21 @@ class Reference:
     """A frozen copy of the engine's weights. To evaluate it, they are swapped with the engine's weights, and back.
 
     It needs memory for one copy of this rank's weights, on the device or, with `offload`, in host memory. With LoRA it
-    is a copy of the adapter in use. If that is new, nothing is copied: the reference is the model without adapters.
+    is a copy of the active adapter. If that is new, nothing is copied: the reference is the model without adapters.
     The engine may use another adapter when the reference is evaluated.
     """
 
     def __init__(self, engine: Scorer, *, offload: bool = False) -> None:
         self.engine = engine
-        self.adapter = engine.adapters.in_use
+        self.adapter = engine.adapters.active
         self.weights: dict[str, Tensor] = {}
-        training = engine.trainings[self.adapter]
-        if training.is_new_adapter():
+        training_state = engine.training_states[self.adapter]
+        if training_state.is_new_adapter():
             self.adapter = None
             return
         device = torch.device("cpu") if offload else engine.builder.device
         self.weights = {
-            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in training.tensors.items()
+            name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in training_state.tensors.items()
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
@@ -63,18 +63,18 @@ class Reference:
     def swapped_in(self) -> Iterator[None]:
         """Gives the engine the frozen weights inside the block, and its own afterwards, also if the block raises."""
         with ExitStack() as stack:
-            stack.callback(self.engine.use, self.engine.adapters.in_use)
-            self.engine.use(self.adapter)
-            training = self.engine.trainings[self.adapter]
-            self._swap(training)
-            stack.callback(self._swap, training)
+            stack.callback(self.engine.set_adapter, self.engine.adapters.active)
+            self.engine.set_adapter(self.adapter)
+            training_state = self.engine.training_states[self.adapter]
+            self._swap(training_state)
+            stack.callback(self._swap, training_state)
             yield
 
-    def _swap(self, training: Training) -> None:
+    def _swap(self, training_state: TrainingState) -> None:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             self.engine.failure_state.check_on_device()
-            for name, tensor in training.tensors.items():
+            for name, tensor in training_state.tensors.items():
                 pair = local_shard(tensor), self.weights[name]
                 _swap_values(*pair)
                 swapped.append(pair)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from postlude.engine.failure_state import FailureState
-from postlude.engine.training import Training
+from postlude.engine.training_state import TrainingState
 from postlude.model.parallel import local_shard
 
 CHUNK_BYTES = 1 << 28
@@ -31,14 +31,14 @@ class StateOffload:
         self.chunks: list[Tensor] = []
         self.moved: list[tuple[UntypedStorage, int]] = []  # storages in host memory, in its order, and their sizes
 
-    def offload(self, trainings: Iterable[Training]) -> None:
+    def offload(self, training_states: Iterable[TrainingState]) -> None:
         """Copies everything to host memory, then frees it on the device. Nothing is done if it is there already."""
         if self.failure_state.offloaded:
             return
         self.failure_state.check()
         storages = {
             storage.data_ptr(): (storage, storage.nbytes())
-            for storage in (local_shard(tensor).untyped_storage() for tensor in _tensors(trainings))
+            for storage in (local_shard(tensor).untyped_storage() for tensor in _tensors(training_states))
             if storage.device == self.device and storage.nbytes() and storage.resizable()
         }
         moved = list(storages.values())
@@ -93,14 +93,14 @@ class StateOffload:
             torch.cuda.synchronize(self.device)  # kernels on any stream may use what is freed or read
 
 
-def _tensors(trainings: Iterable[Training]) -> Iterator[Tensor]:
+def _tensors(training_states: Iterable[TrainingState]) -> Iterator[Tensor]:
     """Yields parameters, their gradients, buffers and the optimizers' state."""
-    for training in trainings:
-        for model in training.stages.models.values():
+    for training_state in training_states:
+        for model in training_state.stages.models.values():
             for parameter in model.parameters():
                 yield parameter
                 if parameter.grad is not None:
                     yield parameter.grad
             yield from model.buffers()
-        for state in training.optimizer.state.values():
+        for state in training_state.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -87,7 +87,7 @@ class NamedAdapters:
         self.model = model
         self.base = AdapterSlot({}, torch.device("cpu"), torch.float32)
         self.slot = self.base
-        """The slot in use; `base` if the model runs without an adapter."""
+        """The active slot; `base` if the model runs without an adapter."""
         self._loaded: dict[str, _Loaded] = {}
         self._layers: dict[frozenset[tuple[str, AdapterConfig]], dict[str, tuple[_Matrix, _Matrix]]] = {}
 
@@ -104,7 +104,7 @@ class NamedAdapters:
     def load(self, name: str, configs: Mapping[str, AdapterConfig], pairs: MatrixPairs) -> None:
         """Loads an adapter, or replaces the one of this name. If it raises ValueError, nothing has changed.
 
-        `configs` and `pairs` are by the global names of the layers. An adapter in use is replaced in place.
+        `configs` and `pairs` are by the global names of the layers. The active adapter is replaced in place.
         """
         layers = self._layers_of(name, configs, pairs)
         slot = self._slot(layers)
@@ -121,7 +121,7 @@ class NamedAdapters:
         self.check(name)
         self._leave(self._loaded.pop(name).slot, name)
 
-    def use(self, name: str | None) -> None:
+    def activate(self, name: str | None) -> None:
         """Makes the model compute with this adapter, or with none, until the next call."""
         self.check(name)
         loaded = None if name is None else self._loaded[name]
@@ -137,7 +137,7 @@ class NamedAdapters:
         if slot.loaded == name:
             slot.loaded = None
             if slot is self.slot:
-                self.use(None)
+                self.activate(None)
 
     def _slot(self, layers: Mapping[str, tuple[_Matrix, _Matrix]]) -> AdapterSlot:
         """Returns the slot of loaded adapters with these shapes, or a new one."""

@@ -122,7 +122,7 @@ def interleave(by_rank: Sequence[Sequence[Item]], count: int) -> list[Item]:
 class SyncedGenerator(ReplicatedGenerator):
     """A generator with a copy of an engine's weights, updated at every call. The engine may have any layout.
 
-    If the engine has adapters, the frozen model is copied once, and then only the adapter in use, which is not merged.
+    If the engine has adapters, the frozen model is copied once, and then only the active adapter, which is not merged.
     With a `probe`, every rank's log-probs are compared with the engine's before the first completions of each copy.
     Weights in FP8 are quantised again from each copy. With FP8 the probe checks three things: the log-probs without it,
     within the usual limit; that every FP8 number is the rounded weight; and the log-probs in FP8, within `FP8_LIMIT`.
@@ -153,10 +153,10 @@ class SyncedGenerator(ReplicatedGenerator):
 
     def sync_weights(self) -> None:
         """Copies the engine's weights, if they changed since the last copy."""
-        if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.in_use):
+        if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.active):
             self._copy()
             self.generator.update_weights()
-            self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.in_use
+            self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.active
             self._pending_probe = None if self.probe is None else self.probe.score()
 
     def _copy(self) -> None:
@@ -165,7 +165,7 @@ class SyncedGenerator(ReplicatedGenerator):
             return
         if self.copied_step < 0:
             copy_base(self.engine, self.model)
-        if self.engine.adapters.in_use is None:  # the model alone
+        if self.engine.adapters.active is None:  # the model alone
             self.adapter = None
             return
         self.generator.load_adapter(POLICY, *adapter_matrices(self.engine))

@@ -182,7 +182,7 @@ class Generator:
             with self.inference_mode(adapter):
                 self._scheduler(completions, DecodeCapacity.of).finish()
         finally:
-            self.adapters.use(None)
+            self.adapters.activate(None)
         for completion in completions:
             if completion.error is not None:
                 raise completion.error
@@ -194,11 +194,11 @@ class Generator:
 
     @contextlib.contextmanager
     def inference_mode(self, adapter: str | None) -> Iterator[None]:
-        """Enters evaluation mode without gradients and selects this adapter, which stays in use afterwards.
+        """Enters evaluation mode without gradients and selects this adapter, which stays active afterwards.
 
         The model's products use its FP8 weights, if it has any, inside only.
         """
-        self.adapters.use(adapter)
+        self.adapters.activate(adapter)
         dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)
         if not self._has_fp8_weights:
             self.update_weights()

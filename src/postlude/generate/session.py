@@ -113,7 +113,7 @@ class Session:
 
     def _end(self) -> None:
         self._scheduler = None
-        self.generator.adapters.use(None)
+        self.generator.adapters.activate(None)
 
     def _has_adapter(self, adapter: str | None) -> bool:
         """Whether the adapter is still loaded. If not, all completions that are sampled with it fail."""

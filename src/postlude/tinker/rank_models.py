@@ -41,14 +41,14 @@ class AdapterModel:
         add_adapter(engine, name, lora, seed=seed)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[Engine]:
-        """Gives the engine with the adapter in use."""
-        self.engine.use(self.name)
+    def activated(self) -> Iterator[Engine]:
+        """Yields the engine with this model's adapter active."""
+        self.engine.set_adapter(self.name)
         try:
             yield self.engine
         finally:
             if self.engine.failure_state.refusal is None:
-                self.engine.use(None)
+                self.engine.set_adapter(None)
 
     def save(self, directory: Path) -> None:
         """Writes weights and optimizer state."""
@@ -74,7 +74,7 @@ class FullModel:
         self.engine, self.tokenizer = engine, tokenizer
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[Engine]:
+    def activated(self) -> Iterator[Engine]:
         """Gives the engine."""
         yield self.engine
 
@@ -95,7 +95,7 @@ class FullModel:
 
     def free(self) -> None:
         """Frees weights, gradients and optimizer state."""
-        self.engine.training.free()
+        self.engine.training_state.free()
 
 
 class RankModels:
@@ -160,7 +160,7 @@ class RankModels:
             raise ValueError(f"there is no model {model_id!r}: create it first.")
         model = self.models[model_id]
         try:
-            with model.in_use():
+            with model.activated():
                 yield model
         except Exception as error:
             reason = model.engine.failure_state.refusal

@@ -1,4 +1,4 @@
-"""Training: this rank's stages, their trained parameters, the optimizer and its step counts.
+"""TrainingState: this rank's stages, their trained parameters, the optimizer and its step counts.
 
 An engine has one. With LoRA it has one per adapter, and one of the model alone, whose frozen tensors all share.
 """
@@ -20,7 +20,7 @@ from postlude.model.parallel import local_shard
 from postlude.optimizer import AdamW, OptimizerConfig
 
 
-class Training:
+class TrainingState:
     """Stages, optimizer and step counts of one adapter, or of a model of which all weights are trained."""
 
     def __init__(self, builder: StageBuilder, stages: Stages, optimizer: OptimizerConfig) -> None:
@@ -159,37 +159,37 @@ class Training:
                 storage.resize_(0)
 
 
-class TrainingProperties:
-    """Properties of an engine's current `training`: that of the adapter in use, or of all weights."""
+class TrainingStateProperties:
+    """Properties of an engine's current `training_state`: that of the active adapter, or of all weights."""
 
-    training: Training
+    training_state: TrainingState
 
     @property
     def local_stages(self) -> Stages:
         """This rank's stages, and what runs them."""
-        return self.training.stages
+        return self.training_state.stages
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained parameters by their global names."""
-        return self.training.parameters
+        return self.training_state.parameters
 
     @property
     def optimizer(self) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        """The optimizer in use."""
-        return self.training.optimizer
+        """The optimizer of this training state."""
+        return self.training_state.optimizer
 
     @property
     def optimizer_config(self) -> OptimizerConfig:
         """The optimizer's settings."""
-        return self.training.optimizer_config
+        return self.training_state.optimizer_config
 
     @property
     def step(self) -> int:
         """Optimizer steps that changed the weights."""
-        return self.training.step
+        return self.training_state.step
 
     @property
     def skipped(self) -> int:
         """Optimizer steps whose gradient norm was not finite."""
-        return self.training.skipped
+        return self.training_state.skipped
