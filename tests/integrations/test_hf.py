@@ -171,14 +171,14 @@ def test_packed_equals_each_sequence_alone() -> None:
 
 def test_every_result_is_by_token() -> None:
     model, ids = model_of("cohere"), tokens()
-    stats = logprobs(model, ids, topk=3, lse=True, hit=True)
+    stats = logprobs(model, ids, topk=3, lse=True, top1=True)
     logits = model(ids).logits[:, :-1]
     best, places = logits.log_softmax(-1).topk(3)
     assert_equal(stats.topk_logprobs[:, 1:], best)
     assert torch.equal(stats.topk_ids[:, 1:], places)
     assert_equal(stats.lse[:, 1:], logits.logsumexp(-1))
-    assert torch.equal(stats.hit[:, 1:], places[..., 0] == ids[:, 1:])
-    assert not any(row[:, 0].any() for row in (stats.topk_logprobs, stats.topk_ids, stats.lse, stats.hit))
+    assert torch.equal(stats.top1[:, 1:], places[..., 0] == ids[:, 1:])
+    assert not any(row[:, 0].any() for row in (stats.topk_logprobs, stats.topk_ids, stats.lse, stats.top1))
 
 
 def test_the_base_is_called_once_and_the_head_never() -> None:

@@ -231,11 +231,11 @@ def test_the_default_rates_labels_over_the_padded_vocabulary() -> None:
 
 def test_top_k_and_hit_are_batch_first() -> None:
     full, model = one_rank()
-    stats = model(full.hidden, full.labels, output_processor=LogprobsProcessor(topk=2, hit=True))
+    stats = model(full.hidden, full.labels, output_processor=LogprobsProcessor(topk=2, top1=True))
     logits = full.hidden.transpose(0, 1) @ full.weight.t()
     has_label = full.labels != -100
     assert torch.equal(stats.topk_ids[has_label], logits.topk(2).indices[has_label])
-    assert torch.equal(stats.hit, (logits.argmax(-1) == full.labels) & has_label)
+    assert torch.equal(stats.top1, (logits.argmax(-1) == full.labels) & has_label)
 
 
 def test_targets_of_the_context_replace_labels() -> None:
@@ -281,7 +281,7 @@ def test_refuses_what_it_cannot_honour() -> None:
         model(full.hidden, full.labels, output_processor_context={}, **arguments)
     with pytest.raises(ValueError, match=r"vocab_size is 41, but the output layer has 40 rows x 1 ranks"):
         model(full.hidden, full.labels, output_processor=LogprobsProcessor(vocab_size=41))
-    with pytest.raises(ValueError, match=r"Drop topk and hit"):
+    with pytest.raises(ValueError, match=r"Drop topk and top1"):
         LogprobsProcessor(returns="tensor", topk=1)
     with pytest.raises(ValueError, match=r'must be "stats" or "tensor", but is .tuple.'):
         LogprobsProcessor(returns="tuple")
@@ -372,7 +372,7 @@ def test_an_output_layer_is_back_after_an_error() -> None:
     [
         (Config(mtp_num_layers=1), LogprobsProcessor(), r"without MTP"),
         (Config(use_mup=True, mup_output_mult=0.3), LogprobsProcessor(), r"cannot undo mup_output_mult = 0.3"),
-        (Config(), LogprobsProcessor(topk=2), r"Drop topk and hit"),
+        (Config(), LogprobsProcessor(topk=2), r"Drop topk and top1"),
     ],
     ids=["mtp", "mup", "topk"],
 )

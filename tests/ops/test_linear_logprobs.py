@@ -163,8 +163,8 @@ def test_ignored_positions_are_never_read() -> None:
     operands.targets[[1, 4, 5]] = -100
     with torch.no_grad():
         operands.hidden[[1, 4, 5]] = torch.nan
-    stats = fused(operands.hidden, operands.weight, operands.targets, entropy=True, lse=True, hit=True, topk=2)
-    for row in (stats.logprob, stats.entropy, stats.lse, stats.hit, stats.topk_logprobs, stats.topk_ids):
+    stats = fused(operands.hidden, operands.weight, operands.targets, entropy=True, lse=True, top1=True, topk=2)
+    for row in (stats.logprob, stats.entropy, stats.lse, stats.top1, stats.topk_logprobs, stats.topk_ids):
         assert not row[[1, 4, 5]].any()
         assert torch.isfinite(row).all()
     gradients = torch.autograd.grad((stats.logprob + stats.entropy).sum(), operands.leaves())
@@ -221,7 +221,7 @@ def test_top_k_and_hit(memory_budget: int | None, softcap: float | None) -> None
     operands = Operands.random(9, 5, 23)
     logits = operands.hidden.double() @ operands.weight.double().t()
     operands.targets[:4] = logits.argmax(1)[:4]
-    options = {"topk": 5, "hit": True, "temperature": 0.7, "softcap": softcap, "memory_budget": memory_budget}
+    options = {"topk": 5, "top1": True, "temperature": 0.7, "softcap": softcap, "memory_budget": memory_budget}
     stats = fused(operands.hidden, operands.weight, operands.targets, **options)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -229,7 +229,7 @@ def test_top_k_and_hit(memory_budget: int | None, softcap: float | None) -> None
     assert torch.equal(stats.topk_ids, ids)
     assert_close(stats.topk_logprobs, values, "top-k")
     assert not stats.topk_logprobs.requires_grad
-    assert torch.equal(stats.hit, operands.targets == logits.argmax(1))
+    assert torch.equal(stats.top1, operands.targets == logits.argmax(1))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_autocast_does_not_touch_the_inside() -> None:
 def test_unasked_results_are_none() -> None:
     operands = Operands.random(3, 4, 5)
     stats = fused(operands.hidden, operands.weight, operands.targets)
-    assert (stats.entropy, stats.lse, stats.topk_logprobs, stats.topk_ids, stats.hit) == (None,) * 5
+    assert (stats.entropy, stats.lse, stats.topk_logprobs, stats.topk_ids, stats.top1) == (None,) * 5
 
 
 # What it does not do.

@@ -151,15 +151,15 @@ def test_without_gradients_it_is_the_statistics() -> None:
     columns = policy_columns(operands)
     call = functools.partial(fused, operands.hidden, operands.weight, operands.targets, policy_loss, columns)
     with torch.no_grad():
-        quiet = call(lse=True, hit=True)
-    loud = call(lse=True, hit=True)
+        quiet = call(lse=True, top1=True)
+    loud = call(lse=True, top1=True)
     assert not quiet.loss.requires_grad
     assert loud.loss.requires_grad
     assert not loud.token_loss.requires_grad
     assert not loud.stats.logprob.requires_grad
     assert_close(quiet.loss, loud.loss, "loss")
     assert_close(quiet.stats.lse, loud.stats.lse, "lse")
-    assert torch.equal(quiet.stats.hit, loud.stats.hit)
+    assert torch.equal(quiet.stats.top1, loud.stats.top1)
 
 
 class Pair(NamedTuple):

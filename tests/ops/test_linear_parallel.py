@@ -79,7 +79,7 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
             group=group,
             entropy=True,
             lse=True,
-            hit=True,
+            top1=True,
             topk=4,
             memory_budget=memory_budget,
             **OPTIONS,
@@ -90,7 +90,7 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
         gradients = torch.autograd.grad(total, (hidden, weight, bias))
     return {
         "results": [row.detach() for row in results],
-        "hit": stats.hit,
+        "top1": stats.top1,
         "topk": (stats.topk_ids, stats.topk_logprobs),
         "gradients": gradients,
         "forward": forward,
@@ -113,14 +113,14 @@ def test_equals_one_rank(
         full_operands.targets,
         bias=full_operands.bias,
         topk=4,
-        hit=True,
+        top1=True,
         **OPTIONS,
     )
     outputs = ranks(size, run, shards, form, memory_budget)
     for answer in outputs:
         for name, result, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
             assert_close(result, want, name)
-        assert torch.equal(answer["hit"], single.hit)
+        assert torch.equal(answer["top1"], single.top1)
         assert torch.equal(answer["topk"][0], single.topk_ids)
         assert_close(answer["topk"][1], single.topk_logprobs, "top-k")
     for part in (1, 2):

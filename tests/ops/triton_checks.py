@@ -73,13 +73,13 @@ def test_top_k_and_hit_equal_the_torch_backend() -> None:
     operands = Operands.random(6, 5, 77, device=DEVICE)
     results = []
     for backend in ("torch", "triton"):
-        options = {"topk": 4, "hit": True, "softcap": 4.0, "backend": backend, "memory_budget": 900}
+        options = {"topk": 4, "top1": True, "softcap": 4.0, "backend": backend, "memory_budget": 900}
         results.append(linear_logprobs(operands.hidden, operands.weight, operands.targets, **options))
     triton_result, torch_result = results
     assert torch.equal(triton_result.topk_ids, torch_result.topk_ids)
-    assert torch.equal(triton_result.hit, torch_result.hit)
-    best = fused(operands.hidden, operands.weight, triton_result.topk_ids[:, 0], hit=True)
-    assert best.hit.all()
+    assert torch.equal(triton_result.top1, torch_result.top1)
+    best = fused(operands.hidden, operands.weight, triton_result.topk_ids[:, 0], top1=True)
+    assert best.top1.all()
 
 
 def test_not_a_number_is_not_hidden() -> None:

@@ -64,7 +64,7 @@ def logprobs(
     entropy: bool = False,
     topk: int = 0,
     lse: bool = False,
-    hit: bool = False,
+    top1: bool = False,
     backend: Backend = "auto",
     memory_budget: int | None = None,
     **model_inputs: Any,
@@ -86,7 +86,7 @@ def logprobs(
         position_ids: [B, S]. By default the real tokens of a row are counted, as `generate` does. A position of 0
             starts a sequence: rows may hold several, one after another, if `attention_mask` is None.
         temperature: a number, or [B, S] with an entry for each token.
-        entropy, topk, lse, hit: results to return besides the log-prob, see `linear_logprobs`.
+        entropy, topk, lse, top1: results to return besides the log-prob, see `linear_logprobs`.
         backend, memory_budget: see `linear_logprobs`.
         model_inputs: passed to the base model, such as `pixel_values`.
     """
@@ -120,7 +120,7 @@ def logprobs(
         entropy=entropy,
         topk=topk,
         lse=lse,
-        hit=hit,
+        top1=top1,
         backend=backend,
         memory_budget=memory_budget,
     )

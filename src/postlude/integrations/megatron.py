@@ -47,7 +47,7 @@ class LogprobsProcessor:
         vocab_size: the tokenizer's size. Megatron pads the vocabulary; without this the padding takes part in the
             softmax, as it does in Megatron's own cross entropy.
         temperature: divides the logits. Per call or per token: `MegatronContext`.
-        entropy, topk, lse, hit: results besides the log-prob, see `linear_logprobs`.
+        entropy, topk, lse, top1: results besides the log-prob, see `linear_logprobs`.
         ignore_index: the label of positions that are not projected: every result is 0 there.
         use_loss_mask: do not project positions where `loss_mask` is 0 either.
         returns: "stats" for `TokenStats`. Megatron's combined 1F1B schedule (`overlap_moe_expert_parallel_comm`) hangs
@@ -61,7 +61,7 @@ class LogprobsProcessor:
     entropy: bool = False
     topk: int = 0
     lse: bool = False
-    hit: bool = False
+    top1: bool = False
     ignore_index: int = -100
     use_loss_mask: bool = True
     returns: Literal["stats", "tensor"] = "stats"
@@ -71,9 +71,9 @@ class LogprobsProcessor:
     def __post_init__(self) -> None:
         if self.returns not in ("stats", "tensor"):
             raise ValueError(f'returns must be "stats" or "tensor", but is {self.returns!r}.')
-        if self.returns == "tensor" and (self.topk or self.hit):
+        if self.returns == "tensor" and (self.topk or self.top1):
             raise ValueError(
-                'returns="tensor" holds logprob, entropy and lse alone. Drop topk and hit, or take "stats".'
+                'returns="tensor" holds logprob, entropy and lse alone. Drop topk and top1, or take "stats".'
             )
 
     def __call__(
@@ -164,7 +164,7 @@ class LogprobsProcessor:
             entropy=self.entropy,
             topk=self.topk,
             lse=self.lse,
-            hit=self.hit,
+            top1=self.top1,
             backend=self.backend,
             memory_budget=self.memory_budget,
         )
@@ -197,7 +197,7 @@ def logprobs_output_layer(
 
     Args:
         model: a GPTModel, HybridModel or MambaModel: what DDP and Float16Module wrap, not the wrapper.
-        processor: with `returns="tensor"` or without topk and hit. Its `use_loss_mask` has no mask to use.
+        processor: with `returns="tensor"` or without topk and top1. Its `use_loss_mask` has no mask to use.
         targets: [b, s] with Megatron's shift: entry i is the token after position i, or `ignore_index`.
         temperature: a number or [b, s], instead of the processor's.
     """
@@ -205,8 +205,8 @@ def logprobs_output_layer(
     if layer is None or not model.post_process:
         yield
         return
-    if processor.topk or processor.hit:
-        raise ValueError("logprobs_output_layer returns logprob, entropy and lse alone. Drop topk and hit.")
+    if processor.topk or processor.top1:
+        raise ValueError("logprobs_output_layer returns logprob, entropy and lse alone. Drop topk and top1.")
     if getattr(model.config, "mtp_num_layers", None):
         raise ValueError("logprobs_output_layer needs a model without MTP, whose loss also calls the output layer.")
     if getattr(model.config, "use_mup", False) and model.config.mup_output_mult != 1.0:

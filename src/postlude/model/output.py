@@ -73,7 +73,7 @@ class OutputHead:
         entropy: bool = False,
         topk: int = 0,
         lse: bool = False,
-        hit: bool = False,
+        top1: bool = False,
     ) -> TokenStats:
         """Returns the fp32 log-prob of `targets` [T] and, on request, entropy and more, without materialising logits.
 
@@ -91,7 +91,7 @@ class OutputHead:
             entropy=entropy,
             topk=topk,
             lse=lse,
-            hit=hit,
+            top1=top1,
         )
 
     def objective(
@@ -105,7 +105,7 @@ class OutputHead:
         temperature: float | Tensor = 1.0,
         entropy: bool = False,
         lse: bool = False,
-        hit: bool = False,
+        top1: bool = False,
     ) -> LinearObjective:
         """Returns a per-token loss, fused with the head: cheaper than `logprobs` and a separate loss.
 
@@ -123,7 +123,7 @@ class OutputHead:
             logit_config=self.logit_config,
             entropy=entropy,
             lse=lse,
-            hit=hit,
+            top1=top1,
         )
 
     def logprobs_at(

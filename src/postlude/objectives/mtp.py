@@ -87,11 +87,11 @@ class MTP:
             values = _losses(self.processor(depth, inputs, self.context), inputs)
             return Loss(values, self.over, {f"mtp_{depth}/loss": mean(values, self.over, depth=depth)}, depth=depth)
         targets, weights, count = weighted_targets(inputs.microbatch, self.over)
-        result = inputs.head.objective(inputs.hidden, targets, weighted_nll, weights, target_count=count, hit=True)
-        assert result.stats.hit is not None
+        result = inputs.head.objective(inputs.hidden, targets, weighted_nll, weights, target_count=count, top1=True)
+        assert result.stats.top1 is not None
         metrics = {
             f"mtp_{depth}/nll": mean(-result.stats.logprob, self.over, depth=depth),
-            f"mtp_{depth}/accepted": mean(result.stats.hit.float(), self.over, depth=depth),
+            f"mtp_{depth}/accepted": mean(result.stats.top1.float(), self.over, depth=depth),
         }
         return Loss(result.loss, self.over, metrics, depth=depth)
 

@@ -53,7 +53,7 @@ def linear_objective(
     *,
     entropy: bool = False,
     lse: bool = False,
-    hit: bool = False,
+    top1: bool = False,
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> LinearObjective:
@@ -81,7 +81,7 @@ def linear_objective(
     needs_gradient = torch.is_grad_enabled() and (needed.hidden or needed.weight or needed.bias)
     call = resolve(hidden, weight, targets, logit_config)
     selected_columns = _map_tensors(columns, lambda tensor: call.select(_flat(tensor.detach(), targets)))
-    requested = RequestedStats(entropy=entropy, lse=lse, hit=hit)
+    requested = RequestedStats(entropy=entropy, lse=lse, top1=top1)
     if call.group is None and needs_gradient:
         loss, token_losses, *results = _OneSweep.apply(
             flat_hidden(hidden), weight, logit_config.bias, call, token_objective, selected_columns, requested

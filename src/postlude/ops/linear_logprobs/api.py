@@ -28,13 +28,13 @@ class TokenStats:
     lse: Tensor | None = None
     topk_logprobs: Tensor | None = None  # [..., k], best first
     topk_ids: Tensor | None = None  # [..., k] int64, ids of the whole vocabulary
-    hit: Tensor | None = None  # bool: no logit is larger than the target's
+    top1: Tensor | None = None  # bool: the target is a likeliest token, no logit is larger than its own
 
     @staticmethod
     def of(results: Iterable[Tensor | None], shape: torch.Size) -> TokenStats:
         """Builds it from results [positions, ...] in the order above, in the `shape` of the targets."""
         if len(shape) != 1:  # a view would be one more autograd node
-            results = [None if row is None else row.view(*shape, *row.shape[1:]) for row in results]
+            results = [None if values is None else values.view(*shape, *values.shape[1:]) for values in results]
         return TokenStats(*results)  # type: ignore[arg-type]
 
 
@@ -46,11 +46,11 @@ def linear_logprobs(
     entropy: bool = False,
     topk: int = 0,
     lse: bool = False,
-    hit: bool = False,
+    top1: bool = False,
     logit_config: LogitConfig = DEFAULT_LOGITS,
     **changes: Unpack[LogitOptions],
 ) -> TokenStats:
-    """Returns the log-prob of each target under softmax(logits), and on request entropy, lse, top-k and `hit`.
+    """Returns the log-prob of each target under softmax(logits), and on request entropy, lse, top-k and `top1`.
 
     Args:
         hidden: [..., H].
@@ -59,7 +59,7 @@ def linear_logprobs(
         entropy: also -Σ p·log p, with its gradient.
         topk: also the k likeliest ids and their log-probs, without gradient.
         lse: also log Σ e^logit, with its gradient (z-loss).
-        hit: also whether no logit is larger than the target's.
+        top1: also whether the target is a likeliest token: no logit is larger than its own.
         logit_config: how logits are computed. Its fields are also keywords of the call, which take precedence: bias,
             temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
             memory_budget, as `LogitConfig` explains them.
@@ -68,11 +68,11 @@ def linear_logprobs(
     """
     logit_config = logit_config.replace(**changes)
     call = resolve(hidden, weight, targets, logit_config)
-    vocab_size = call.columns if call.group is None else logit_config.vocab_size
+    vocab_size = call.local_vocab_size if call.group is None else logit_config.vocab_size
     assert vocab_size is not None
     if not 0 <= topk <= vocab_size:
         raise ValueError(f"topk must be between 0 and the vocabulary's {vocab_size} entries, but is {topk}.")
-    requested = RequestedStats(entropy=entropy, lse=lse, hit=hit, topk=topk)
+    requested = RequestedStats(entropy=entropy, lse=lse, top1=top1, topk=topk)
     results = token_results(hidden, weight, logit_config.bias, call, requested)
     return TokenStats.of(results, targets.shape)
 
@@ -83,7 +83,7 @@ class RequestedStats:
 
     entropy: bool
     lse: bool
-    hit: bool
+    top1: bool
     topk: int = 0
 
 
@@ -103,15 +103,15 @@ def at_positions(
     results: Results, call: ResolvedCall, requested: RequestedStats, top: TopKLogits | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
-    rows = (
+    token_values = (
         results.logprob,
         results.entropy if requested.entropy else None,
         results.lse if requested.lse else None,
         None if top is None else top.logits - results.lse[:, None],
         None if top is None else top.ids,
-        results.hit if requested.hit else None,
+        results.top1 if requested.top1 else None,
     )
-    return tuple(None if row is None else call.scatter(row) for row in rows)
+    return tuple(None if values is None else call.scatter(values) for values in token_values)
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -142,7 +142,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.call, ctx.weight = call, weight  # a saved one comes back without its main_grad
         ctx.set_materialize_grads(False)
         outputs = at_positions(results, call, requested, top)
-        ctx.mark_non_differentiable(*(row for row in outputs[3:] if row is not None))
+        ctx.mark_non_differentiable(*(values for values in outputs[3:] if values is not None))
         return outputs
 
     @staticmethod

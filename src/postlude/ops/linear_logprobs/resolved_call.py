@@ -31,7 +31,7 @@ class ResolvedCall:
     target_positions: Tensor | None  # [n]; None if every position has a target
     positions: int
     vocab_start: int
-    columns: int  # of this shard, without padding
+    local_vocab_size: int  # vocabulary entries of this shard, without padding
     operand: torch.dtype  # of the GEMMs' inputs
     compute: torch.dtype  # of logits, statistics and sums
     epilogue: Epilogue
@@ -63,7 +63,7 @@ class ResolvedCall:
 
             logit_bytes = QUANTIZED_BYTES
         device = self.rows.targets.device.type
-        return Shape(self.rows.targets.shape[0], self.columns, hidden, logit_bytes, size, device)
+        return Shape(self.rows.targets.shape[0], self.local_vocab_size, hidden, logit_bytes, size, device)
 
     @property
     def can_quantize(self) -> bool:
@@ -83,9 +83,9 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
     group = None if logit_config.group is None or dist.get_world_size(logit_config.group) == 1 else logit_config.group
     if vocab_size is None:
         vocab_size = vocab_start + weight.shape[0]
-    columns = min(max(vocab_size - vocab_start, 0), weight.shape[0])
+    local_vocab_size = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     # Without a group this shard is all there is, so a target must lie in it.
-    allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + columns)
+    allowed = (0, vocab_size) if group is not None else (vocab_start, vocab_start + local_vocab_size)
 
     if targets.dim() != 1 or targets.dtype != torch.int64 or not targets.is_contiguous():
         targets = targets.reshape(-1).long().contiguous()
@@ -129,7 +129,7 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         target_positions=target_positions,
         positions=positions,
         vocab_start=vocab_start,
-        columns=columns,
+        local_vocab_size=local_vocab_size,
         operand=operand,
         compute=compute,
         epilogue=epilogue,

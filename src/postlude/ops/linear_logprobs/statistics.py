@@ -231,7 +231,7 @@ class Results:
         return self.normalizer.sum(0)
 
     @property
-    def hit(self) -> Tensor:
+    def top1(self) -> Tensor:
         """Whether no logit is larger than the target's."""
         return self.state[TARGET] >= self.state[MAXIMUM]
 
