@@ -6,7 +6,7 @@ The server of this example has four routes with JSON bodies:
 
     GET  /v1/models   -> {data: [{id}]}
     GET  /version     -> {version}, the name of its weights
-    POST /generate    {prompt, sampling, first} -> {tokens, logprobs, finish_reason}
+    POST /generate    {prompt, sampling, first_index} -> {tokens, logprobs, finish_reason}
     POST /load        {directory, version}, reads new weights -> {version}
 """
 
@@ -24,7 +24,11 @@ class MinimalAPI(ServerAPI):
     can_reload_weights = True  # it takes new weights while it runs, so a run can train with it
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
-        body = {"prompt": list(request.prompt), "sampling": asdict(request.sampling), "first": request.first}
+        body = {
+            "prompt": list(request.prompt),
+            "sampling": asdict(request.sampling),
+            "first_index": request.first_index,
+        }
         reply = await send("POST", "/generate", body)
         try:
             return make_completion(reply["tokens"], reply["logprobs"], reply["finish_reason"])

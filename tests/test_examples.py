@@ -162,9 +162,9 @@ class MinimalServer(ThreadingHTTPServer):
         self.generator = Generator(load_model(model), self.tokenizer)
         super().__init__(("localhost", 0), MinimalHandler)
 
-    def generate(self, prompt: list[int], sampling: dict[str, Any], first: int) -> Any:
+    def generate(self, prompt: list[int], sampling: dict[str, Any], first_index: int) -> Any:
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
-        return asdict(self.generator.generate([prompt], [SamplingParams(**values)], first=first)[0][0])
+        return asdict(self.generator.generate([prompt], [SamplingParams(**values)], first_index=first_index)[0][0])
 
     def load(self, directory: str, version: str) -> Any:
         self.generator, self.version = Generator(load_model(directory), self.tokenizer), version

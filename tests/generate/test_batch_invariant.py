@@ -198,7 +198,7 @@ def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, bat
     rates["50 rows, preempted"] = diverging(small.generate(prompts[::-1], samplings[::-1])[::-1], among)
     shared = [replace(sampling, seed=7) for sampling in samplings[:4]]
     several = generator.generate(prompts[:4], shared, 3)
-    one_by_one = [generator.generate(prompts[:4], shared, 1, first=number) for number in range(3)]
+    one_by_one = [generator.generate(prompts[:4], shared, 1, first_index=number) for number in range(3)]
     regrouped = [[one_by_one[number][row][0] for number in range(3)] for row in range(4)]
     rates["prompts shared by 3"] = diverging(several, regrouped)
     print(json.dumps({"source": source.__name__, "batch_invariant": batch_invariant, **rates}))

@@ -268,7 +268,7 @@ def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way:
     ]
     finished = {}
     while session.busy:
-        finished |= {(done.request_id, done.number): done for done in session.step()}
+        finished |= {(done.request_id, done.index): done for done in session.step()}
     assert_alike(
         [[finished[request_id, number].completion for number in range(2)] for request_id in request_ids], expected
     )

@@ -67,7 +67,7 @@ def finished(session: Session, requests: list[Request], seed: int = 2) -> list[l
 def done(session: Session) -> dict[tuple[int, int], Completion]:
     """The answers that a step finishes, by their request ids and numbers."""
     return {
-        (finished_completion.request_id, finished_completion.number): finished_completion.completion
+        (finished_completion.request_id, finished_completion.index): finished_completion.completion
         for finished_completion in session.step()
         if finished_completion.completion is not None
     }
@@ -91,7 +91,7 @@ def test_an_answer_by_its_number_is_that_of_all() -> None:
     generator = Generator(sharp())
     (three,) = generator.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=6, seed=4)], n=3)
     separate_requests = [
-        Request((1, 2, 3), SamplingParams(max_new_tokens=6, seed=4), first=number) for number in range(3)
+        Request((1, 2, 3), SamplingParams(max_new_tokens=6, seed=4), first_index=number) for number in range(3)
     ]
     assert [completion.tokens for (completion,) in finished(Session(generator), separate_requests)] == [
         completion.tokens for completion in three
@@ -104,7 +104,7 @@ def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator]
     hook = model.register_forward_pre_hook(lambda module, arguments: batch_sizes.append(len(arguments[0].tokens)))
     session = Session(way(model, max_batch_tokens=128))
     for number in range(3):
-        session.add(Request(tuple(range(40)), SamplingParams(max_new_tokens=2), first=number))
+        session.add(Request(tuple(range(40)), SamplingParams(max_new_tokens=2), first_index=number))
     while session.busy:
         session.step()
     hook.remove()

@@ -254,7 +254,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
 def test_samples_of_an_earlier_version_show_their_reward_components(tmp_path: Path) -> None:
     """Its samples.jsonl has them under "parts"."""
     with open_run(tmp_path / "run", {}) as run:
-        run.log(1, {"loss": 1.0})
+        run.log(1, {"loss": 1.0}, phase="grpo")
         run.log_samples(1, [Sample("a prompt", "a completion", 1.0, {"component": 0.25})])
     samples = tmp_path / "run" / "samples.jsonl"
     samples.write_text(samples.read_text().replace('"components"', '"parts"'))

@@ -77,7 +77,7 @@ class Parrot:
         sampling: SamplingParams | Sequence[SamplingParams],
         n: int = 1,
         *,
-        first: int = 0,
+        first_index: int = 0,
     ) -> list[list[Completion]]:
         return [
             [Completion([65 + place], [-1.0], [-1.0], "stop", chr(65 + place)) for place in range(n)] for _ in prompts

@@ -127,7 +127,7 @@ def server(only_server: Server) -> Server:
 
 def mixed(seed: int, place: int, number: int) -> int:
     """The seed that a server gets for one answer of a call with one sampling for all prompts."""
-    return Request((), SamplingParams(seed=rng_key(seed, place)), first=number).seed
+    return Request((), SamplingParams(seed=rng_key(seed, place)), first_index=number).seed
 
 
 PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back")]
@@ -379,7 +379,7 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         ]
         results: dict[tuple[int, int], Any] = {}
         while len(results) < 4:
-            results |= {(done.request_id, done.number): done.completion for done in engine.poll(timeout=None)}
+            results |= {(done.request_id, done.index): done.completion for done in engine.poll(timeout=None)}
         assert [[results[request_id, number] for number in range(2)] for request_id in request_ids] == expected
         assert engine.poll() == []
         second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
@@ -387,12 +387,12 @@ def test_submitted_answers_are_those_of_generate(server: Server) -> None:
         while len(alone) < 2:
             alone |= {done.request_id: done.completion for done in engine.poll(timeout=None)}
         assert alone[second].tokens == expected[0][1].tokens
-        assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first=2)[0][0].tokens
+        assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first_index=2)[0][0].tokens
         assert alone[third].tokens not in [completion.tokens for completion in expected[0]]
     server.reply = lambda body: (400, {}, {"error": "no room"})
     request_id = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
-    assert (done.request_id, done.number, done.completion) == (request_id, 0, None)
+    assert (done.request_id, done.index, done.completion) == (request_id, 0, None)
     assert "refused the request with status 400: no room" in str(done.error)
 
 

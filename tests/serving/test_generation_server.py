@@ -246,7 +246,7 @@ def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
         ]
         while len(results) < 2 * len(request_ids):
             results |= {
-                (finished.request_id, finished.number): finished.completion for finished in engine.poll(timeout=60)
+                (finished.request_id, finished.index): finished.completion for finished in engine.poll(timeout=60)
             }
         assert served._failure is None
     for status, words in replies:

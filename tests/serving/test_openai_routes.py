@@ -32,10 +32,10 @@ def url() -> Iterator[str]:
         yield address
 
 
-def alone(prompt: list[int], sampling: SamplingParams, n: int = 1, first: int = 0) -> list[Completion]:
+def alone(prompt: list[int], sampling: SamplingParams, n: int = 1, first_index: int = 0) -> list[Completion]:
     """The same by the generator itself."""
-    completions = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first + n)[0]
-    return completions[first:]
+    completions = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first_index + n)[0]
+    return completions[first_index:]
 
 
 def encoded(prompt: Any) -> list[int]:
@@ -79,7 +79,7 @@ def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
         alone(
             encoded(one_prompt) if isinstance(one_prompt, str) else one_prompt,
             SamplingParams(max_new_tokens=4, seed=1),
-            first=place,
+            first_index=place,
         )[0].text
         for place, one_prompt in enumerate(prompts)
     ]

@@ -95,7 +95,7 @@ def test_every_completion_of_several_steps_has_a_different_seed(name: str) -> No
             sampling = SamplingParams(seed=combine_seeds(0, step, 0, group))
             for sample in range(8):
                 later = SamplingParams(seed=combine_seeds(sampling.seed, sample, 1))
-                for request in (Request((1,), sampling, first=sample), Request((1,), later)):
+                for request in (Request((1,), sampling, first_index=sample), Request((1,), later)):
                     body = sent(api, request)
                     seeds.append(body.get("seed", body.get("sampling_seed")))
     assert len(set(seeds)) == len(seeds) == 3 * 8 * 8 * 2

@@ -27,7 +27,7 @@ class DecodeRows:
 
     `numbers` [8, size] int64: the newest token; the number of tokens of prompt and completion, 0 in an idle row; that
     of the completion; its maximum; the key of its random numbers; its top-k, the vocabulary size if it has none; the
-    token before the newest, if the last step gave two; how many tokens that step gave.
+    token before the newest, if the last step sampled two; how many of these tokens the drafter has not read, 1 or 2.
     `settings` [3, size] fp32: the temperature, 0 for greedy; top-p; the logarithm of min-p.
     `stops` [stops, size] int64: stop tokens, padded with -1.
     `table` [size, pages] int32: the pages of each row.
@@ -85,20 +85,20 @@ def sample_next(
     rows: Tensor,
     state: DecodeRows,
     *,
-    number: int = 0,
+    token_index: int = 0,
     filtered: bool = True,
     settings: SamplerSettings | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Samples a token for each of `rows` [n] int64 from its logits [n, vocab], and writes it to the row.
 
-    Its result is `results[number]`. A row becomes idle at a stop token or its maximum length. Idle rows do not change.
-    Without `filtered`, top-k, top-p and min-p are ignored. A caller with the `settings` of the rows on the host passes
-    them, if none is idle.
+    Its result is `results[token_index]`. A row becomes idle at a stop token or its maximum length. Idle rows do not
+    change. Without `filtered`, top-k, top-p and min-p are ignored. A caller with the `settings` of the rows on the host
+    passes them, if none is idle.
     """
     if is_batch_invariant() and logits.is_cuda:
         settings = None  # torch's sums on a GPU depend on the number of rows
-    results = state.results[number]
+    results = state.results[token_index]
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
         from postlude.ops.kernels import sample as kernels  # needs triton
 
@@ -140,7 +140,7 @@ def sample_after_drafts(
     first, first_lengths = tokens.clone(), lengths.clone()
     lengths.masked_fill_(~accepted, 0)  # for the second token all other rows are idle
     two = lengths > 0
-    sample_next(logits[:, 1], rows, state, number=1, filtered=filtered)
+    sample_next(logits[:, 1], rows, state, token_index=1, filtered=filtered)
     lengths.copy_(torch.where(accepted, lengths, first_lengths))
     state.results[1, :count, 0].masked_fill_(accepted & ~two, ACCEPTED)
     previous, undrafted = state.numbers[PREVIOUS, :count], state.numbers[UNDRAFTED, :count]

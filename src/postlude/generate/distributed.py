@@ -81,19 +81,19 @@ class ReplicatedGenerator(PollAdapter):
         sampling: SamplingParams | Sequence[SamplingParams],
         n: int = 1,
         *,
-        first: int = 0,
+        first_index: int = 0,
     ) -> list[list[Completion]]:
         """Calls `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
         by_rank: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
-        local = self._generate_local(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first))
+        local = self._generate_local(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first_index))
         dist.all_gather_object(by_rank, local)
         return interleave(by_rank, len(prompts))
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first: int
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first_index: int
     ) -> list[list[Completion]]:
         """Generates on all ranks. Only rank 0 calls it, in `poll`."""
-        return interleave(self.controller.call_all(_Call(prompts, samplings, n, first)), len(prompts))
+        return interleave(self.controller.call_all(_Call(prompts, samplings, n, first_index)), len(prompts))
 
     def _generate_local(self, call: _Call) -> list[list[Completion]]:
         """Returns this rank's completions."""
@@ -101,7 +101,7 @@ class ReplicatedGenerator(PollAdapter):
         prompts, samplings = call.prompts[rank::size], call.samplings[rank::size]
         if not prompts:
             return []
-        return self.generator.generate(prompts, samplings, call.n, first=call.first, adapter=self.adapter)
+        return self.generator.generate(prompts, samplings, call.n, first_index=call.first_index, adapter=self.adapter)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Call:
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
     n: int
-    first: int
+    first_index: int
 
 
 def interleave(by_rank: Sequence[Sequence[Item]], count: int) -> list[Item]:

@@ -159,13 +159,14 @@ class Generator:
         sampling: SamplingParams | Sequence[SamplingParams],
         n: int = 1,
         *,
-        first: int = 0,
+        first_index: int = 0,
         adapter: str | None = None,
     ) -> list[list[Completion]]:
         """Returns `n` completions of each prompt of token ids, in the caller's order. A prompt is prefilled once.
 
-        `sampling` is one for all prompts, or one per prompt. Completions are numbered from `first`. `adapter` is the
-        name of a loaded adapter. If a completion fails, the others are finished, and then its error is raised.
+        `sampling` is one for all prompts, or one per prompt. The completions of a prompt have the indices from
+        `first_index` on, which their seeds depend on. `adapter` is the name of a loaded adapter. If a completion fails,
+        the others are finished, and then its error is raised.
         """
         if n < 1:
             raise ValueError(f"n={n}: give at least 1 completion per prompt.")
@@ -173,7 +174,13 @@ class Generator:
         one_seed = isinstance(sampling, SamplingParams)  # then the seed of a prompt also depends on its index
         groups = [
             self.new_completions(
-                f"prompt {index}", tokens, params, n, index=index if one_seed else 0, first=first, adapter=adapter
+                f"prompt {index}",
+                tokens,
+                params,
+                n,
+                index=index if one_seed else 0,
+                first_index=first_index,
+                adapter=adapter,
             )
             for index, (tokens, params) in enumerate(zip(prompts, samplings, strict=True))
         ]
@@ -281,10 +288,10 @@ class Generator:
         n: int,
         *,
         index: int = 0,
-        first: int = 0,
+        first_index: int = 0,
         adapter: str | None = None,
     ) -> list[CompletionState]:
-        """Returns `n` new completions of a prompt, numbered from `first`. `name` is the prompt's in a ValueError."""
+        """Returns `n` new completions of a prompt, from `first_index` on. `name` is the prompt's in a ValueError."""
         self.adapters.check(adapter)
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
@@ -306,9 +313,11 @@ class Generator:
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = PromptState(tokens, sampling, unstarted=n, adapter=adapter)
         completions = []
-        for number in range(first, first + n):
+        for completion_index in range(first_index, first_index + n):
             stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
-            completions.append(CompletionState(prompt, rng_key(sampling.seed, index, number), stop_tokens, stops))
+            completions.append(
+                CompletionState(prompt, rng_key(sampling.seed, index, completion_index), stop_tokens, stops)
+            )
         return completions
 
     def to_completion(self, completion: CompletionState) -> Completion:

@@ -22,8 +22,8 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
-    first: int = 0
-    """The number of the first completion. Seeds depend on it: `n=1, first=1` gives the second completion of `n=2`."""
+    first_index: int = 0
+    """The index of the first completion, for seeds: `n=1, first_index=1` gives the second completion of `n=2`."""
     adapter: str | None = None
     """The adapter to sample with, by its name in the engine; None for the engine's default."""
 
@@ -33,8 +33,8 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """The first completion's seed (63 bits), of `sampling.seed` and `first`. Some servers take one per request."""
-        return rng_key(self.sampling.seed, self.first) % (1 << 63)
+        """The first completion's seed (63 bits), for servers that take one seed per request."""
+        return rng_key(self.sampling.seed, self.first_index) % (1 << 63)
 
 
 class VersionSpan(NamedTuple):
@@ -47,10 +47,10 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedCompletion:
-    """Completion `number` (from 0) of the request that `submit` returned `request_id` for, or its error."""
+    """Completion `index` (from 0) of the request that `submit` returned `request_id` for, or its error."""
 
     request_id: int
-    number: int
+    index: int
     completion: Completion | None
     error: Exception | None = None
 
@@ -96,7 +96,8 @@ class Progress:
 
     request_index: int
     """The index of its request among those that were submitted together."""
-    number: int
+    index: int
+    """The index of the completion in its request, from 0."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
     completion: Completion | None
@@ -112,9 +113,9 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams | Sequence[SamplingParams],
         n: int = 1,
         *,
-        first: int = 0,
+        first_index: int = 0,
     ) -> list[list[Completion]]:
-        """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
+        """Returns `n` completions of each prompt of token ids, in the caller's order, from `first_index` on.
 
         `sampling` is one for all prompts, or one per prompt.
         """
@@ -160,18 +161,20 @@ class PollAdapter:
         """Generates all submitted requests. Ignores `timeout`."""
         waiting, self._waiting = self._waiting, {}
         finished: list[FinishedCompletion] = []
-        for n, first in dict.fromkeys((request.n, request.first) for request in waiting.values()):
-            batch = {key: request for key, request in waiting.items() if (request.n, request.first) == (n, first)}
+        for n, first_index in dict.fromkeys((request.n, request.first_index) for request in waiting.values()):
+            batch = {
+                key: request for key, request in waiting.items() if (request.n, request.first_index) == (n, first_index)
+            }
             prompts = [request.prompt for request in batch.values()]
             samplings = [request.sampling for request in batch.values()]
-            results = self._generate(prompts, samplings, n, first)
+            results = self._generate(prompts, samplings, n, first_index)
             for request_id, completions in zip(batch, results, strict=True):
                 finished += [
-                    FinishedCompletion(request_id, number, completion) for number, completion in enumerate(completions)
+                    FinishedCompletion(request_id, index, completion) for index, completion in enumerate(completions)
                 ]
         return finished
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first: int
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first_index: int
     ) -> list[list[Completion]]:
-        return self._engine.generate(prompts, samplings, n, first=first)
+        return self._engine.generate(prompts, samplings, n, first_index=first_index)

@@ -22,7 +22,7 @@ class SamplingParams:
     A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
 
-    The random numbers depend on `seed`, on the completion's number and, with one `SamplingParams` for all prompts, on
+    The random numbers depend on `seed`, on the completion's index and, with one `SamplingParams` for all prompts, on
     the prompt's index in the call. With these equal the completion is the same, whatever else is generated with it: to
     the bit if the model is `batch_invariant`, else up to the rounding of its dtype.
     """

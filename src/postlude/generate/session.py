@@ -16,7 +16,7 @@ from postlude.generate.scheduler import Scheduler
 class Session:
     """Samples the completions of requests, step by step.
 
-    A completion has the same tokens as `Generator.generate` returns for its seed and number, and the same log-probs to
+    A completion has the same tokens as `Generator.generate` returns for its seed and index, and the same log-probs to
     rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
     Completions of one adapter run at a time; those of others wait until they are finished.
     """
@@ -30,7 +30,7 @@ class Session:
         self._postponed: deque[list[CompletionState]] = (
             deque()
         )  # completions that do not fit in this scheduler or have another adapter, and wait for the next
-        self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and number
+        self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and index
         self._request_ids = itertools.count()
 
     @property
@@ -45,11 +45,11 @@ class Session:
             request.prompt,
             request.sampling,
             request.n,
-            first=request.first,
+            first_index=request.first_index,
             adapter=request.adapter,
         )
         request_id = next(self._request_ids)
-        self._active |= {(request_id, number): completion for number, completion in enumerate(group)}
+        self._active |= {(request_id, index): completion for index, completion in enumerate(group)}
         if self._scheduler is None or self._postponed or not self._fits(self._scheduler, group):
             self._postponed.append(group)
         else:
@@ -68,8 +68,8 @@ class Session:
         return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
 
     def progress(self, request_id: int) -> dict[int, CompletionState]:
-        """Returns the unfinished completions of a request by number, with their tokens so far."""
-        return {number: completion for (owner, number), completion in self._active.items() if owner == request_id}
+        """Returns the unfinished completions of a request by index, with their tokens so far."""
+        return {index: completion for (owner, index), completion in self._active.items() if owner == request_id}
 
     def abort(self, request_id: int) -> None:
         """Ends the completions of a request without a result."""
@@ -141,12 +141,12 @@ class Session:
                 completion.prompt = shared.prompt
         scheduler.add(group)
 
-    def _finished(self, request_id: int, number: int) -> FinishedCompletion:
-        completion = self._active.pop((request_id, number))
+    def _finished(self, request_id: int, index: int) -> FinishedCompletion:
+        completion = self._active.pop((request_id, index))
         if completion.error is not None:
-            return FinishedCompletion(request_id, number, None, completion.error)
+            return FinishedCompletion(request_id, index, None, completion.error)
         self._record_version(completion)
-        return FinishedCompletion(request_id, number, self.generator.to_completion(completion))
+        return FinishedCompletion(request_id, index, self.generator.to_completion(completion))
 
     def _record_version(self, completion: CompletionState) -> None:
         if self.version is not None:

@@ -141,7 +141,7 @@ class Conversations:
         self.engine, self.budget, self.timer = engine, budget, timer
         self._to_start: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
-        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and number of the completion
+        self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and index of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
         self._error: BaseException | None = None
         self._closed = False
@@ -247,7 +247,7 @@ class Conversations:
     def _add_completion(self, finished: FinishedCompletion) -> None:
         """Adds a completion to its trajectory and submits it to the environment."""
         conversations = self._waiting_for_engine[finished.request_id]
-        conversation = conversations.pop(finished.number)
+        conversation = conversations.pop(finished.index)
         if not conversations:
             del self._waiting_for_engine[finished.request_id]
         completion = finished.completion

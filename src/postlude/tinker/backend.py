@@ -179,9 +179,9 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class SampleProgress:
-    """The tokens of completion `number` (from 0) since the last call, and their log-probs."""
+    """The tokens of completion `index` (from 0) since the last call, and their log-probs."""
 
-    number: int
+    index: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
 

@@ -142,12 +142,12 @@ class _Generation:
 
         async def run(index: int, request: SampleRequest) -> None:
             def progress(new: SampleProgress) -> None:
-                arrived.put_nowait(Progress(index, new.number, new.tokens, new.logprobs, None))
+                arrived.put_nowait(Progress(index, new.index, new.tokens, new.logprobs, None))
 
             try:
                 result = await self._sampled(self.samplers.sample(self.sampler, request, progress))
-                for number, sequence in enumerate(result.sequences):
-                    arrived.put_nowait(Progress(index, number, (), (), _completion(sequence)))
+                for completion_index, sequence in enumerate(result.sequences):
+                    arrived.put_nowait(Progress(index, completion_index, (), (), _completion(sequence)))
                 arrived.put_nowait(None)
             except Exception as error:
                 arrived.put_nowait(error)

@@ -134,7 +134,7 @@ class RankSampler:
                 self.cancel([running.call.call_id])
                 finished[running.call.call_id] = result.error
                 continue
-            running.completions[result.number] = result.completion
+            running.completions[result.index] = result.completion
             if len(running.completions) == running.call.request.num_samples:
                 del self._running[result.request_id]
                 finished[running.call.call_id] = self._result(running)
@@ -152,17 +152,17 @@ class RankSampler:
         events = []
         for request_id, running in self._running.items():
             if running.call.streamed:
-                for number, state in self._session.progress(request_id).items():
-                    done = running.reported.get(number, 0)
+                for index, state in self._session.progress(request_id).items():
+                    done = running.reported.get(index, 0)
                     if len(state.tokens) > done:
-                        running.reported[number] = len(state.tokens)
-                        new = SampleProgress(number, list(state.tokens[done:]), list(state.logprobs[done:]))
+                        running.reported[index] = len(state.tokens)
+                        new = SampleProgress(index, list(state.tokens[done:]), list(state.logprobs[done:]))
                         events.append((running.call.call_id, new))
         return events
 
     def _result(self, running: _Running) -> SampleResult:
         request = running.call.request
-        completions = [running.completions[number] for number in range(request.num_samples)]
+        completions = [running.completions[index] for index in range(request.num_samples)]
         tops: Sequence[TopK | None] = [None] * len(completions)
         if request.topk_sample_logprobs:
             with self.generator.inference_mode(running.call.weights.adapter):

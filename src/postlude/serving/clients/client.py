@@ -117,9 +117,9 @@ class GenerationClient:
         sampling: SamplingParams | Sequence[SamplingParams],
         n: int = 1,
         *,
-        first: int = 0,
+        first_index: int = 0,
     ) -> list[list[Completion]]:
-        """Returns `n` completions of each prompt of token ids, in the caller's order, numbered from `first`.
+        """Returns `n` completions of each prompt of token ids, in the caller's order, from `first_index` on.
 
         `sampling` is one for all prompts, which then get different seeds, or one per prompt.
         """
@@ -130,7 +130,7 @@ class GenerationClient:
         if isinstance(sampling, SamplingParams):
             samplings = [replace(params, seed=rng_key(params.seed, index)) for index, params in enumerate(samplings)]
         requests = [
-            Request(tuple(map(int, prompt)), params, n, first)
+            Request(tuple(map(int, prompt)), params, n, first_index)
             for prompt, params in zip(prompts, samplings, strict=True)
         ]
         return self.run(_gather(self._generate_all(request) for request in requests))
@@ -139,15 +139,15 @@ class GenerationClient:
         """Sends a request without waiting. Returns its id, which the `FinishedCompletion`s repeat."""
         request_id = next(self._request_ids)
 
-        async def generate(number: int, single_request: Request) -> None:
+        async def generate(index: int, single_request: Request) -> None:
             try:
                 completion = self._with_text(await self.pool.generate(single_request))
-                self._finished.put(FinishedCompletion(request_id, number, completion))
+                self._finished.put(FinishedCompletion(request_id, index, completion))
             except Exception as error:
-                self._finished.put(FinishedCompletion(request_id, number, None, error))
+                self._finished.put(FinishedCompletion(request_id, index, None, error))
 
-        for number, single_request in enumerate(_split(request)):
-            self.start(generate(number, single_request))
+        for index, single_request in enumerate(_split(request)):
+            self.start(generate(index, single_request))
         return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
@@ -255,7 +255,7 @@ class GenerationClient:
 
 def _split(request: Request) -> list[Request]:
     """Returns one request per completion, so that a failed server loses only the completions that it was sampling."""
-    return [replace(request, n=1, first=request.first + number) for number in range(request.n)]
+    return [replace(request, n=1, first_index=request.first_index + index) for index in range(request.n)]
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

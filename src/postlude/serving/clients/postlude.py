@@ -1,8 +1,8 @@
 """Postlude's own server, `postlude serve`: the native generator behind HTTP.
 
     GET  /v1/models    as OpenAI's, owned by "postlude"
-    POST /generate     {model, prompt, first, sampling} -> {tokens, logprobs, sampled_logprobs, finish_reason, text,
-                       versions: [[version, start, end]]}; `sampling` has the fields of `SamplingParams`
+    POST /generate     {model, prompt, first_index, sampling} -> {tokens, logprobs, sampled_logprobs, finish_reason,
+                       text, versions: [[version, start, end]]}; `sampling` has the fields of `SamplingParams`
     GET  /weights      -> {version, checksum}, each null where there is none
     POST /weights      {directory, version} -> the same, after the weights are loaded
     POST /adapters     {name, directory, version} -> the same, after the adapter of peft's files is loaded or replaced;
@@ -45,7 +45,7 @@ class PostludeAPI(ServerAPI):
         body = {
             "model": model,
             "prompt": list(request.prompt),
-            "first": request.first,
+            "first_index": request.first_index,
             "sampling": asdict(request.sampling),
         }
         return read_completion(await send("POST", GENERATE, body))
@@ -77,7 +77,7 @@ class GenerateBody(Body):
 
     prompt: Tokens
     sampling: _SamplingBody  # type: ignore[valid-type]
-    first: int = 0
+    first_index: int = 0
     model: str | None = None
 
 
@@ -98,7 +98,7 @@ class AdapterBody(Body):
 
 def read_request(body: GenerateBody, adapter: str | None = None) -> Request:
     """Returns the request in a body. Raises a ValueError where its values are invalid."""
-    return Request(body.prompt, SamplingParams(**dict(body.sampling)), first=body.first, adapter=adapter)
+    return Request(body.prompt, SamplingParams(**dict(body.sampling)), first_index=body.first_index, adapter=adapter)
 
 
 def write_completion(completion: Completion) -> dict[str, Any]:

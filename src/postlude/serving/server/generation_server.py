@@ -65,18 +65,18 @@ class _Pending:
     """Tokens of each completion that `on_progress` got."""
 
     def report(
-        self, number: int, tokens: Sequence[int], logprobs: Sequence[float], completion: Completion | None
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], completion: Completion | None
     ) -> None:
         """Passes new tokens of a completion to `on_progress`."""
-        before = self.reported.get(number, 0)
+        before = self.reported.get(index, 0)
         if self.on_progress is not None and (len(tokens) > before or completion is not None):
-            self.reported[number] = len(tokens)
-            self.on_progress(number, tokens[before:], logprobs[before:], completion)
+            self.reported[index] = len(tokens)
+            self.on_progress(index, tokens[before:], logprobs[before:], completion)
 
-    def finish(self, number: int, completion: Completion) -> bool:
+    def finish(self, index: int, completion: Completion) -> bool:
         """Adds a completion. Returns whether it was the last."""
-        self.report(number, completion.tokens, completion.logprobs, completion)
-        self.completions[number] = completion
+        self.report(index, completion.tokens, completion.logprobs, completion)
+        self.completions[index] = completion
         return len(self.completions) == self.request.n
 
 
@@ -287,14 +287,14 @@ class GenerationServer:
             if result.completion is None:
                 self._drop([pending])
                 _resolve(pending.future, error=HTTPError(500, f"this completion failed: {result.error}"))
-            elif pending.finish(result.number, result.completion):
+            elif pending.finish(result.index, result.completion):
                 del self._pending[result.request_id]
-                _resolve(pending.future, [pending.completions[number] for number in range(pending.request.n)])
+                _resolve(pending.future, [pending.completions[index] for index in range(pending.request.n)])
         for pending in self._pending.values():
             if pending.on_progress is not None:
-                for number, state in pending.states.items():
-                    if number not in pending.completions:
-                        pending.report(number, state.tokens, state.logprobs, None)
+                for index, state in pending.states.items():
+                    if index not in pending.completions:
+                        pending.report(index, state.tokens, state.logprobs, None)
 
     def _add(self, pending: _Pending) -> None:
         try:

@@ -195,7 +195,7 @@ class OpenAIRoutes:
         with bad_request_on_error():
             adapter = self.backend.adapter_of(body.model)
             requests = [
-                Request(tuple(tokens), sampling, n=n, first=index * n, adapter=adapter)
+                Request(tuple(tokens), sampling, n=n, first_index=index * n, adapter=adapter)
                 for index, tokens in enumerate(encoded)
             ]
         call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None)
@@ -286,7 +286,7 @@ class OpenAIRoutes:
                 yield self._chunk(call, [self._choice(call, index, delta, [], [], None)])
         async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
-                index = progress.request_index * n + progress.number
+                index = progress.request_index * n + progress.index
                 total += len(progress.tokens)
                 unsent[index][0].extend(progress.tokens)
                 unsent[index][1].extend(progress.logprobs)
