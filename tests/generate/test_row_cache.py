@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.eager_scheduler import EagerScheduler
-from postlude.generate.pages import RowPages, RunningCompletion
+from postlude.generate.pages import RowAllocator, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
 from postlude.ops.attention import ScoreConfig, reference_attention
@@ -242,7 +242,7 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
 @pytest.mark.parametrize("drafted", [0, 1])
 def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
     cache = RowCache(torch.device("cpu"))
-    pages = RowPages(cache, 200, 8, drafted=drafted)
+    pages = RowAllocator(cache, 200, 8, drafted=drafted)
     prompt = PromptState([0] * 10, SamplingParams(max_new_tokens=60), unstarted=9)
     state = CompletionState(prompt, 0, frozenset(), None)
     pages.add([state], 9)

@@ -99,7 +99,7 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
         SamplingParams(max_new_tokens=length, temperature=0.9, stop_tokens=STOPS[:4]) for length in (9, 30, 20, 6)
     ]
     expected = Stepped(model).generate(prompts, samplings, n=3)
-    monkeypatch.setattr(GraphScheduler, "least_saved", 1)
+    monkeypatch.setattr(GraphScheduler, "min_saved_pages", 1)
     steps, run = [], DecodeGraphs.__call__
 
     def note(graphs: DecodeGraphs, step: DecodeStep) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from postlude.model.context import DecodeState, Inputs, RecurrentStep, States, Stores
 from postlude.ops.packing import Packing
 
-Copy = tuple[int, int, int]
+PageCopy = tuple[int, int, int]
 """Source page, target page, and the number of tokens to copy."""
 
 
@@ -112,7 +112,7 @@ class DecodeCache(DecodeState, ABC):
                 self.set_states(name, states, counts >= number)
         self._draft_states = {}
 
-    def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
+    def move(self, sources: Tensor, targets: Tensor, copies: Sequence[PageCopy]) -> None:
         """Copies the states of rows `sources` to rows `targets`, both [m] int64. `copies` has the same on the host."""
         for states in self._states.values():
             for state in states:
@@ -127,7 +127,7 @@ class DecodeCache(DecodeState, ABC):
         return self._stores[name]
 
     @abstractmethod
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies stores from pages to pages."""
 
     def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:

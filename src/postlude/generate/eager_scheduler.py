@@ -18,11 +18,11 @@ from postlude.generate.completion_state import CompletionState
 from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_after_drafts, sample_next
 from postlude.generate.draft import TOKENS_PER_STEP, Drafter
 from postlude.generate.forward import MixedMicrobatches, all_logits_and_hidden, logits_at
-from postlude.generate.pages import RowPages, RunningCompletion
+from postlude.generate.pages import RowAllocator, RunningCompletion
 from postlude.generate.routing_record import RoutingRecord
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampler import SamplerSettings
-from postlude.generate.scheduler import Joining, Scheduler, max_stops
+from postlude.generate.scheduler import JoiningCompletions, Scheduler, max_stops
 from postlude.model import LanguageModel
 
 
@@ -45,12 +45,12 @@ class EagerScheduler(Scheduler):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         cache = RowCache(next(model.parameters()).device, fp8=fp8_kv)
-        self.row_pages = RowPages(cache, max_batch_tokens, max_sequences, drafted=int(draft))
+        self.row_allocator = RowAllocator(cache, max_batch_tokens, max_sequences, drafted=int(draft))
         super().__init__(
             model,
             DecodeRows(max_sequences, 0, max_stops(completions), cache.device, TOKENS_PER_STEP if draft else 1),
             cache,
-            self.row_pages,
+            self.row_allocator,
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
             group=group,
@@ -79,7 +79,7 @@ class EagerScheduler(Scheduler):
         if joining.completions:
             self._begin(joining, prefill_logits)
 
-    def _join(self) -> Joining:
+    def _join(self) -> JoiningCompletions:
         """Returns the completions that join with a prefill. Those with a prefilled prompt start at once."""
         while True:
             self._idle_ended_rows()
@@ -87,14 +87,14 @@ class EagerScheduler(Scheduler):
             self._compact(len(self.running))
             joining = self._admit()
             if self.running:
-                self.row_pages.commit(self.running)
+                self.row_allocator.commit(self.running)
             if joining.sequences or not joining.completions:
                 return joining
             self._begin(joining, torch.empty(0, device=self.device))
             while self.unread_results:
                 self._read_results()
 
-    def _begin(self, joining: Joining, prefill_logits: Tensor) -> None:
+    def _begin(self, joining: JoiningCompletions, prefill_logits: Tensor) -> None:
         """Starts joining completions, and samples their first token."""
         rows = self._integers([running.row for running in joining.completions])
         logits = self._start(joining, rows, prefill_logits)
@@ -107,7 +107,9 @@ class EagerScheduler(Scheduler):
         tokens, lengths = drafter.unread_tokens(count)
         return drafter.propose(self._microbatches(tokens, lengths, longest), count, settings=settings)
 
-    def _forward(self, count: int, longest: int, drafts: Tensor | None, joining: Joining) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, count: int, longest: int, drafts: Tensor | None, joining: JoiningCompletions
+    ) -> tuple[Tensor, Tensor]:
         """Runs the newest token and the draft of the first `count` rows, then the whole sequences that join.
 
         Returns the logits of each row's tokens [n, tokens_per_row, vocab], and after each sequence [m, vocab].

@@ -129,7 +129,7 @@ class Generator:
         self.adapters = NamedAdapters(model)
         self.fp8_weights = FP8Weights(model) if quantization is not None else None
         self._has_fp8_weights = False
-        self._exact = False
+        self._fp8_disabled = False
         if self.fp8_kv and model.embedding.weight.is_cuda and (reason := self.why_no_cuda_graph()) is not None:
             log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', reason)
         self._buffers: GraphBuffers | None = None
@@ -197,7 +197,7 @@ class Generator:
 
     def start(self, completions: Sequence[CompletionState]) -> Scheduler:
         """Returns a scheduler of these completions, to which others can be added. It works on one rank."""
-        return self._scheduler(completions, DecodeCapacity.of_any)
+        return self._scheduler(completions, DecodeCapacity.for_session)
 
     @contextlib.contextmanager
     def inference_mode(self, adapter: str | None) -> Iterator[None]:
@@ -221,12 +221,12 @@ class Generator:
     @contextlib.contextmanager
     def without_fp8(self) -> Iterator[None]:
         """Generates without FP8 inside, if it uses any, and without CUDA graphs then."""
-        before = self.fp8_kv, self.fp8_weights, self._exact
-        self._exact, self.fp8_kv, self.fp8_weights = self.uses_fp8, False, None
+        before = self.fp8_kv, self.fp8_weights, self._fp8_disabled
+        self._fp8_disabled, self.fp8_kv, self.fp8_weights = self.uses_fp8, False, None
         try:
             yield
         finally:
-            self.fp8_kv, self.fp8_weights, self._exact = before
+            self.fp8_kv, self.fp8_weights, self._fp8_disabled = before
 
     def why_no_cuda_graph(self) -> str | None:
         """Returns why decode steps cannot be captured as CUDA graphs; None if they can.
@@ -249,7 +249,7 @@ class Generator:
             self._buffers = None
 
     def _scheduler(self, completions: Sequence[CompletionState], capacity_of: CapacityOf) -> Scheduler:
-        if not completions or self._exact or self.why_no_cuda_graph() is not None:
+        if not completions or self._fp8_disabled or self.why_no_cuda_graph() is not None:
             return EagerScheduler(
                 self.model,
                 completions,

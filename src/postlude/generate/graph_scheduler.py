@@ -58,7 +58,7 @@ class DecodeCapacity:
         )
 
     @staticmethod
-    def of_any(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
+    def for_session(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
         """Returns the capacity for these and any later completions, in a cache of about `budget` tokens."""
         pages = pages_for(budget)
         return DecodeCapacity(rows=bucket(max_sequences), pages=pages + 1, longest=pages, stops=max_stops(completions))
@@ -127,7 +127,7 @@ class GraphScheduler(Scheduler):
     """Runs steps on a `PagedCache`. A prefill is a separate forward, so completions join several at a time."""
 
     max_unread_steps = 2
-    least_saved = 32
+    min_saved_pages = 32
     """Pages that sharing must save in a step: reading them takes as long as another kernel in each layer."""
 
     def __init__(
@@ -201,7 +201,7 @@ class GraphScheduler(Scheduler):
         """Finds out which rows share their first pages, unless too few to gain by reading them together."""
         tiles = shared_tiles({running.row: running.pages for running in self.running})
         self.shared = None
-        if sum(tile.saved for tile in tiles) >= self.least_saved:
+        if sum(tile.saved for tile in tiles) >= self.min_saved_pages:
             shared = SharedPages.of(self.rows.size, tiles)
             self.rows.shared.copy_(shared)
             self.shared = shared.shape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.generate.decode_cache import Copy, DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PageCopy
 from postlude.model.context import DecodeAttend, Inputs, PrefillAttend, RecurrentScan, RecurrentStep, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
@@ -122,7 +122,7 @@ class PagedCache(DecodeCache):
             return output
         return self._recur_rows(name, inputs, step, self._tokens_per_row, self._lengths > 0)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Copies whole pages."""
         pages = torch.tensor([copy[:2] for copy in copies], dtype=torch.int64)
         sources, targets = to_device(pages, self.device).unbind(1)

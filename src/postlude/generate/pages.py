@@ -1,4 +1,4 @@
-"""Allocation of cache pages to completions, on the host: `PagePool` for a `PagedCache`, `RowPages` for a `RowCache`."""
+"""Allocation of cache pages on the host: `PagePool` is for a `PagedCache`, `RowAllocator` for a `RowCache`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.decode_cache import Copy
+from postlude.generate.decode_cache import PageCopy
 from postlude.generate.row_cache import RowCache
 from postlude.ops.paged_attention import PAGE_SIZE
 
@@ -32,11 +32,11 @@ class RunningCompletion:
         return self.scheduled_length < self.state.max_length
 
 
-class Pages(ABC):
-    """Allocates pages for the scheduler."""
+class PageAllocator(ABC):
+    """Allocates pages of a cache to the completions of a scheduler."""
 
     @abstractmethod
-    def can_ever_hold(self, completion: CompletionState) -> bool:
+    def fits_alone(self, completion: CompletionState) -> bool:
         """Whether the completion fits when it runs alone."""
 
     def add(self, completions: Sequence[CompletionState], total: int) -> None:  # noqa: B027 - not all have to
@@ -47,11 +47,11 @@ class Pages(ABC):
         """Whether the completion can join the running ones now, with `MARGIN` tokens to spare."""
 
     @abstractmethod
-    def take(self, row: int, tokens: int) -> list[int]:
+    def allocate(self, row: int, tokens: int) -> list[int]:
         """Allocates pages for a sequence of `tokens` tokens in this row."""
 
     @abstractmethod
-    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[PageCopy]]:
         """Returns pages for another sequence with the same first `tokens` tokens, and the copies that they need."""
 
     def release(self, pages: Sequence[int]) -> None:  # noqa: B027 - not all have to
@@ -62,8 +62,8 @@ class Pages(ABC):
         """Allocates room for the next token of each. Returns those with new pages; None if there is too little room."""
 
 
-class PagePool(Pages):
-    """Pages of `PAGE_SIZE` tokens: the free ones, and the number of references to each of the others.
+class PagePool(PageAllocator):
+    """Allocates pages of `PAGE_SIZE` tokens: it has the free ones, and the number of references to each of the others.
 
     Each row has room for its newest token and `drafted` drafts.
     """
@@ -74,38 +74,38 @@ class PagePool(Pages):
         self.free = list(range(count - 1, -1, -1))
         self._reference_counts = [0] * count
 
-    def can_ever_hold(self, completion: CompletionState) -> bool:
-        """See `Pages`."""
+    def fits_alone(self, completion: CompletionState) -> bool:
+        """See `PageAllocator`."""
         return pages_for(completion.max_length) <= self.longest
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
-        """See `Pages`. Includes a copy of the last page of its prompt."""
+        """See `PageAllocator`. Includes a copy of the last page of its prompt."""
         return pages_for(min(completion.length + 1 + MARGIN, completion.max_length)) + 1 <= len(self.free)
 
-    def take(self, row: int, tokens: int) -> list[int]:
-        """See `Pages`."""
-        return self._take(pages_for(tokens))
+    def allocate(self, row: int, tokens: int) -> list[int]:
+        """See `PageAllocator`."""
+        return self._allocate(pages_for(tokens))
 
-    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
-        """See `Pages`. Full pages are shared, since they are never written again; the last one is copied.
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[PageCopy]]:
+        """See `PageAllocator`. Full pages are shared, since they are never written again; the last one is copied.
 
         A drafter's key at the last token of a prompt depends on the token after it, so that page is not shared.
         """
         shared = pages[: (tokens - self.drafted) // PAGE_SIZE]
         self._add_reference(shared)
-        taken = self._take(pages_for(tokens + 1) - len(shared))
+        taken = self._allocate(pages_for(tokens + 1) - len(shared))
         left = tokens - len(shared) * PAGE_SIZE  # tokens of the prompt in other pages: one page at most
         return [*shared, *taken], [(pages[len(shared)], taken[0], left)] if left else []
 
     def release(self, pages: Sequence[int]) -> None:
-        """See `Pages`."""
+        """See `PageAllocator`."""
         for page in pages:
             self._reference_counts[page] -= 1
             if not self._reference_counts[page]:
                 self.free.append(page)
 
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
-        """See `Pages`."""
+        """See `PageAllocator`."""
         growing = [
             completion
             for completion in running
@@ -115,10 +115,10 @@ class PagePool(Pages):
         if len(growing) > len(self.free):
             return None
         for completion in growing:
-            completion.pages += self._take(1)
+            completion.pages += self._allocate(1)
         return growing
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         pages = [self.free.pop() for _ in range(count)]
         self._add_reference(pages)
         return pages
@@ -128,8 +128,8 @@ class PagePool(Pages):
             self._reference_counts[page] += 1
 
 
-class RowPages(Pages):
-    """The pages of a `RowCache`: one per row, all of `capacity` tokens, which grows with the longest sequence.
+class RowAllocator(PageAllocator):
+    """Allocates the pages of a `RowCache`, one per row. All have `capacity` tokens, which grows with the longest one.
 
     The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` drafts.
     """
@@ -144,32 +144,32 @@ class RowPages(Pages):
         self._rows = 0  # to allocate, up to max_sequences
         self._needed = 0  # tokens of the longest running sequence
 
-    def can_ever_hold(self, completion: CompletionState) -> bool:
-        """See `Pages`."""
+    def fits_alone(self, completion: CompletionState) -> bool:
+        """See `PageAllocator`."""
         return completion.max_length <= self.budget
 
     def add(self, completions: Sequence[CompletionState], total: int) -> None:
-        """See `Pages`."""
+        """See `PageAllocator`."""
         self.longest = max(self.longest, *(completion.max_length for completion in completions), 0)
         if total > self._rows:  # at least doubled, since adding rows copies the cache
             self._rows = min(self._max_sequences, max(total, 2 * self._rows))
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
-        """See `Pages`."""
+        """See `PageAllocator`."""
         needed = max(self._needed if running else 0, completion.length + 1)
         return self._capacity_for(len(running) + 1, needed) is not None
 
-    def take(self, row: int, tokens: int) -> list[int]:
-        """See `Pages`."""
+    def allocate(self, row: int, tokens: int) -> list[int]:
+        """See `PageAllocator`."""
         self._needed = max(self._needed, tokens)
         return [row]
 
-    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[Copy]]:
-        """See `Pages`."""
-        return self.take(row, tokens + 1), [(page, row, tokens) for page in pages if page != row]
+    def share(self, pages: Sequence[int], row: int, tokens: int) -> tuple[list[int], list[PageCopy]]:
+        """See `PageAllocator`."""
+        return self.allocate(row, tokens + 1), [(page, row, tokens) for page in pages if page != row]
 
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
-        """See `Pages`."""
+        """See `PageAllocator`."""
         self._needed = max((completion.scheduled_length for completion in running), default=0)
         return None if self._capacity_for(len(running), self._needed) is None else []
 

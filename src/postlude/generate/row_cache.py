@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.generate.decode_cache import Copy, DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PageCopy
 from postlude.model.context import (
     AttendCache,
     DecodeAttend,
@@ -121,12 +121,12 @@ class RowCache(DecodeCache):
             self.set_last_states(name, tuple(state[: self._sequences] for state in states))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def move(self, sources: Tensor, targets: Tensor, copies: Sequence[Copy]) -> None:
+    def move(self, sources: Tensor, targets: Tensor, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Also moves the stores."""
         super().move(sources, targets, copies)
         self.copy(copies)
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Reads all sources before it writes."""
         packing = Packing.from_lengths([length for _, _, length in copies], self.device)
         rows = torch.tensor([copy[:2] for copy in copies], device=self.device)[packing.sequence_index()]  # [T, 2]

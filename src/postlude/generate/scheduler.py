@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
-from postlude.generate.decode_cache import Copy, DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PageCopy
 from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, DecodeRows
-from postlude.generate.pages import Pages, RunningCompletion
+from postlude.generate.pages import PageAllocator, RunningCompletion
 from postlude.model import LanguageModel
 from postlude.model.context import States, Stores
 from postlude.ops.packing import to_device
@@ -48,8 +48,8 @@ class _StepResults:
 
 
 @dataclass
-class Joining:
-    """Completions that join in one step, and the sequences to prefill for them."""
+class JoiningCompletions:
+    """Completions that start to run in one step, and the sequences to prefill for them."""
 
     completions: list[RunningCompletion] = field(default_factory=list)
     sources: list[int | PromptState] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Joining:
     pages: list[list[int]] = field(default_factory=list)
     prompts: list[PromptState | None] = field(default_factory=list)
     """For each sequence, its prompt if several completions share it, else None."""
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
     tokens: int = 0
 
-    def prefill(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
+    def add_sequence(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
         """Adds a sequence to prefill. Its keys and values go to these pages."""
         self.sequences.append([*sequence])
         self.pages.append(pages)
@@ -83,13 +83,13 @@ class Scheduler(ABC):
         model: LanguageModel,
         rows: DecodeRows,
         cache: DecodeCache,
-        pages: Pages,
+        allocator: PageAllocator,
         *,
         max_sequences: int,
         max_prefill_tokens: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model, self.rows, self.cache, self.pages, self.group = model, rows, cache, pages, group
+        self.model, self.rows, self.cache, self.allocator, self.group = model, rows, cache, allocator, group
         self.max_sequences, self.max_prefill_tokens = min(max_sequences, rows.size), max_prefill_tokens
         self.device = rows.numbers.device
         self.waiting: deque[CompletionState] = deque()
@@ -104,14 +104,14 @@ class Scheduler(ABC):
         """Whether completions are left."""
         return bool(self.waiting or self.running or self.unread_results)
 
-    def can_ever_hold(self, completion: CompletionState) -> bool:
+    def fits_alone(self, completion: CompletionState) -> bool:
         """Whether the completion fits in the cache when it runs alone."""
-        return len(completion.stop_tokens) <= len(self.rows.stops) and self.pages.can_ever_hold(completion)
+        return len(completion.stop_tokens) <= len(self.rows.stops) and self.allocator.fits_alone(completion)
 
     def add(self, completions: Sequence[CompletionState]) -> None:
-        """Adds completions. They join when there is room."""
+        """Adds completions. They join the running ones when there is room."""
         self.waiting.extend(completions)
-        self.pages.add(completions, len(self.running) + len(self.waiting))
+        self.allocator.add(completions, len(self.running) + len(self.waiting))
 
     def finish(self) -> None:
         """Steps until this rank and the other ranks of its group have no completions left."""
@@ -207,7 +207,7 @@ class Scheduler(ABC):
     def _remove(self, running: RunningCompletion) -> None:
         running.removed = True
         self.running.remove(running)
-        self.pages.release(running.pages)
+        self.allocator.release(running.pages)
         self._on_change(running)
 
     def _preempt(self, running: RunningCompletion) -> None:
@@ -218,7 +218,7 @@ class Scheduler(ABC):
 
     def _drop_prompt(self, prompt: PromptState) -> None:
         """Frees what is kept of a prompt for its next completions."""
-        self.pages.release(self.prefilled.pop(prompt).pages)
+        self.allocator.release(self.prefilled.pop(prompt).pages)
 
     def _idle_ended_rows(self) -> None:
         """Makes rows idle whose completion ended on the host: a stop string, an error, a preemption, an abort."""
@@ -250,7 +250,7 @@ class Scheduler(ABC):
 
     def _make_room(self) -> None:
         """Takes pages for the next token of every completion. If there are too few, some are preempted."""
-        while (extended := self.pages.extend(self.running)) is None:
+        while (extended := self.allocator.extend(self.running)) is None:
             self._free_pages()
         for running in extended:
             self._on_change(running, grew=True)
@@ -270,14 +270,14 @@ class Scheduler(ABC):
 
     def _has_room(self, completion: CompletionState) -> bool:
         """Whether there is room for the completion and `MARGIN` more tokens. A single one always has room."""
-        if not self.running and not self.unread_results and not self.pages.has_room(completion, self.running):
+        if not self.running and not self.unread_results and not self.allocator.has_room(completion, self.running):
             while self.prefilled:
                 self._drop_prompt(next(reversed(self.prefilled)))
-        return self.pages.has_room(completion, self.running)
+        return self.allocator.has_room(completion, self.running)
 
-    def _admit(self) -> Joining:
+    def _admit(self) -> JoiningCompletions:
         """Gives rows and pages to waiting completions, while there is room."""
-        joining = Joining()
+        joining = JoiningCompletions()
         used_rows = {running.row for running in self.running}
         free = deque(row for row in range(self.rows.size) if row not in used_rows)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
@@ -291,33 +291,33 @@ class Scheduler(ABC):
             joining.completions.append(running)
         return joining
 
-    def _prefill_tokens(self, completion: CompletionState, joining: Joining) -> int:
+    def _prefill_tokens(self, completion: CompletionState, joining: JoiningCompletions) -> int:
         """Returns how many tokens have to be prefilled for a completion."""
         return 0 if not completion.tokens and self._is_prefilled(completion.prompt, joining) else completion.length
 
-    def _is_prefilled(self, prompt: PromptState, joining: Joining) -> bool:
+    def _is_prefilled(self, prompt: PromptState, joining: JoiningCompletions) -> bool:
         return prompt in self.prefilled or prompt in joining.prompts
 
-    def _place(self, completion: CompletionState, row: int, joining: Joining) -> RunningCompletion:
+    def _place(self, completion: CompletionState, row: int, joining: JoiningCompletions) -> RunningCompletion:
         """Gives a completion its pages, and adds to `joining` what has to be prefilled and copied for it."""
         prompt, length = completion.prompt, completion.length
         if completion.tokens or (prompt.unstarted == 1 and not self._is_prefilled(prompt, joining)):
-            pages = self.pages.take(row, length + 1)
+            pages = self.allocator.allocate(row, length + 1)
             joining.sources.append(len(joining.sequences))
-            joining.prefill([*prompt.tokens, *completion.tokens], pages)
+            joining.add_sequence([*prompt.tokens, *completion.tokens], pages)
         else:
             if not self._is_prefilled(prompt, joining):
-                joining.prefill(prompt.tokens, self.pages.take(row, length), prompt)
+                joining.add_sequence(prompt.tokens, self.allocator.allocate(row, length), prompt)
             index = None if prompt in self.prefilled else joining.prompts.index(prompt)
             source = self.prefilled[prompt].pages if index is None else joining.pages[index]
-            pages, copies = self.pages.share(source, row, length)
+            pages, copies = self.allocator.share(source, row, length)
             joining.copies += copies
             joining.sources.append(prompt if index is None else index)
         if not completion.tokens:
             prompt.unstarted -= 1
         return RunningCompletion(completion, row, pages, length + 1)
 
-    def _start(self, joining: Joining, rows: Tensor, logits: Tensor) -> Tensor:
+    def _start(self, joining: JoiningCompletions, rows: Tensor, logits: Tensor) -> Tensor:
         """Starts joining completions, from `logits` [m, vocab] after the sequences that were prefilled for them.
 
         Copies shared pages that completions will write to. Returns the logits of all completions, [n, vocab].
@@ -332,7 +332,7 @@ class Scheduler(ABC):
                     pages if self.max_unread_steps else [], logits[index].clone(), states, stores
                 )
             elif prompt is not None:
-                self.pages.release(joining.pages[index])
+                self.allocator.release(joining.pages[index])
         if joining.copies:
             self.cache.copy(joining.copies)
         for prompt in earlier:

@@ -130,7 +130,7 @@ class Session:
         return True
 
     def _fits(self, scheduler: Scheduler, group: list[CompletionState]) -> bool:
-        return group[0].prompt.adapter == self._adapter and scheduler.can_ever_hold(group[0])
+        return group[0].prompt.adapter == self._adapter and scheduler.fits_alone(group[0])
 
     def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
         """Adds completions. If others with the same prompt wait, the prompt is prefilled once for all."""

@@ -22,9 +22,11 @@ from postlude.world.mesh import Mesh
 
 Inputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
+Stores = tuple[Tensor, ...]
+# The functions that `DecodeState.recur` takes.
 RecurrentStep = Callable[[Inputs, States], tuple[Tensor, States]]
 RecurrentScan = Callable[[Inputs, Packing], tuple[Tensor, States]]
-Stores = tuple[Tensor, ...]
+# The functions that `DecodeState.attend_latents` takes, and the one that it gives to `decode`.
 AttendCache = Callable[[Tensor, Tensor, Tensor, ScoreConfig], Tensor]
 DecodeAttend = Callable[[Inputs, Stores, AttendCache], Tensor]
 PrefillAttend = Callable[[Inputs, Packing], Tensor]
