@@ -137,9 +137,9 @@ def test_no_lengths_need_no_bins():
 @pytest.mark.parametrize(
     ("lengths", "budget", "multiple_of", "sentence"),
     [
-        ([1], 0, 1, "budget is 0, but the least is 1. Give a positive budget."),
-        ([1], 4, 0, "multiple_of is 0, but the least is 1. Give a positive multiple_of."),
-        ([1, 0], 4, 1, "sequence 1 has length 0, but the least is 1. Leave out empty sequences."),
+        ([1], 0, 1, "budget is 0, but the minimum is 1. Give a positive budget."),
+        ([1], 4, 0, "multiple_of is 0, but the minimum is 1. Give a positive multiple_of."),
+        ([1, 0], 4, 1, "sequence 1 has length 0, but the minimum is 1. Leave out empty sequences."),
         (
             [1, 9, 3],
             4,

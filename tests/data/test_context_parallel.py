@@ -259,7 +259,7 @@ def one_cut() -> Microbatch:
     [
         (
             lambda: shard_context(pack_together([3]), Axis(), multiple_of=0),
-            "multiple_of is 0, but the least is 1. Give a positive multiple_of.",
+            "multiple_of is 0, but the minimum is 1. Give a positive multiple_of.",
         ),
         (
             lambda: shard_context(one_cut(), Axis(2, 0)),

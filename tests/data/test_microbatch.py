@@ -69,7 +69,7 @@ def test_packings_are_equal_when_their_lengths_are():
     [
         (
             lambda: Packing.from_lengths([2, 0]),
-            "sequence 1 of a packing has length 0, but the least is 1. Leave out empty sequences.",
+            "packed sequence 1 has length 0, but the minimum is 1. Leave out empty sequences.",
         ),
         (
             lambda: Packing((2, 1), torch.tensor([0, 2], dtype=torch.int32)),

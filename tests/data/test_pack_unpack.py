@@ -221,8 +221,8 @@ PAIR = [[1, 2, 3], [4, 5]]
 @pytest.mark.parametrize(
     ("sequences", "options", "sentence"),
     [
-        ([], {}, "there are no sequences to pack, but the least is 1. Skip the step when a batch is empty."),
-        ([[1], []], {}, "sequence 1 has no tokens, but the least is 1. Leave out empty sequences."),
+        ([], {}, "there are no sequences to pack. Skip the step when a batch is empty."),
+        ([[1], []], {}, "sequence 1 has no tokens. Leave out empty sequences."),
         (
             [[1], [2, 3.5]],
             {},
@@ -254,12 +254,12 @@ PAIR = [[1, 2, 3], [4, 5]]
         (
             [[1], [4, -100]],
             {},
-            "sequence 1 holds token -100, but the least is 0. "
+            "sequence 1 holds token -100, but the minimum is 0. "
             "Mark tokens that are not trained on in a column, not in the tokens.",
         ),
-        (PAIR, {"budget": 0}, "budget is 0, but the least is 1. Give a positive budget."),
-        (PAIR, {"budget": 0, "truncate": True}, "budget is 0, but the least is 1. Give a positive budget."),
-        (PAIR, {"multiple_of": 0}, "multiple_of is 0, but the least is 1. Give a positive multiple_of."),
+        (PAIR, {"budget": 0}, "budget is 0, but the minimum is 1. Give a positive budget."),
+        (PAIR, {"budget": 0, "truncate": True}, "budget is 0, but the minimum is 1. Give a positive budget."),
+        (PAIR, {"multiple_of": 0}, "multiple_of is 0, but the minimum is 1. Give a positive multiple_of."),
         (
             PAIR,
             {"budget": 2},

@@ -243,7 +243,7 @@ def test_what_cannot_be_generated_is_refused(prompt_list, sampling, sentence: st
 def test_limits_are_checked(dense: LanguageModel) -> None:
     with pytest.raises(ValueError, match="n=0"):
         Generator(dense).generate([[1]], SamplingParams(), n=0)
-    with pytest.raises(ValueError, match="max_sequences=0: the least is 1"):
+    with pytest.raises(ValueError, match="max_sequences=0: the minimum is 1"):
         Generator(dense, max_sequences=0)
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from postlude.ops.attention import LONG, LONG_STEP, ScoreConfig, reference_attention, triton_packed_attention
+from postlude.ops.attention import (
+    CUDNN_LENGTH_STEP,
+    CUDNN_MIN_LENGTH,
+    ScoreConfig,
+    reference_attention,
+    triton_packed_attention,
+)
 from postlude.ops.packing import Packing
 from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_attention import assert_alike, dense, on_cuda
@@ -58,7 +64,13 @@ def test_equals_dense_float64(heads, kv_heads, widths, part, window, softcap, si
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(LONG + 5,), (70, LONG, 9, 130, LONG + 1, LONG_STEP + LONG)])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (CUDNN_MIN_LENGTH + 5,),
+        (70, CUDNN_MIN_LENGTH, 9, 130, CUDNN_MIN_LENGTH + 1, CUDNN_LENGTH_STEP + CUDNN_MIN_LENGTH),
+    ],
+)
 def test_long_sequences_among_short_ones_equal_float64(lengths) -> None:
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = on_cuda((64, 64), False, lengths, lengths, 4, 2)

@@ -96,10 +96,10 @@ def plan_bins(
         return [sorted(member for group in bin_groups for member in group_members[group]) for bin_groups in bins]
     for name, value in (("budget", budget), ("multiple_of", multiple_of)):
         if value < 1:
-            raise ValueError(f"{name} is {value}, but the least is 1. Give a positive {name}.")
+            raise ValueError(f"{name} is {value}, but the minimum is 1. Give a positive {name}.")
     for index, length in enumerate(lengths):
         if length < 1:
-            raise ValueError(f"sequence {index} has length {length}, but the least is 1. Leave out empty sequences.")
+            raise ValueError(f"sequence {index} has length {length}, but the minimum is 1. Leave out empty sequences.")
         if length > budget:
             raise ValueError(
                 f"sequence {index} has {length} tokens, over the budget of {budget}. "

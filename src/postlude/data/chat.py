@@ -86,7 +86,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}, but the least is 2: the first is never trained on.")
+            raise ValueError(f"max_length is {self.max_length}, but the minimum is 2: the first is never trained on.")
         check_choice("turns", self.turns, get_args(TrainedTurns))
 
     def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:

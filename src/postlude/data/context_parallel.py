@@ -28,7 +28,7 @@ def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> 
     padded. A microbatch that needs no padding, or is empty, is returned as it is.
     """
     if multiple_of < 1:
-        raise ValueError(f"multiple_of is {multiple_of}, but the least is 1. Give a positive multiple_of.")
+        raise ValueError(f"multiple_of is {multiple_of}, but the minimum is 1. Give a positive multiple_of.")
     if microbatch.padding or microbatch.cp_shard is not None:
         raise ValueError(
             f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "

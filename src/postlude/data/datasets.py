@@ -373,7 +373,7 @@ class Sampler:
         if size < 1:
             raise ValueError(f"size is {size}, but a sampler needs at least one row.")
         if seed < 0:
-            raise ValueError(f"seed is {seed}, but the least is 0.")
+            raise ValueError(f"seed is {seed}, but the minimum is 0.")
         self.size = size
         self.seed = seed
         self.skip = skip
@@ -385,7 +385,7 @@ class Sampler:
     def take(self, count: int) -> list[int]:
         """Returns the next `count` rows. They may run from one epoch into the next."""
         if count < 0:
-            raise ValueError(f"count is {count}, but the least is 0.")
+            raise ValueError(f"count is {count}, but the minimum is 0.")
         rows: list[int] = []
         while len(rows) < count:
             if self.position == self.size:

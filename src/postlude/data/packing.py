@@ -37,7 +37,7 @@ def pack(
 
     Args:
         sequences: the tokens of each sequence, [length] integers.
-        budget: the most tokens in one microbatch.
+        budget: the maximum number of tokens in one microbatch.
         columns: by name, one entry per sequence: its value for each token, [length, ...], or one scalar that holds
             for all of them. Tensors keep their dtype; Python and numpy values become bool, int64 or float32. The one
             named "routing", [length, routers, top_k], goes to `Microbatch.routing` unshifted.
@@ -51,7 +51,7 @@ def pack(
         keep the caller's order. Columns are shifted to the predicting position: entry t is the value of token t + 1.
     """
     if len(sequences) == 0:
-        raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
+        raise ValueError("there are no sequences to pack. Skip the step when a batch is empty.")
     lengths = sequence_lengths(sequences)
     lengths = [min(length, budget) for length in lengths] if truncate else lengths
     plan = BinPlan(lengths, plan_bins(lengths, budget, multiple_of=multiple_of, groups=groups))
@@ -76,7 +76,7 @@ def sequence_lengths(sequences: Sequences) -> list[int]:
         if isinstance(sequence, Tensor | np.ndarray):
             _check_one_dimensional(index, sequence)
         if len(sequence) == 0:
-            raise ValueError(f"sequence {index} has no tokens, but the least is 1. Leave out empty sequences.")
+            raise ValueError(f"sequence {index} has no tokens. Leave out empty sequences.")
         lengths.append(len(sequence))
     return lengths
 
@@ -288,7 +288,7 @@ def _read_sequences(sequences: Sequence[Any], members: Sequence[int], kept_lengt
     if len(all_tokens) and (all_tokens.numpy() if _numpy_compatible(all_tokens) else all_tokens).min() < 0:
         member, lowest = next((m, int(ids.min())) for m, ids in zip(members, tokens, strict=True) if ids.min() < 0)
         raise ValueError(
-            f"sequence {member} holds token {lowest}, but the least is 0. "
+            f"sequence {member} holds token {lowest}, but the minimum is 0. "
             f"Mark tokens that are not trained on in a column, not in the tokens."
         )
     return all_tokens

@@ -266,7 +266,7 @@ def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: Mod
 
 def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
     if not len(batch):
-        raise ValueError("there are no sequences to pack, but the least is 1. Skip the step when a batch is empty.")
+        raise ValueError("there are no sequences to pack. Skip the step when a batch is empty.")
     if batch.sharding is None:
         lengths = sequence_lengths(batch.sequences)
         return BinPlan(lengths, plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups))

@@ -88,7 +88,7 @@ class Generator:
             ("max_prefill_tokens", max_prefill_tokens),
         ):
             if value < 1:
-                raise ValueError(f"{name}={value}: the least is 1.")
+                raise ValueError(f"{name}={value}: the minimum is 1.")
         if model.stage.count > 1:
             raise ValueError(
                 f"the model is stage {model.stage.index} of {model.stage.count}, but a generator needs all of it on "

@@ -66,7 +66,8 @@ class BlockConfig:
         return {}
 
     selective_share: ClassVar[float] = 0.6  # share of saved activations that selective recompute keeps
-    kernel_share: ClassVar[float] = 1.0  # share that the kernels of a GPU keep, which recompute activations and norms
+    kernel_share: ClassVar[float] = 1.0
+    """The share of `saved_activations` that fused GPU kernels keep; they recompute activation functions and norms."""
 
     def flops(self, hidden_size: int) -> float:
         """Returns forward FLOPs per token, roughly. Pipeline stages are balanced by it."""

@@ -48,7 +48,7 @@ from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
 from postlude.model.storage import check_storage
-from postlude.ops.batch_invariant import in_mode_of_model
+from postlude.ops.batch_invariant import with_batch_invariance_of_model
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
@@ -137,7 +137,7 @@ class LanguageModel(FSDPUnit):
         """Whether this stage has MTP depths."""
         return self.stage.last and bool(self.config.pattern.mtp)
 
-    @in_mode_of_model
+    @with_batch_invariance_of_model
     def forward(
         self,
         microbatch: Microbatch,
@@ -160,7 +160,7 @@ class LanguageModel(FSDPUnit):
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
         context = self._context(microbatch, decode_state, recorder)
         embedding = self._embedding_weight()
-        hidden = self.layers(self._embed_or_receive(hidden, embedding, context), context)
+        hidden = self.layers(self._stage_input(hidden, embedding, context), context)
         if not self.stage.last:
             return hidden
         return self._run_processor(self.norm(hidden), embedding, processor, processor_context, context)
@@ -185,7 +185,7 @@ class LanguageModel(FSDPUnit):
 
         def embed(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding_weight()
-            return {"embedding": embedding, "hidden": self._embed_or_receive(hidden, embedding, context)}
+            return {"embedding": embedding, "hidden": self._stage_input(hidden, embedding, context)}
 
         def output(hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
             return {OUTPUT: hidden}
@@ -306,7 +306,7 @@ class LanguageModel(FSDPUnit):
         return local(self.embedding.weight) if embedding is None else embedding
 
     def _embedding_weight(self) -> Tensor | None:
-        """Returns this rank's part of the embedding; None if this stage has none."""
+        """Returns this rank's shard of the embedding weight; None if this stage has none."""
         if not hasattr(self, "embedding"):
             return None
         weight = local(self.embedding.weight)
@@ -342,7 +342,8 @@ class LanguageModel(FSDPUnit):
         for buffer in self.buffers() if only is None else ():
             buffer.zero_()
 
-    def _embed_or_receive(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
+    def _stage_input(self, hidden: Tensor | None, embedding: Tensor | None, context: ForwardContext) -> Tensor:
+        """Returns the embedded tokens on the first stage, else `hidden` of the stage before, [T / tp, H]."""
         microbatch = context.microbatch
         if self.stage.first:
             if hidden is not None:

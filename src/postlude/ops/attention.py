@@ -22,8 +22,8 @@ from postlude.ops.packing import Packing, to_device
 
 FLASH_WIDTH = 256  # the widest head of flash attention
 FLASH_STEP = 8  # head sizes are multiples of this
-LONG = 8192  # sequence length from which cuDNN is faster than the Triton kernels, measured on an H200
-LONG_STEP = 512
+CUDNN_MIN_LENGTH = 8192  # sequences of at least this length are faster with cuDNN than with Triton, on an H200
+CUDNN_LENGTH_STEP = 512
 
 
 def attend(
@@ -115,7 +115,7 @@ def triton_packed_attention(
     _check_lengths(queries, keys)
     if queries.count == 0:
         return _empty_output(query, key, value, score_config)
-    long = queries is keys and queries.max_length >= LONG and not is_batch_invariant()
+    long = queries is keys and queries.max_length >= CUDNN_MIN_LENGTH and not is_batch_invariant()
     if long and prefers_cudnn(query, value, queries, score_config):
         return _split_long(query, key, value, queries, score_config)
     from postlude.ops.kernels.attention import triton_attention  # needs triton
@@ -145,7 +145,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     """Attends within one sequence, [T, heads, width], with cuDNN, which is the fastest for long ones."""
     tokens = len(query)
     # cuDNN takes 0.1 s to plan each length, so lengths are rounded up. No query sees the padding.
-    padding = (0, 0, 0, 0, 0, -tokens % LONG_STEP)
+    padding = (0, 0, 0, 0, 0, -tokens % CUDNN_LENGTH_STEP)
     query, key, value = (F.pad(tensor, padding).transpose(0, 1)[None] for tensor in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -156,13 +156,15 @@ def _split_long(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
     """Attends to each long sequence with cuDNN, and to runs of shorter ones with the Triton kernels."""
     if "runs" not in packing.tables:
         # Short neighbours form a group; each long one is its own.
-        runs = [list(run) for _, run in groupby(packing.lengths, key=lambda length: length < LONG or object())]
+        runs = [
+            list(run) for _, run in groupby(packing.lengths, key=lambda length: length < CUDNN_MIN_LENGTH or object())
+        ]
         packing.tables["runs"] = [Packing.from_lengths(run, packing.cu_seqlens.device) for run in runs]
     runs = packing.tables["runs"]
     sizes = [run.total for run in runs]
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
-        long = run.max_length >= LONG
+        long = run.max_length >= CUDNN_MIN_LENGTH
         outputs.append(
             dense_attention(q, k, v, score_config.scale)
             if long

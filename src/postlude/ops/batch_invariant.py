@@ -45,8 +45,8 @@ def bind_batch_invariant(function: Callable[..., Result]) -> Callable[..., Resul
     return run
 
 
-def in_mode_of_model(forward: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorates a method: it runs in the mode that the object's attribute `batch_invariant` says."""
+def with_batch_invariance_of_model(forward: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates a method of a model: operations in it are batch-invariant if the model's `batch_invariant` is True."""
 
     @functools.wraps(forward)
     def run(self: Any, *arguments: Any, **options: Any) -> Result:

@@ -65,7 +65,7 @@ def fused_attention_block(
     """Returns `hidden` [T, H] + attention of its norm, [T, H].
 
     `layers` project queries, keys and values of heads of this `width`, which are rotated by `rotate_heads`. No sinks.
-    `operator`: see `kernels.attention.forward`.
+    With `operator`, attention is called as a torch operator, whose result selective recompute keeps.
     """
     head_norm_weights = (None, None) if norms is None else (norms.query, norms.key)
     arguments = (

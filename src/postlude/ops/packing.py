@@ -27,7 +27,7 @@ class Packing:
         for index, length in enumerate(self.lengths):
             if length < 1:
                 raise ValueError(
-                    f"sequence {index} of a packing has length {length}, but the least is 1. Leave out empty sequences."
+                    f"packed sequence {index} has length {length}, but the minimum is 1. Leave out empty sequences."
                 )
         if self.cu_seqlens.shape != (self.count + 1,) or self.cu_seqlens.dtype != torch.int32:
             raise ValueError(

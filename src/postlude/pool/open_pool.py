@@ -33,7 +33,7 @@ def open_pool(
     `name` is what messages call the function; by default its own.
     """
     if count < 0:
-        raise ValueError(f"workers is {count}, but the least is 0: call the function in this process.")
+        raise ValueError(f"workers is {count}, but the minimum is 0: call the function in this process.")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}, but a call needs some seconds, more than 0.")
     name = name or function_name(function)

@@ -83,7 +83,7 @@ class Trainer(ABC):
     """
 
     name: str
-    """Name of the recipe."""
+    """The recipe's name, under which its steps are logged."""
     config: TrainingConfig
     total_steps: int
     """The run ends after this step."""
@@ -107,8 +107,11 @@ class Trainer(ABC):
         self.plain_config = schema.plain(config)
         check_same_config(self.plain_config)
         # How the config of an existing run is compared with this one.
-        self.comparison: dict[str, Any] = {"may_change": MAY_CHANGE, "defaults": schema.default_values(type(config))}
-        check_run(config.run, self.plain_config, **self.comparison)
+        self.config_comparison: dict[str, Any] = {
+            "may_change": MAY_CHANGE,
+            "defaults": schema.default_values(type(config)),
+        }
+        check_run(config.run, self.plain_config, **self.config_comparison)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = load_tokenizer(config.model, config.chat_template)
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
@@ -203,7 +206,7 @@ class Trainer(ABC):
         """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
         on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
-        self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.comparison)
+        self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.config_comparison)
         self.resume_hint = (
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )

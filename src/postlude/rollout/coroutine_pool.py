@@ -36,7 +36,7 @@ class CoroutinePool:
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}, but a call needs some seconds, more than 0.")
         if limit is not None and limit < 1:
-            raise ValueError(f"the limit of calls at once is {limit}, but the least is 1.")
+            raise ValueError(f"the limit of calls at once is {limit}, but the minimum is 1.")
         self.name, self.timeout, self.limit = name, timeout, limit
         self._waiting: deque[tuple[int, Coroutine[Any, Any, Any]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None

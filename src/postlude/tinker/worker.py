@@ -251,7 +251,7 @@ class Worker:
         check_prompt(request.prompt, request.sampling.max_new_tokens, self.max_context_length, self.vocab_size)
         check_prompt_scores(request, self.vocab_size)
         if request.num_samples < 1:
-            raise ValueError(f"num_samples is {request.num_samples}, but the least is 1.")
+            raise ValueError(f"num_samples is {request.num_samples}, but the minimum is 1.")
         self._next_rank = (self._next_rank + 1) % (dist.get_world_size() if dist.is_initialized() else 1)
         weights = self.samplers[sampler_id]
         return SampleCall(call.call_id, weights, request, call.arguments["streamed"], self._next_rank)

@@ -27,7 +27,7 @@ from postlude.model.parallel import (
     sharded_parameter,
 )
 from postlude.ops.activation import gated_activation
-from postlude.ops.attention import LONG, ScoreConfig, attend, prefers_triton
+from postlude.ops.attention import CUDNN_MIN_LENGTH, ScoreConfig, attend, prefers_triton
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.norm import Norm
@@ -195,9 +195,9 @@ class Attention(Block):
         decode_state, cp_shard = context.decode_state, context.microbatch.cp_shard
         if unsupported or not config.rotary or decode_state is not None or cp_shard is not None:
             return None
-        if not 0 < packing.max_length < LONG or not prefers_triton(
-            hidden, (config.head_dim, config.head_dim), score_config
-        ):
+        head_dims = (config.head_dim, config.head_dim)
+        uses_triton = 0 < packing.max_length < CUDNN_MIN_LENGTH and prefers_triton(hidden, head_dims, score_config)
+        if not uses_triton:
             return None
         from postlude.ops.fused_block import fused_attention_block  # needs triton
 

@@ -61,7 +61,7 @@ def make_rollout_engine(
 ) -> DistributedEngine:
     """Returns the rollout engine that samples with the weights of the trained `engine`.
 
-    Servers are started by `launcher`; None starts them on this machine. `budget` is the most tokens of prompt and
+    Servers are started by `launcher`; None starts them on this machine. `budget` limits the tokens of prompt and
     completion together. With `background` the trainer works while servers generate.
     """
     probe = None if rollout.probe_limit == 0 else WeightProbe(engine, tokenizer, rollout.probe_limit)

@@ -62,7 +62,7 @@ class ServerAPI(ABC):
             raise InvalidResponse("gives no list of models at /v1/models") from error
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:
-        """Returns the most tokens of prompt and completion together; None if the server does not report it."""
+        """Returns the maximum number of tokens of prompt and completion together; None if it is not reported."""
         models = await send("GET", "/v1/models")
         try:
             length = next(entry for entry in models["data"] if entry["id"] == model).get("max_model_len")

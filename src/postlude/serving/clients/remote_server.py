@@ -260,7 +260,7 @@ class RemoteServer:
         return await self.api.weights_version(self._send_status)
 
     async def max_length(self) -> int | None:
-        """Returns the most tokens of prompt and completion together; None if it does not report it."""
+        """Returns the maximum number of tokens of prompt and completion together; None if it does not report it."""
         assert self.model is not None
         return await self.api.max_length(self._send_status, self.model)
 

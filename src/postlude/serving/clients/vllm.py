@@ -18,7 +18,7 @@ from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnava
 GENERATE, LOAD_ADAPTER = "/inference/v1/generate", "/v1/load_lora_adapter"
 OTHER_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n")  # vLLM's other ways to transfer weights
 SEND_BYTES = 1 << 30
-"""The most bytes of one broadcast of new weights, unless a single tensor has more."""
+"""The maximum number of bytes of one broadcast of new weights, unless a single tensor has more."""
 
 
 class VLLMAPI(OpenAIAPI):

@@ -170,7 +170,7 @@ class _Call:
 
 
 class OpenAIRoutes:
-    """Both routes. `max_length` is the most tokens of prompt and completion together."""
+    """Both routes. `max_length` is the maximum number of tokens of prompt and completion together."""
 
     def __init__(self, backend: CompletionBackend, name: str, tokenizer: ChatTokenizer | None, max_length: int) -> None:
         self.backend, self.name, self.max_length = backend, name, max_length
