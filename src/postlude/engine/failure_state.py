@@ -27,7 +27,7 @@ class FailureState:
         self.refusal: str | None = None
         self.load_recovers = False
         self.adapter: str | None = None
-        """The adapter in use."""
+        """The active adapter; None for the model alone."""
         self.lost_gradients: dict[str | None, str] = {}
         """Why gradients were lost, by adapter."""
         self.offloaded = False
