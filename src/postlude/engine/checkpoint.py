@@ -167,7 +167,7 @@ def _describe(
         raise TypeError(
             f"`extra` is kept as JSON, which cannot hold it ({error}); give numbers, strings, lists and dicts."
         ) from error
-    # Format 1 names two entries by other words: "idle" are steps_without_gradients, "began_later" late_start_steps.
+    # Two keys are older than the names here: "idle" are steps_without_gradients, "began_later" late_start_steps.
     entries = {
         name: {
             "step": training_state.step,

@@ -130,7 +130,7 @@ class SchedulePlan:
 
     def __init__(self, steps: Sequence[PlannedStep], context: ForwardContext, *, deferred_wgrad: bool = True) -> None:
         self.context = context
-        self.parts = _segments(steps)
+        self.parts = _cut(steps)  # segments and exchanges, in order; the backward removes them from the end
         self.wgrad_queue: DeferredWgrads | None = [] if deferred_wgrad else None
         self.pending_wgrads: list[tuple[int, list[FSDPUnit]]] = []  # for `flush_wgrads`: queue length, complete modules
 
@@ -182,8 +182,7 @@ class SchedulePlan:
         """
         flush = self._flush if compute_wgrads else _skip
         recorder = self.context.recorder
-        edges: list[Any] = [output]
-        upstream: list[Tensor | None] = [gradient]
+        roots: list[tuple[Any, Tensor | None]] = [(output, gradient)]  # of the next segment, with their gradients
         queue, new_wgrads = self.wgrad_queue if self.wgrad_queue is not None else [], 0  # of the last segment
         done: list[FSDPUnit] = []
         reused = [module for part in self.parts if isinstance(part, PlanSegment) for module in part.used_again]
@@ -206,18 +205,11 @@ class SchedulePlan:
                     continue
                 if part.pauses:
                     yield
-                new_wgrads = -len(queue)
-                for value in part.written:
-                    if (value_gradient := value.take()) is not None:
-                        edges.append(value.edge)
-                        upstream.append(value_gradient)
-                part.written = []
-                if edges:
-                    with recorder.span("backward", part.name):
-                        torch.autograd.backward(edges, upstream)
-                edges, upstream = [], []
+                queued_before = len(queue)
+                self._backward_segment(part, roots)
+                roots = []
                 summed.add(part.used_again)
-                new_wgrads += len(queue)
+                new_wgrads = len(queue) - queued_before
                 completed = [module for planned in reversed(part.steps) for module in planned.completes]
                 if completed and not compute_wgrads:
                     self.pending_wgrads.append((len(queue), completed))
@@ -227,6 +219,16 @@ class SchedulePlan:
                     self._notify(done, complete)
         flush(len(queue))
         self._notify(done, complete)
+
+    def _backward_segment(self, segment: PlanSegment, roots: list[tuple[Any, Tensor | None]]) -> None:
+        """Differentiates one segment, from `roots` and from the gradients of the values that it wrote."""
+        written = [(value.edge, value.take()) for value in segment.written]
+        segment.written = []
+        roots = [*roots, *((edge, gradient) for edge, gradient in written if gradient is not None)]
+        if roots:
+            edges, gradients = map(list, zip(*roots, strict=True))
+            with self.context.recorder.span("backward", segment.name):
+                torch.autograd.backward(edges, gradients)
 
     def flush_wgrads(self, complete: OnGradsReady | None = None) -> None:
         """Computes the weight gradients that a backward deferred, and calls `complete` for each module."""
@@ -340,8 +342,8 @@ def interleave(*generators: StepGenerator) -> list[Any]:
     return [results[index] for index in range(len(generators))]
 
 
-def _segments(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
-    """Returns segments and exchanges in order, each segment with the names that are read after it."""
+def _cut(steps: Iterable[PlannedStep]) -> list[PlanSegment | AsyncExchange]:
+    """Cuts a plan into segments and exchanges, in order; each segment has the names that are read after it."""
     groups: list[list[PlannedStep]] = [[]]
     for planned in steps:
         if planned.step.kind == "exchange":
