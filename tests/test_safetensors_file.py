@@ -70,7 +70,7 @@ def test_it_is_the_file_that_the_library_writes(tmp_path: Path, size: int) -> No
     tensors = every_kind()
     backwards = reversed(tensors.items())
     write(tmp_path / "ours", entries(tensors), backwards, staging_bytes=size)
-    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "library")
 
 
 def test_the_library_reads_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 
 def test_a_file_of_nothing(tmp_path: Path) -> None:
     write(tmp_path / "ours", {}, ())
-    assert (tmp_path / "ours").read_bytes() == by_the_library({}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == by_the_library({}, tmp_path / "library")
 
 
 def soon(tensor: Tensor, away: Tensor) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def test_buffers_are_neither_read_too_soon_nor_filled_again(
     tensors = every_kind()
     write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)
     assert sizes == [size, size], "two buffers, however much there is to write"
-    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "library")
 
 
 def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from postlude.engine import SGD, AdamW, Engine, checkpoint
 from postlude.sharded_tensors import StagedFile
 from tests.engine.training import (
     batch,
+    bitwise_equal,
     build,
     config,
     error_text,
     optimizer_state,
     policy,
-    same,
     train,
     unlearnable,
     weights,
@@ -132,7 +132,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     resumed = ranks(size(after), load_and_go_on, hf, after, directory)
     for actual in resumed:
         assert actual["extra"] == EXTRA
-        assert same(actual["weights"], uninterrupted[0]["weights"])
+        assert bitwise_equal(actual["weights"], uninterrupted[0]["weights"])
         assert_equal(torch.tensor(actual["losses"]), torch.tensor(uninterrupted[0]["losses"]), "losses")
         assert actual["counts"] == uninterrupted[0]["counts"] == (5, 1)
         assert torch.equal(actual["draws"], uninterrupted[0]["draws"])
@@ -153,7 +153,7 @@ def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
 def test_going_back_in_the_same_engine_is_exact_to_the_bit(ranks: Any, tmp_path: Path) -> None:
     for (losses, tensors), (resumed_losses, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
         assert losses == resumed_losses
-        assert same(tensors, tensors_again)
+        assert bitwise_equal(tensors, tensors_again)
 
 
 def back_to_the_start(group: Any, directory: str) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ def test_a_checkpoint_from_before_the_first_step_loads_in_a_used_engine(ranks: A
     ):
         assert step == 0
         assert losses == resumed_losses
-        assert same(tensors, tensors_again)
+        assert bitwise_equal(tensors, tensors_again)
 
 
 def nothing(engine: Engine) -> None:
@@ -243,8 +243,8 @@ def test_a_checkpoint_after_a_step_without_an_update_resumes(
     ):
         for resumed in resumed_runs:
             assert resumed[:3] == expected[:3]
-            assert same(resumed[3], expected[3])
-            assert same(resumed[4], expected[4])
+            assert bitwise_equal(resumed[3], expected[3])
+            assert bitwise_equal(resumed[4], expected[4])
 
 
 def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
@@ -305,10 +305,15 @@ def save_changing_at_once(group: Any, directory: str) -> tuple[Any, ...]:
     at_save = weights(engine), optimizer_state(engine)
     engine.save(directory, wait=False)
     train(engine, [2])
-    moved = not same(weights(engine), at_save[0])
+    moved = not bitwise_equal(weights(engine), at_save[0])
     engine.finish_saving()
     engine.load(directory)
-    return moved, same(weights(engine), at_save[0]), same(optimizer_state(engine), at_save[1]), engine.step
+    return (
+        moved,
+        bitwise_equal(weights(engine), at_save[0]),
+        bitwise_equal(optimizer_state(engine), at_save[1]),
+        engine.step,
+    )
 
 
 def test_a_background_save_holds_the_values_at_its_start(ranks: Any, tmp_path: Path) -> None:
@@ -384,7 +389,7 @@ def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
     engine.save(directory)
     before = weights(engine)
     engine.load(directory)
-    return error_text(lambda: engine.save(directory)), same(before, weights(engine))
+    return error_text(lambda: engine.save(directory)), bitwise_equal(before, weights(engine))
 
 
 def test_remains_of_a_killed_save_are_swept_away_and_a_checkpoint_is_never_overwritten(
@@ -433,7 +438,9 @@ def load_in_layout(
     before = [(weights(target), optimizer_state(target), target.step) for target in (engine, fresh)]
     complaints = {error_text(lambda target=target: target.load(directory)) for target in (engine, fresh)}
     unchanged = all(
-        same(weights(target), tensors) and same(optimizer_state(target), state) and target.step == step
+        bitwise_equal(weights(target), tensors)
+        and bitwise_equal(optimizer_state(target), state)
+        and target.step == step
         for target, (tensors, state, step) in zip((engine, fresh), before, strict=True)
     )
     train(engine, [2])

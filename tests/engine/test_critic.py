@@ -19,7 +19,7 @@ from postlude.model import OutputInputs
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
 from postlude.objectives.advantages import gae
-from tests.engine.training import DAMPED, Plain, batch, build, config, error_text, policy, same, train, weights
+from tests.engine.training import DAMPED, Plain, batch, bitwise_equal, build, config, error_text, policy, train, weights
 from tests.equality import assert_equal
 
 DENSE = config("tiny-dense", num_hidden_layers=2)
@@ -202,7 +202,7 @@ def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple
         train(tested_engine, [1])
     saved.save(directory)
     before = weights(engine)
-    return error_text(lambda: engine.load(directory)), same(before, weights(engine))
+    return error_text(lambda: engine.load(directory)), bitwise_equal(before, weights(engine))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bo
     second_engine = build(layout, directory, critic=True)
     return (
         list(weights(engine)) == list(weights(build(layout, DENSE))) == [name for name, _ in engine.gradients()],
-        same(weights(second_engine), weights(engine)),
+        bitwise_equal(weights(second_engine), weights(engine)),
         bool(torch.cat(engine.values(batch(3))).any()),
         bool(torch.cat(second_engine.values(batch(3))).any()),
     )

@@ -22,7 +22,7 @@ from tests.meshes import mesh
 AHEAD = MTP(objective=SFT(), weight=0.3)
 
 
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def bitwise_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -50,8 +50,8 @@ def test_depths_of_files_in_a_layout_are_those_of_one_rank(ranks: Any, name: str
     assert report.passes(1e-5), report.worst
     assert any(gradient.startswith(("mtp.", "model.layers.3.")) for gradient in report.gradients)
     expected = load_file(published.directory / FILE)
-    assert same(streamed, expected)
-    assert same(also, expected)
+    assert bitwise_equal(streamed, expected)
+    assert bitwise_equal(also, expected)
 
 
 def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
@@ -65,7 +65,7 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
     engine.save(checkpoint)
     saved = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
     second_engine = build("", checkpoint, mtp=True)
-    assert same(saved, dict(second_engine.stream_weights(dtype=torch.float32)))
+    assert bitwise_equal(saved, dict(second_engine.stream_weights(dtype=torch.float32)))
     second_engine.load(checkpoint)
     pattern = read_model_with_mtp(directory)[1].pattern
     other_engine = build("", Recast(directory, f"{''.join(pattern.layers)}/{''.join(pattern.mtp[0])}"), mtp=True)

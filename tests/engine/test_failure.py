@@ -16,7 +16,7 @@ from postlude import Batch, Engine, Layout, Loss, OutputInputs, launch
 from postlude.engine.stages import StageBuilder
 from postlude.objectives import SFT
 from postlude.optimizer import SGD
-from tests.engine.training import batch, build, config, error_text, policy, same, train, weights
+from tests.engine.training import batch, bitwise_equal, build, config, error_text, policy, train, weights
 from tests.plain_ranks import PlainRanks
 
 TIMEOUT = 30.0
@@ -82,13 +82,13 @@ def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap
         first_engine.forward_backward(batch(2), policy)
     for engine in (first_engine, second_engine):
         engine.optimizer_step()
-    assert same(weights(first_engine), weights(second_engine))
+    assert bitwise_equal(weights(first_engine), weights(second_engine))
     for actual, expected in zip(
         first_engine.logprobs(batch(4)).logprob, second_engine.logprobs(batch(4)).logprob, strict=True
     ):
         assert torch.equal(actual, expected)
     assert train(first_engine, [5]) == train(second_engine, [5])
-    assert same(weights(first_engine), weights(second_engine))
+    assert bitwise_equal(weights(first_engine), weights(second_engine))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -217,7 +217,7 @@ def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
     assert "with its weights half written: load a checkpoint." in error_text(lambda: first_engine.logprobs(batch(1)))
     first_engine.load(directory)
     assert train(first_engine, [1, 2]) == train(second_engine, [1, 2])
-    assert same(weights(first_engine), weights(second_engine))
+    assert bitwise_equal(weights(first_engine), weights(second_engine))
 
 
 def test_half_a_step_is_mended_by_a_checkpoint(ranks, tmp_path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from postlude import Layout, ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, LatentAttentionConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
 from postlude.verify.cases import Case
-from tests.engine.training import build, same, weights
+from tests.engine.training import bitwise_equal, build, weights
 from tests.hf.families import CONFIGS, saved
 from tests.meshes import verify
 
@@ -80,4 +80,4 @@ def test_what_is_read_is_streamed_again_to_the_bit(ranks: Any, name: str, layout
     saved(config, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     for actual in ranks(2, streamed, layout, str(tmp_path)):
-        assert same(dict(sorted(actual.items())), dict(sorted(expected.items())))
+        assert bitwise_equal(dict(sorted(actual.items())), dict(sorted(expected.items())))

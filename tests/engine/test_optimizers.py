@@ -22,7 +22,18 @@ from postlude.model.blocks import BLOCKS, MLP, MoEConfig
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import SFT
 from postlude.plan.memory import estimate_memory
-from tests.engine.training import ADAMW, batch, build, config, error_text, optimizer_state, policy, same, train, weights
+from tests.engine.training import (
+    ADAMW,
+    batch,
+    bitwise_equal,
+    build,
+    config,
+    error_text,
+    optimizer_state,
+    policy,
+    train,
+    weights,
+)
 from tests.equality import TOLERANCE, difference
 from tests.hf.families import CONFIGS
 from tests.model.small import sequences, small_config
@@ -129,8 +140,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     ):
         for actual in resumed_runs:
             assert actual[0] == expected[0]
-            assert same(actual[1], expected[1])
-            assert same(actual[2], expected[2])
+            assert bitwise_equal(actual[1], expected[1])
+            assert bitwise_equal(actual[2], expected[2])
 
 
 def given_gradients(group: Any, kind: str, layout: str, directory: str, source: str | None = None) -> Any:
@@ -177,11 +188,11 @@ def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: st
     )
     (expected,) = ranks(1, given_gradients, kind, "", single_directory)
     for actual in ranks(size, given_gradients, kind, layout, sharded_directory):
-        assert same(actual, expected)
+        assert bitwise_equal(actual, expected)
     for actual in ranks(size, given_gradients, kind, layout, str(tmp_path / "third"), single_directory):
-        assert same(actual, expected)
+        assert bitwise_equal(actual, expected)
     (actual,) = ranks(1, given_gradients, kind, "", str(tmp_path / "fourth"), sharded_directory)
-    assert same(actual, expected)
+    assert bitwise_equal(actual, expected)
 
 
 def split_updates(group: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -209,7 +220,7 @@ def test_split_weights_of_every_kind_of_block_are_one_ranks_to_the_bit(ranks: An
     assert max(expected[0]) - min(expected[0]) > 1e-2
     for losses, actual in ranks(4, split_updates, "pp=2,tp=2,ep=2"):
         assert losses == pytest.approx(expected[0], rel=1e-5)
-        assert same(actual, expected[1])
+        assert bitwise_equal(actual, expected[1])
 
 
 def pieces(group: Any) -> bool:
@@ -222,7 +233,7 @@ def pieces(group: Any) -> bool:
             results.append((train(engine, [1]), weights(engine)))
     staying = of_kind("split, 8-bit moments, offload", optimizer=replace(ADAMW, moments="8bit"))
     results.append((train(staying, [1]), weights(staying)))
-    return all(losses == results[0][0] and same(moved, results[0][1]) for losses, moved in results)
+    return all(losses == results[0][0] and bitwise_equal(moved, results[0][1]) for losses, moved in results)
 
 
 @pytest.mark.thorough
@@ -343,7 +354,7 @@ def test_on_a_gpu_offloaded_state_is_copied_in_and_back(kind: str, tmp_path: Pat
             engine.load(tmp_path / str(not offload))
             move_on_a_gpu(engine, range(2, 4))
             results.append(weights(engine))
-        assert all(same(weights_after, results[0]) for weights_after in results)
+        assert all(bitwise_equal(weights_after, results[0]) for weights_after in results)
 
 
 def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str, bool]]:
@@ -438,9 +449,9 @@ def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
         for name, tensor in before.items():
             gap = (tensor - actual["narrow"][name].float()).abs()
             assert (gap <= 2.0**-8 * tensor.abs()).all(), name
-        assert all(same(before, later) for later in later_streams)
+        assert all(bitwise_equal(before, later) for later in later_streams)
         files = load_file(Path(actual["exported"]) / "model.safetensors")
-        assert same({name: files[name] for name in before}, before)
+        assert bitwise_equal({name: files[name] for name in before}, before)
         assert torch.equal(files["lm_head.weight"], before["model.embed_tokens.weight"])
         assert "need AdamW, but" in actual["refusal"]
         assert actual["kept"] == (ADAMW, "ShardedAdamW")

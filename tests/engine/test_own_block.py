@@ -22,7 +22,7 @@ from postlude.model.blocks import Block, BlockConfig
 from postlude.model.context import ForwardContext
 from postlude.model.pattern import SYMBOLS, Pattern
 from postlude.verify.cases import Case
-from tests.engine.training import LENGTHS, batch, build, error_text, policy, same, train, weights
+from tests.engine.training import LENGTHS, batch, bitwise_equal, build, error_text, policy, train, weights
 from tests.meshes import verify
 
 
@@ -48,7 +48,7 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
     trained = weights(engine)
     return (
         [name for name in before if torch.equal(before[name], trained[name])],
-        same(weights(second_engine), trained) and same(full_model.state_dict(), trained),
+        bitwise_equal(weights(second_engine), trained) and bitwise_equal(full_model.state_dict(), trained),
         error_text(lambda: engine.export_hf(f"{directory}/export")),
         error_text(lambda: SyncedGenerator(engine, None)),  # type: ignore[arg-type]
         error_text(lambda: build("cp=2", CONFIG, blocks=TABLE)),

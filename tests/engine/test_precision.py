@@ -18,7 +18,7 @@ from postlude.engine.fsdp import shard_stage
 from postlude.engine.unsharded import ParameterSharding
 from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import PerHeadVectors, local, local_shard, region
-from tests.engine.training import build, same
+from tests.engine.training import bitwise_equal, build
 from tests.equality import assert_equal
 from tests.meshes import mesh
 from tests.model.small import small_config, small_microbatch
@@ -138,7 +138,7 @@ def streamed(group: Any, layout: str) -> dict[str, Tensor]:
     actual = {name: tensor.clone() for name, tensor in engine.stream_weights(bucket_bytes=500)}
     copy = LanguageModel(CONFIG, dtype=torch.bfloat16)
     engine.copy_weights(copy)
-    assert same({name: copy.state_dict()[name] for name in actual}, actual)
+    assert bitwise_equal({name: copy.state_dict()[name] for name in actual}, actual)
     return actual
 
 

@@ -15,7 +15,7 @@ from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model,
 from postlude.hf.read_model import read_model
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
-from tests.engine.training import build, error_text, optimizer_state, same, weights
+from tests.engine.training import bitwise_equal, build, error_text, optimizer_state, weights
 
 LLAMA = LlamaConfig(
     vocab_size=41,
@@ -130,8 +130,8 @@ def replaced(group: Any, directory: str, checkpoint: str, later: str) -> tuple[A
     resumed.load(later)
     curves = [curve(engine, range(5, 8), objective) for engine in (other_engine, resumed)]
     resumed_equal = [
-        same(weights(other_engine), weights(resumed)),
-        same(optimizer_state(other_engine), optimizer_state(resumed)),
+        bitwise_equal(weights(other_engine), weights(resumed)),
+        bitwise_equal(optimizer_state(other_engine), optimizer_state(resumed)),
     ]
     return before, other_engine.new_tensors, old_weights, drawn, loaded, moments, state, curves, resumed_equal
 
@@ -200,4 +200,4 @@ def test_ranks_load_their_parts_of_a_model_under_another_pattern(ranks: Any, tmp
     source = Recast(llama, "[*E]*-/[*-]", {"E": MOE})
     expected = load_model(source, seed=3).state_dict()
     for actual in ranks(2, in_parts, layout, source):
-        assert same(actual, expected)
+        assert bitwise_equal(actual, expected)

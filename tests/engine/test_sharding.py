@@ -21,7 +21,18 @@ from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard
 from postlude.ops.experts import alternating_view
 from postlude.verify.cases import Case
-from tests.engine.training import BUDGET, DAMPED, batch, build, config, optimizer_state, policy, same, train, weights
+from tests.engine.training import (
+    BUDGET,
+    DAMPED,
+    batch,
+    bitwise_equal,
+    build,
+    config,
+    optimizer_state,
+    policy,
+    train,
+    weights,
+)
 from tests.equality import assert_equal
 from tests.meshes import verify
 from tests.model.small import small_model
@@ -46,7 +57,7 @@ def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> 
     same_layout, other_layout = build(layout, few(experts), seed=1), build(other, few(experts), seed=1)
     same_layout.load(directory)
     other_layout.load(directory)
-    is_equal = same(weights(other_layout), weights(engine)) and same(
+    is_equal = bitwise_equal(weights(other_layout), weights(engine)) and bitwise_equal(
         optimizer_state(same_layout), optimizer_state(engine)
     )
     return sizes(engine), first, weights(engine), is_equal
@@ -68,8 +79,8 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
     outputs = ranks(size, moved, layout, other, experts, str(tmp_path / "many"))
     for held_here, streamed, stepped, is_equal in outputs:
         assert held_here == {number // size for number in sizes}
-        assert same(streamed, first)
-        assert same(stepped, outputs[0][2])
+        assert bitwise_equal(streamed, first)
+        assert bitwise_equal(stepped, answers[0][2])
         assert is_equal
 
 

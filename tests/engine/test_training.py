@@ -27,12 +27,12 @@ from tests.engine.training import (
     DAMPED,
     Plain,
     batch,
+    bitwise_equal,
     build,
     config,
     error_text,
     optimizer_state,
     policy,
-    same,
     train,
     unlearnable,
     weights,
@@ -187,7 +187,7 @@ def with_evaluation_between(group: Any, layout: str, hf: PretrainedConfig) -> tu
             if seed == 0:
                 engine.optimizer_step()
     gradients = [{name: tensor.clone() for name, tensor in engine.gradients()} for engine in (alone, interrupted)]
-    return same(*gradients), same(weights(alone), weights(interrupted))
+    return bitwise_equal(*gradients), bitwise_equal(weights(alone), weights(interrupted))
 
 
 @pytest.mark.parametrize(
@@ -224,11 +224,11 @@ def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     before = weights(engine), optimizer_state(engine)
     engine.forward_backward(batch(2), unlearnable)
     skipped = engine.optimizer_step()
-    unchanged = same(weights(engine), before[0]) and same(optimizer_state(engine), before[1])
+    unchanged = bitwise_equal(weights(engine), before[0]) and bitwise_equal(optimizer_state(engine), before[1])
     losses = train(engine, [2, 3])
     expected = train(other_engine, [1, 2, 3])[1:]
     facts = skipped.skipped, math.isfinite(skipped.grad_norm), skipped.step, engine.skipped, engine.step
-    return facts, unchanged, losses, expected, same(weights(engine), weights(other_engine))
+    return facts, unchanged, losses, expected, bitwise_equal(weights(engine), weights(other_engine))
 
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], []), *thorough(LAYOUTS[0], LAYOUTS[3], *SLOW[4:])])
@@ -266,7 +266,7 @@ def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) 
         )
         for actual_row, two in zip(actual, expected, strict=True)
     )
-    return moved, equal, same(weights(engine), weights(other_engine))
+    return moved, equal, bitwise_equal(weights(engine), weights(other_engine))
 
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], []), *thorough(LAYOUTS[4], SLOW[5])])
@@ -284,12 +284,12 @@ def failing_training(group: Any, layout: str, objective: str) -> tuple[Any, ...]
     if layout and objective == "a tensor":  # no rank knows where the others are
         return complaint, "forward_backward failed" in error_text(engine.zero_grad)
     engine.zero_grad()
-    after = same(weights(engine), weights(other_engine))
+    after = bitwise_equal(weights(engine), weights(other_engine))
     return (
         complaint,
         after,
         train(engine, [3]) == train(other_engine, [3]),
-        same(weights(engine), weights(other_engine)),
+        bitwise_equal(weights(engine), weights(other_engine)),
     )
 
 
@@ -432,7 +432,7 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, selection_biases(engine))
     gathered: dict[str, Tensor] = {}
-    is_equal = same(selection_biases(engine), selection_biases(second_engine))
+    is_equal = bitwise_equal(selection_biases(engine), selection_biases(second_engine))
     for biases in everyone:
         is_equal = is_equal and all(torch.equal(gathered.get(name, bias), bias) for name, bias in biases.items())
         gathered |= biases
@@ -454,7 +454,7 @@ def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: An
     assert any(bias.any() for bias in expected.values())
     for actual, is_equal in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
         assert is_equal
-        assert same(actual, expected)
+        assert bitwise_equal(actual, expected)
 
 
 BIASED = CONFIGS["glm4_moe"]()  # as DeepSeek-V3 and Nemotron-H choose experts, too
@@ -478,7 +478,7 @@ def selecting(group: Any, directory: str) -> dict[str, Any]:
         actual[f"{rate} exported"] = {
             name: tensor for name, tensor in load_model(exported).state_dict().items() if "selection_bias" in name
         }
-        assert same(actual[f"{rate} exported"], {name: engine.tensors[name] for name in before})
+        assert bitwise_equal(actual[f"{rate} exported"], {name: engine.tensors[name] for name in before})
     return actual
 
 

@@ -20,7 +20,7 @@ from postlude.hf.export import hf_tensors
 from postlude.hf.load import check_weights, load_model, load_tokenizer
 from postlude.hf.read_model import model_from_hf
 from postlude.verify.choices import GRID
-from tests.engine.training import batch, build, config, error_text, policy, same, train, weights
+from tests.engine.training import batch, bitwise_equal, build, config, error_text, policy, train, weights
 from tests.equality import assert_equal, difference
 
 TIED, MOE = config("tiny-dense"), config("tiny-moe", num_experts=4)
@@ -72,7 +72,7 @@ def transformers_tensors(hf: PretrainedConfig, directory: Path) -> dict[str, Ten
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    directory = tmp_path_factory.mktemp("theirs")
+    directory = tmp_path_factory.mktemp("transformers")
     return {name: transformers_tensors(hf, directory / name) for name, hf in SOURCES.items()}
 
 
@@ -120,9 +120,9 @@ def test_streamed_weights_are_transformers_own_to_the_bit(
     expected_tensors = expected[model]
     in_half = {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors.items()}
     for full_stream, bucketed, half in ranks(layout.world_size, streams, SOURCES[model], label(layout)):
-        assert same(full_stream, expected_tensors)
-        assert same(bucketed, expected_tensors)
-        assert same(half, in_half)
+        assert bitwise_equal(full_stream, expected_tensors)
+        assert bitwise_equal(bucketed, expected_tensors)
+        assert bitwise_equal(half, in_half)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -201,7 +201,7 @@ def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, 
     engine = build(layout, MOE, critic=True)
     train(engine, [1])
     engine.save(directory, tokenizer=load_tokenizer("tiny-moe"))
-    return weights(engine), same(weights(build(layout, directory)), weights(engine))
+    return weights(engine), bitwise_equal(weights(build(layout, directory)), weights(engine))
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2"])
@@ -212,11 +212,11 @@ def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_p
     assert reloaded_logprobs
     model = load_model(directory)
     family, expected = model_from_hf(MOE)[0], dict(sorted(expected.items()))
-    assert same(dict(sorted(hf_tensors(model, family))), expected)
+    assert bitwise_equal(dict(sorted(hf_tensors(model, family))), expected)
     assert load_tokenizer(directory).decode([72, 105]) == "Hi"
     assert check_weights(directory) == len(expected)
     export_hf(model, tmp_path / "model")  # whose files others read
-    assert same(dict(sorted(hf_tensors(load_model(tmp_path / "model"), family))), expected)
+    assert bitwise_equal(dict(sorted(hf_tensors(load_model(tmp_path / "model"), family))), expected)
 
 
 def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[Tensor], bool, float]:
@@ -225,7 +225,7 @@ def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], 
     engine.export_hf(directory)
     scores = engine.logprobs(batch(3)).logprob
     second_engine = build(layout, directory)
-    reloaded = same(weights(second_engine), weights(engine))
+    reloaded = bitwise_equal(weights(second_engine), weights(engine))
     return (
         weights(engine),
         scores,
@@ -244,8 +244,8 @@ def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     outputs = ranks(Layout.parse(layout).world_size, export, layout, str(tmp_path / "export"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
     assert model.config.dtype == torch.float32
-    for tensors, scores, reloaded, off in outputs:
-        assert same(dict(unstacked(dict(model.state_dict()))), tensors)
+    for tensors, scores, reloaded, off in answers:
+        assert bitwise_equal(dict(unstacked(dict(model.state_dict()))), tensors)
         for sequence, score in zip(batch(3).sequences, scores, strict=True):
             tokens = torch.as_tensor(sequence)
             with torch.no_grad():

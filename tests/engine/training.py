@@ -89,7 +89,7 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def bitwise_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether the tensors are equal to the bit, and in the same order."""
     return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
 

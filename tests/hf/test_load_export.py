@@ -70,9 +70,9 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
     shards = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
     assert len(shards) > 2
     hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    hf_model.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    reloaded = load_model(tmp_path / "theirs")
+    hf_model.save_pretrained(tmp_path / "transformers", max_shard_size="1MB")
+    assert (tmp_path / "transformers" / "model.safetensors.index.json").exists()
+    reloaded = load_model(tmp_path / "transformers")
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), reloaded.state_dict().values(), strict=True)
     )
@@ -85,8 +85,8 @@ def test_files_are_byte_for_byte_the_librarys(name: str, max_shard_bytes: int, t
     files = sorted(directory.glob("*.safetensors"))
     assert (len(files) == 1) == (max_shard_bytes > 300_000)
     for file in files:
-        save_file(load_file(file), tmp_path / "theirs", metadata={"format": "pt"})
-        assert file.read_bytes() == (tmp_path / "theirs").read_bytes()
+        save_file(load_file(file), tmp_path / "transformers", metadata={"format": "pt"})
+        assert file.read_bytes() == (tmp_path / "transformers").read_bytes()
 
 
 def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def by_place(model: LanguageModel) -> dict[str, Tensor]:
     return names
 
 
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+def bitwise_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -80,7 +80,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pattern: str, names_stay: bool) -> None:
     transformer, regrouped = load_model(llama), load_model(Recast(llama, pattern))
     assert regrouped.config.pattern == Pattern.parse(pattern)
-    assert same(by_place(regrouped), by_place(transformer))
+    assert bitwise_equal(by_place(regrouped), by_place(transformer))
     microbatch = small_microbatch()
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
     moved = read_recast_plan(Recast(llama, pattern))
@@ -98,7 +98,7 @@ def test_a_model_in_postludes_format_round_trips_bit_exactly(llama: Path, tmp_pa
     reloaded = load_model(directory)
     assert reloaded.config == model.config
     assert {parameter.dtype for parameter in reloaded.parameters()} == {torch.bfloat16}
-    assert same(reloaded.state_dict(), model.state_dict())
+    assert bitwise_equal(reloaded.state_dict(), model.state_dict())
     assert check_weights(directory) == len(model.state_dict())
     assert read_generation_config(directory) == {"eos_token_id": 2}
 
@@ -114,14 +114,14 @@ def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> 
     assert config == read_model(llama)[1]
     back = export_hf(load_model(source), tmp_path / "back")
     first, second = (load_file(directory / "model.safetensors") for directory in (llama, back))
-    assert same(second, first)
+    assert bitwise_equal(second, first)
     assert json.loads((back / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     with pytest.raises(ValueError, match=r"no Hugging Face family describes this model, \*-\*-, so"):
         export_hf(load_model(own_export), tmp_path / "none")
 
 
 def test_a_source_without_weights_draws_them_by_its_own_names() -> None:
-    assert same(by_place(load_model(Recast(LLAMA, "*-*-"), seed=3)), by_place(load_model(LLAMA, seed=3)))
+    assert bitwise_equal(by_place(load_model(Recast(LLAMA, "*-*-"), seed=3)), by_place(load_model(LLAMA, seed=3)))
 
 
 def regrouped(pattern: Pattern) -> Pattern:
@@ -143,7 +143,7 @@ def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: P
     assert read_model(own_export) == (None, dataclasses.replace(config, pattern=other_pattern, family=None))
     source = Recast(own_export, config.pattern)
     assert read_model(source) == (family, config)
-    assert same(load_model(source).state_dict(), load_model(CONFIGS[name](), seed=1).state_dict())
+    assert bitwise_equal(load_model(source).state_dict(), load_model(CONFIGS[name](), seed=1).state_dict())
 
 
 class TestReplaced:
@@ -177,7 +177,7 @@ class TestReplaced:
         for name in moved.old_names:
             assert torch.equal(first_seed[name], before[moved.old_names[name]])
             assert torch.equal(first_seed[name], other_seed[name])
-        assert same(first_seed, same_seed)
+        assert bitwise_equal(first_seed, same_seed)
         drawn = [name for name in moved.new_tensors if name.endswith("_proj.weight")]
         assert len(drawn) > 5
         for name in drawn:
@@ -190,7 +190,7 @@ class TestReplaced:
         source = Recast(llama, "[S-][*-]", {"S": WINDOW})
         moved = read_recast_plan(source)
         assert (moved.new_tensors, moved.dropped) == ((), ())
-        assert same(load_model(source).state_dict(), load_model(llama).state_dict())
+        assert bitwise_equal(load_model(source).state_dict(), load_model(llama).state_dict())
 
     def test_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
         source = Recast(llama, "[*-]{2}/[*-]")
@@ -213,7 +213,7 @@ class TestReplaced:
         none = read_recast_plan(Recast(own_export, "[*-]{2}"))
         assert (none.fresh_parts, none.dropped_parts) == ((), ("mtp.0",))
         assert none.after.family == "llama"
-        assert same(load_model(Recast(own_export, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
+        assert bitwise_equal(load_model(Recast(own_export, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
 
     def test_repeated_depths_are_one(self) -> None:
         config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)

@@ -1,4 +1,4 @@
-"""Where our tensors stand in theirs: fused, interleaved, transposed, one an expert; whole or cut over ranks."""
+"""Our tensors as parts of Hugging Face's: fused, interleaved, transposed, one per expert; whole or sharded."""
 
 from __future__ import annotations
 

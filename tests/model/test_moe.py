@@ -27,7 +27,7 @@ HIDDEN = 16
 def block(**settings) -> MoE:
     config = MoEConfig(experts=8, top_k=2, intermediate_size=12, **settings)
     moe = MoE(config, small_config(hidden_size=HIDDEN, blocks={"E": config}), "layers.0.moe", Mesh.single_rank())
-    moe.norm = nn.Identity()  # theirs have the norm outside
+    moe.norm = nn.Identity()  # transformers' MoE blocks have the norm outside
     return moe
 
 

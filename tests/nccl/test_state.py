@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude import Engine, Layout
 from tests.conftest import Ranks
-from tests.engine.training import BUDGET, DAMPED, batch, config, policy, same
+from tests.engine.training import BUDGET, DAMPED, batch, bitwise_equal, config, policy
 from tests.equality import assert_equal
 from tests.nccl.conftest import mesh
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_goes_on_in_another_layout(nccl_ranks: Ranks, before: str, 
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]
     saved, losses = nccl_ranks(sizes[0], save_and_go_on, before, str(tmp_path / "saved"))[0]
     loaded, actual = nccl_ranks(sizes[1], load_and_go_on, after, str(tmp_path / "saved"))[0]
-    assert same(saved, loaded)
+    assert bitwise_equal(saved, loaded)
     assert_equal(torch.tensor(actual), torch.tensor(losses), "losses after the checkpoint", tolerance=1e-4)
 
 
@@ -69,4 +69,4 @@ def stream(group: Any, layout: str) -> dict[str, Tensor]:
 def test_weights_leave_every_layout_to_the_bit(nccl_ranks: Ranks, layout: str) -> None:
     expected = nccl_ranks(1, stream, "")[0]
     for actual in nccl_ranks(Layout.parse(layout).world_size, stream, layout):
-        assert same(actual, expected)
+        assert bitwise_equal(actual, expected)

@@ -123,7 +123,7 @@ class Comparison:
     """A framework's own function, and Postlude's processor for the same results."""
 
     framework: str
-    theirs: Call
+    peer: Call
     postlude: Call
     kernel: bool = False  # runs on CUDA alone, and multiplies fp32 in less than fp32
 

@@ -58,7 +58,7 @@ def compare(_: Any, device: str, case: Case) -> dict[str, float]:
     with megatron(device, tp=case.tp):
         sizes = {"tensor_model_parallel_size": case.tp, "sequence_parallel": case.sequence_parallel}
         model = gpt_model(device, tied=case.tied, dtype=case.dtype, **sizes)
-        expected = with_gradients(model, inputs, way.theirs(model, inputs, CHUNK))
+        expected = with_gradients(model, inputs, way.peer(model, inputs, CHUNK))
         return errors_of(with_gradients(model, inputs, way.postlude(model, inputs, CHUNK)), expected)
 
 

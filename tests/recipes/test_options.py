@@ -23,12 +23,12 @@ from tests.conftest import Ranks
 pytest.importorskip("reasoning_gym", reason="some of the tasks are reasoning-gym's")
 
 # Of each option: what it is changed to, and what else both runs are given that are then compared.
-Heard = dict[str, tuple[str, ...]]
+ChangedOptions = dict[str, tuple[str, ...]]
 END = "<end>"
 
 DECAY = ("--optimizer.schedule.shape=linear", "--optimizer.schedule.steps=4")
 AHEAD = "--mtp.weight=0.3"
-TRAINING: Heard = {
+TRAINING: ChangedOptions = {
     "seed": ("1",),
     "steps": ("1",),
     "optimizer.kind": ("sgd",),
@@ -50,14 +50,14 @@ TRAINING: Heard = {
     "mtp.stop_trunk": ("true", AHEAD),
     "mtp.stop_head": ("true", AHEAD),
 }
-SUPERVISED: Heard = {
+SUPERVISED: ChangedOptions = {
     **TRAINING,
     "batch_size": ("3",),
     "epochs": ("2", "--steps=null", "--epochs=1"),
     "held_out.every": ("0",),
     "held_out.rows": ("2",),
 }
-ANSWERS: Heard = {
+ANSWERS: ChangedOptions = {
     "max_new_tokens": ("2",),
     "temperature": ("0.5",),
     "top_k": ("2",),
@@ -68,7 +68,7 @@ ANSWERS: Heard = {
 FILTERS = ("top_k", "top_p", "min_p", "stop")
 ROWS = "--data.path=FILES/rows.jsonl"
 TEXTS = "--data.path=FILES/texts.jsonl"
-EXAMPLES: Heard = {
+EXAMPLES: ChangedOptions = {
     "data.messages": ("other_messages",),
     "data.turns": ("last",),
     "data.prompt": ("other_prompt", ROWS),
@@ -103,7 +103,7 @@ GYM = (
     "--environment.template={metadata[expression]}=",
     "--environment.size=64",
 )
-HEARD: dict[str, Heard] = {
+OPTIONS_WITH_EFFECT: dict[str, ChangedOptions] = {
     "sft": {**SUPERVISED, **EXAMPLES, "objective.z_loss": ("0.1",), "objective.over": ("tokens",)},
     "dpo": {
         "data.prompt": ("other_prompt",),
@@ -221,10 +221,10 @@ SAME_CODE = {
     "distill": tuple(f"data.sampling.{name}" for name in FILTERS),
 }
 SHOWN = ("surrogate", "clip_low", "over", "correction.level", "kl.coefficient", "loss_type", "beta", "nll", "margin")
-for _command, _heard in HEARD.items():
-    _settings = [path for path in _heard if path.startswith("objective.") and path[10:] not in SHOWN]
+for _command, _options in OPTIONS_WITH_EFFECT.items():
+    _settings = [path for path in _options if path.startswith("objective.") and path[10:] not in SHOWN]
     SAME_CODE[_command] = (*SAME_CODE.get(_command, ()), *_settings)
-ELSEWHERE = {
+TESTED_ELSEWHERE = {
     "model": "the model that the runs begin with is trained here",
     "run": "every run has its own",
     "layout": "test_grpo.py and test_supervised.py: test_every_layout_gives_the_same_losses; tests/verify",
@@ -406,11 +406,15 @@ def test_every_option_is_tested(command: str) -> None:
         by_the_same_code |= path in SUPERVISED and command != "eval"
         by_the_same_code |= path in EXAMPLES and command in ("kto", "distill")
         by_the_same_code |= path.startswith("data.datasets")  # each is what data is, alone
-        by_the_same_code |= path in HEARD["grpo"] and command == "ppo"
-        if path not in HEARD[command] and not {shared, f"{command} {path}"} & ELSEWHERE.keys() and not by_the_same_code:
+        by_the_same_code |= path in OPTIONS_WITH_EFFECT["grpo"] and command == "ppo"
+        if (
+            path not in OPTIONS_WITH_EFFECT[command]
+            and not {shared, f"{command} {path}"} & TESTED_ELSEWHERE.keys()
+            and not by_the_same_code
+        ):
             missing.append(path)
     assert missing == []
-    assert [path for path in HEARD[command] if path not in leaves] == [], "options that are no more"
+    assert [path for path in OPTIONS_WITH_EFFECT[command] if path not in leaves] == [], "options that are no more"
 
 
 JUDGE = """
@@ -545,9 +549,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands_with_options() -> list[Any]:
     """Every recipe with its options, those that others show as well apart from the rest."""
     cases = []
-    for command, heard in sorted(HEARD.items()):
+    for command, changed in sorted(OPTIONS_WITH_EFFECT.items()):
         skipped = SAME_CODE.get(command, ())
-        cases.append(pytest.param(command, [path for path in heard if path not in skipped], id=command))
+        cases.append(pytest.param(command, [path for path in changed if path not in skipped], id=command))
         if skipped:
             cases.append(pytest.param(command, skipped, id=f"{command}, as others", marks=pytest.mark.thorough))
     return cases
@@ -569,7 +573,7 @@ def test_every_option_has_an_effect(
             )
         return results[changes]
 
-    changes = {path: HEARD[command][path] for path in paths}
+    changes = {path: OPTIONS_WITH_EFFECT[command][path] for path in paths}
     ignored = [
         path for path, (value, *others) in changes.items() if result(*others, f"--{path}={value}") == result(*others)
     ]

@@ -114,12 +114,12 @@ def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward
 def test_a_published_reward_model_without_an_output_head_is_read(reward_model: Path, tmp_path: Path) -> None:
     hf_model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     hf_model.config.tie_word_embeddings = False
-    hf_model.save_pretrained(tmp_path / "theirs")
-    postlude_model = load_model(tmp_path / "theirs", value_head=True)
+    hf_model.save_pretrained(tmp_path / "transformers")
+    postlude_model = load_model(tmp_path / "transformers", value_head=True)
     assert postlude_model.value_head is not None
     torch.testing.assert_close(postlude_model.value_head.weight.data, hf_model.score.weight.data[0].float())
     with pytest.raises(ValueError, match=r"lacks 1 tensor\(s\) .*lm_head\.weight"):
-        load_model(tmp_path / "theirs")
+        load_model(tmp_path / "transformers")
 
 
 def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path) -> None:

@@ -239,7 +239,7 @@ def test_layouts_that_put_off_weights_equal_one_rank(ranks: Any, model: str, lay
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2), Layout(tp=2, ep=2)], ids=label)
 def test_side_losses_equal_those_of_one_rank_however_it_packs(ranks: Any, layout: Layout) -> None:
-    """Balance and z losses so strong that most of the router's gradient is theirs, and in a depth, too."""
+    """Balance and z losses that give most of the router's gradient, in an MTP depth too."""
     experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
     report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout, "sft"))
     assert report.passes(), (report.loss, report.worst)
