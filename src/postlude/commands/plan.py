@@ -30,7 +30,7 @@ from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
 PLANNED = ("sft", "dpo", "kto", "rm", "grpo", "ppo", "distill")  # recipes with a layout
-MOST_RANKS = 8  # of a pipeline that a table shows; of more, some
+MAX_SHOWN_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 
 def run(options: argparse.Namespace) -> int:
@@ -188,7 +188,7 @@ def _print_forecast(console: Console, plan: StepForecast, gpu: str) -> None:
 def _print_ranks(console: Console, plan: StepForecast) -> None:
     """Prints microbatches in flight, busy time and memory of the pipeline ranks, of some if there are many."""
     step, pp = plan.step, plan.model.layout.pp
-    stride = 1 if pp <= MOST_RANKS else -(-pp // (MOST_RANKS - 1))
+    stride = 1 if pp <= MAX_SHOWN_RANKS else -(-pp // (MAX_SHOWN_RANKS - 1))
     ranks = sorted({*range(0, pp, stride), pp - 1})
     table = Table("pipeline rank", *map(str, ranks))
     rows = {

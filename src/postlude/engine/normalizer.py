@@ -25,7 +25,7 @@ from postlude.world.devices import group_device
 MetricKey = tuple[str, Reduction]
 Number = TypeVar("Number", float, Tensor)
 MIN_SLOTS = 256
-"""The least number of slots in the reduced tensor, so that ranks with different metrics use one size."""
+"""The minimum number of slots in the reduced tensor, so that ranks with different metrics use one size."""
 DIGEST, NEGATED_DIGEST, FAILED_RANK, FIRST_SLOT = range(4)
 """Entries of the tensor whose maximum is taken; from FIRST_SLOT on, one per slot."""
 

@@ -22,11 +22,11 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 
 Outside = Literal["bucket", "renormalise", "ignore"]
 
-LEAST_MASS = 1e-7
-"""The least mass of the tokens outside the k: fp32 does not resolve less."""
+MIN_MASS = 1e-7
+"""The minimum mass of the tokens outside the k: fp32 does not resolve less."""
 
-LEAST_LOGPROB = -100.0
-"""The least log-prob of a teacher's token, which may be -inf."""
+MIN_LOGPROB = -100.0
+"""The minimum log-prob of a teacher's token, which may be -inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Distill(MeanOverTokens):
         stats, student = inputs.head.logprobs_at(
             inputs.hidden, targets, ids, target_count=count, temperature=self.temperature
         )
-        p = self.logs(teacher.clamp_min(LEAST_LOGPROB))
+        p = self.logs(teacher.clamp_min(MIN_LOGPROB))
         q = self.logs(student)
         forward = (p.exp() * (p - q)).sum(-1)
         reverse = (q.exp() * (q - p)).sum(-1)
@@ -101,7 +101,7 @@ class Distill(MeanOverTokens):
             return logprobs.log_softmax(-1)
         if self.outside == "ignore":
             return logprobs
-        other_mass = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(LEAST_MASS)
+        other_mass = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(MIN_MASS)
         return torch.cat([logprobs, other_mass.log()], -1)
 
 

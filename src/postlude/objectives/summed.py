@@ -105,7 +105,7 @@ class Clipped(SummedLoss):
     """A loss with bounds on the ratio r = p / q."""
 
     clip_low_threshold: NonNegative = 0.8
-    """The least ratio."""
+    """The minimum ratio."""
     clip_high_threshold: NonNegative = 1.2
     """The largest ratio."""
     optional_columns: ClassVar[tuple[str, ...]] = (CLIP_LOW, CLIP_HIGH)

@@ -27,7 +27,7 @@ from postlude.ops.norm import Norm, rms_norm
 MOST = 16  # rows: one tile of a tensor core. With more, cuBLAS is as fast
 STEP = 64  # both sizes of a weight are multiples of this, so that its tiles are whole
 COUNTERS = 1024
-MOST_RANK = 64  # of adapters: with more, tiles of A take too much shared memory
+MAX_RANK = 64  # of adapters: with more, tiles of A take too much shared memory
 
 
 def norm_linear(
@@ -139,7 +139,7 @@ def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend:
     elif weight.shape[0] % STEP or weight.shape[1] % STEP:
         refused = f"a weight of {list(weight.shape)} does not divide into tiles of {STEP}"
     elif low_rank is not None:
-        refused = low_rank.refused(rows, MOST_RANK)
+        refused = low_rank.refused(rows, MAX_RANK)
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LEAST_EXPONENT, MOST_EXPONENT = -64, 120  # of a scale
+MIN_EXPONENT, MAX_EXPONENT = -64, 120  # of a scale
 CARRY, BIAS = 0x1FFFFF, 135
 """The exponent of the least power of two s with amax ≤ 448 · s, from its bits in fp32: (bits + CARRY) // 2**23 -
 BIAS. 448 is 1.75 · 2**8, and CARRY overflows the mantissas above 1.75."""
@@ -36,7 +36,7 @@ def round_heads(heads: Tensor) -> Tensor:
 
 def scale_exponents(largest: Tensor) -> Tensor:
     """Returns the exponents of the scales of numbers up to `largest`, fp32 of any shape; int32."""
-    return (((largest.view(torch.int32) + CARRY) >> 23) - BIAS).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    return (((largest.view(torch.int32) + CARRY) >> 23) - BIAS).clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:

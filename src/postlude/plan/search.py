@@ -28,7 +28,7 @@ class SearchResult:
     fitting: int
     """Layouts that divide the model."""
     min_bytes: float
-    """The least bytes that a rank needs, of the layouts that were tried."""
+    """The minimum number of bytes that a rank needs, of the layouts that were tried."""
 
 
 def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, limit: int = 5) -> SearchResult:
