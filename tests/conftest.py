@@ -1,4 +1,4 @@
-"""Gloo ranks that outlive a test: started on first use, and shared by the tests that need so many."""
+"""Ranks over gloo that are kept between tests: started on first use, and shared by tests with as many ranks."""
 
 from __future__ import annotations
 

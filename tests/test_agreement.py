@@ -1,4 +1,4 @@
-"""The first rank leads: orders are obeyed by all, what it says is heard by all, and so is what goes wrong anywhere."""
+"""Rank0Controller and on_rank0: all ranks run the calls of rank 0, and get its results or its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner against its own promises and against naive packers that are plainly right."""
+"""plan_bins: budget, groups, balance and number of bins, compared with naive packers."""
 
 import pytest
 from hypothesis import given

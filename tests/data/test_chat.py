@@ -1,4 +1,4 @@
-"""Chat: the tokens learned are those the assistant would sample, whatever the template puts around them."""
+"""Chat encoding: the loss mask covers the tokens that the assistant would sample, with every template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A microbatch cut over the ranks of a context-parallel axis equals the whole one."""
+"""A microbatch sharded over context-parallel ranks equals the whole one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets: every fault of a file is found before a run starts, and a resumed order is the uninterrupted one."""
+"""Datasets: errors of a file are found before a run starts; a resumed order equals the uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows to tokens: as many processes as one likes, and what was kept, are the same to the token."""
+"""Encoding rows: any number of processes, and the cache, give the same tokens."""
 
 from __future__ import annotations
 

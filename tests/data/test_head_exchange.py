@@ -1,4 +1,4 @@
-"""Whole sequences of some heads, out of some tokens of all heads, and back: equal to one rank, gradients too."""
+"""HeadExchange: its results and gradients equal those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: a name is downloaded once, read from the cache ever after, and refused in one sentence."""
+"""The Hugging Face Hub: a repository is downloaded once and then read from the cache; errors are one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pack and unpack: nothing lost, everything at the position that predicts it, and back again."""
+"""pack and unpack: every token and column is kept, at the position that predicts it, and is restored."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Templates in the style of Qwen3, DeepSeek-R1 and Phi-3: every turn is learned as it is written when it is the last.
+"""Templates like Qwen3's, DeepSeek-R1's and Phi-3's: each turn is trained on as it is written when it is last.
 
 Expected texts are written out. `«...»` stands around what is learned.
 """

@@ -1,4 +1,4 @@
-"""Several adapters in one engine: each is to the bit what it would be alone, whatever the others do between."""
+"""Several adapters in one engine: each equals, to the bit, the adapter of an engine of its own."""
 
 from __future__ import annotations
 

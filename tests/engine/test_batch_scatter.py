@@ -1,4 +1,4 @@
-"""A batch that one rank has is learned by all as if each had it; a rank gets its own rows and no others."""
+"""scatter_batch: training equals that of a batch given to all ranks, and a rank gets only its own rows."""
 
 from __future__ import annotations
 

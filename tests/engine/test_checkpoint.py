@@ -1,4 +1,4 @@
-"""A checkpoint goes on as its run would have, in any layout; and one that cannot says so on every rank."""
+"""Checkpoints: a resumed run equals an uninterrupted one in any layout; errors are raised on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Denominators are known and agreed on before a pass: what cannot be counted is refused, and the engine goes on."""
+"""Denominators are checked before a pass: an unknown or zero count raises, and the engine stays usable."""
 
 from __future__ import annotations
 

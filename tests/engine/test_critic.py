@@ -1,4 +1,4 @@
-"""The critic is a parameter like every other: stepped, clipped, saved and resumed; and no part of what is exported."""
+"""The value head is stepped, clipped, saved and resumed like every parameter, and is not exported."""
 
 from __future__ import annotations
 

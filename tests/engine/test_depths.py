@@ -1,4 +1,4 @@
-"""Multi-token prediction out of published files, in an engine: in layouts as on one rank, streamed, saved, resumed."""
+"""Multi-token prediction from published files: layouts equal one rank; streamed, saved and resumed."""
 
 from __future__ import annotations
 

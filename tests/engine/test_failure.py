@@ -1,4 +1,4 @@
-"""An engine that failed is whole again, or refuses to go on; when a rank dies in a step, the others name it."""
+"""After a failed call an engine is usable or refuses calls; if a rank dies, the other ranks name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of a gradient, its clipping and what blocks count: right where fp32 is not, in bounded pieces, together."""
+"""Gradient norm, clipping and counters: summed in float64 in chunks; counters are reduced together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers do, per layer: known choices give known numbers, and every layout reports what one rank does."""
+"""Router metrics per layer: known choices give known numbers, and every layout reports those of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A per-token loss of one's own for MTP depths: in layouts and under a schedule plan it is what it is on one rank."""
+"""A custom per-token loss of MTP depths: layouts and schedule plans equal one rank."""
 
 from __future__ import annotations
 

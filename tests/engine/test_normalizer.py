@@ -1,4 +1,4 @@
-"""The one scale: parts of a batch add up to its mean, however they are divided over microbatches and ranks."""
+"""Loss normalisation: microbatches of a batch add up to its mean, however it is divided over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""offload and onload: device memory is freed, every bit comes back, and training goes on as if nothing had happened."""
+"""offload and onload: device memory is freed, every bit is restored, and training continues unchanged."""
 
 from __future__ import annotations
 

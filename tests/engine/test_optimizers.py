@@ -1,4 +1,4 @@
-"""State that is kept narrow, or in host memory, learns as AdamW in fp32, resumes to the bit, and is every layout's."""
+"""8-bit, split and offloaded optimizer state: trains like AdamW in fp32, resumes to the bit, in every layout."""
 
 from __future__ import annotations
 

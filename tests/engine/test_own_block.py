@@ -1,4 +1,4 @@
-"""A block and a model of one's own, which no table and no Hugging Face family knows: trained in the engine on ranks.
+"""A custom block and a model without a Hugging Face family, trained in the engine on several ranks.
 
 It is the block of examples/block.py and docs/architecture.md.
 """

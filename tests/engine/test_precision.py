@@ -1,4 +1,4 @@
-"""What is promised in fp32 is stored, gathered and used in fp32, and so is its gradient, whatever the rest is in."""
+"""Parameters that stay in fp32 are stored, gathered and used in fp32, with fp32 gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing that is given, in every layout: what one rank finds with it. And batches that cannot be replayed."""
+"""Routing replay: every layout equals one rank; batches that cannot be replayed are refused."""
 
 from __future__ import annotations
 

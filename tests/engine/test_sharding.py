@@ -1,4 +1,4 @@
-"""Ranks share parameters evenly, or hold them whole, and nothing else changes by it."""
+"""Sharding: experts are spread evenly, gradients accumulate in fp32, and results do not change."""
 
 from __future__ import annotations
 

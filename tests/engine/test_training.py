@@ -1,4 +1,4 @@
-"""Training in a layout equals a plain model with torch's own optimizer; and what is not training leaves no trace."""
+"""Training in a layout equals a plain model with torch's optimizer; other calls do not change the state."""
 
 from __future__ import annotations
 

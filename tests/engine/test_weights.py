@@ -1,4 +1,4 @@
-"""Weights out of any layout are transformers' own: names, order and bits; so are an export's log-probs."""
+"""Weights streamed from any layout have transformers' names, order and bits; so do exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gathered copy answers alike in every layout, and as the engine scores it."""
+"""SyncedGenerator: every layout gives the same completions, with the engine's log-probs."""
 
 from __future__ import annotations
 

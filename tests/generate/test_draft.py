@@ -1,4 +1,4 @@
-"""Answers are the same with drafts and without, whatever the drafts; and the drafts are what the depth would say."""
+"""Speculative decoding: completions are the same with and without drafts; drafts equal the MTP depth's."""
 
 from __future__ import annotations
 

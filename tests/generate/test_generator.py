@@ -1,4 +1,4 @@
-"""The generator equals transformers and the model's own forward, whatever is generated beside an answer."""
+"""The generator equals transformers and the model's forward, whatever else is generated in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generators on several ranks give what one rank gives."""
+"""Generators on several ranks equal one rank."""
 
 from __future__ import annotations
 

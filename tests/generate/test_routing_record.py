@@ -1,4 +1,4 @@
-"""What a generator records of its routers, a trainer that replays it computes: the same experts, the same log-probs."""
+"""Recorded routing: a trainer that replays it uses the same experts and gets the same log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache attends like whole sequences do, wherever their rows are and however they were moved."""
+"""RowCache: attention equals that over whole sequences, in any row and after moves."""
 
 from __future__ import annotations
 

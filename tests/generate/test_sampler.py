@@ -1,4 +1,4 @@
-"""Every way of sampling draws from the distribution it names: chi-square against exact probabilities, fixed seeds."""
+"""Sampling: chi-square tests of each setting against exact probabilities, with fixed seeds."""
 
 from __future__ import annotations
 

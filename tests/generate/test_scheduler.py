@@ -1,4 +1,4 @@
-"""Steps on fixed pages, recorded on a GPU, equal steps on a page a row, token by token."""
+"""GraphScheduler on fixed pages, captured on a GPU, equals EagerScheduler on one page per row, token by token."""
 
 from __future__ import annotations
 

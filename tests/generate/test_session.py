@@ -1,4 +1,4 @@
-"""Requests that join at any time get the answers of one call; weights that come in between are told, and used."""
+"""Session: requests that join at any time get the completions of one call; weights may change in between."""
 
 from __future__ import annotations
 

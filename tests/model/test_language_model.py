@@ -1,4 +1,4 @@
-"""The model itself: stages add up to the whole, sequences never see each other, names are global."""
+"""LanguageModel: stages equal the whole model, sequences do not see each other, names are global."""
 
 from __future__ import annotations
 

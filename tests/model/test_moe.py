@@ -1,4 +1,4 @@
-"""MoE equals transformers' routers of two kinds, and its side losses do what they say."""
+"""MoE equals two kinds of transformers' routers; auxiliary losses equal their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction equals a naive one: each sequence alone, each depth where there is a token so far ahead."""
+"""Multi-token prediction equals a naive one: each sequence alone, each depth at positions with a later token."""
 
 from __future__ import annotations
 

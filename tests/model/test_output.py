@@ -1,4 +1,4 @@
-"""The output processor: defaults are processors, results come back untouched, and gradients reach everything."""
+"""The output processor: defaults are processors, results are returned unchanged, gradients reach everything."""
 
 from __future__ import annotations
 

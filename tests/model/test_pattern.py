@@ -1,4 +1,4 @@
-"""A pattern is its text and its text is it; every fault has a column; stages are the best there are."""
+"""Pattern: parsing and printing are inverse, errors name a column, and stages are balanced optimally."""
 
 import copy
 import pickle

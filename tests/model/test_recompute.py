@@ -1,4 +1,4 @@
-"""Recomputing keeps less and gives the same."""
+"""Activation recompute uses less memory and gives the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing that is given: the same as a router that makes that choice, and the router's own choice where none is."""
+"""Routing replay: equal to a router that makes the given choice, and to the router's own choice at -1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan equals the forward and backward at once, to the bit, and its pieces take turns with another's."""
+"""A schedule plan equals forward and backward to the bit, also interleaved with another microbatch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that cannot be meant are refused in a sentence; columns that are missing, pairs that are split likewise."""
+"""Invalid settings, missing columns and split pairs are refused with one sentence."""
 
 from __future__ import annotations
 

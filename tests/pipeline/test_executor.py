@@ -1,4 +1,4 @@
-"""A pipeline equals one rank: losses, per-token results and every gradient, in every schedule and at every length."""
+"""A pipeline equals one rank: losses, per-token results and every gradient, in every schedule and length."""
 
 from __future__ import annotations
 

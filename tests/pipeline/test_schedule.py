@@ -1,4 +1,4 @@
-"""Orders against the theory of pipelines: every action once, nothing waits for ever, time and memory as derived."""
+"""Schedules: every action once, no deadlock, and the time and memory of the docstrings' formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers finish even where every launch waits for the other rank, in one order that all ranks follow."""
+"""Transfers do not deadlock even if every launch waits for the other rank; all ranks follow one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer opens is given back where it fails as it is made; what is held out is answered by its own seeds."""
+"""A trainer whose constructor fails closes what it opened; held-out tasks use other seeds than training."""
 
 from __future__ import annotations
 

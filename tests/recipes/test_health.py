@@ -1,4 +1,4 @@
-"""A run that can learn nothing ends with exit code 1 and says why; one that hardly does is warned of."""
+"""A run that cannot train ends with exit code 1 and a reason; a run that hardly trains logs a warning."""
 
 from __future__ import annotations
 

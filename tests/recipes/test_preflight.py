@@ -1,4 +1,4 @@
-"""Preflight: everything that can be known is looked at before a rank starts or a directory is touched."""
+"""Preflight checks everything that can be known before a rank starts or a directory is written."""
 
 from __future__ import annotations
 

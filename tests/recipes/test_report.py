@@ -1,4 +1,4 @@
-"""The report is one file that shows everything a run has logged, and nothing that a run says is taken for markup."""
+"""The report is one file with everything that a run logged; logged text is never taken as markup."""
 
 from __future__ import annotations
 

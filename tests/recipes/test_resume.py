@@ -1,4 +1,4 @@
-"""A run that goes on: what may be new, which checkpoint it goes on from, and what a start that failed leaves behind."""
+"""Resuming: what may change, which checkpoint is loaded, and what a failed start leaves behind."""
 
 from __future__ import annotations
 

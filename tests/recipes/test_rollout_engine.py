@@ -1,4 +1,4 @@
-"""Recipes whose answers come from servers: by the newest weights, the same after servers were lost, or a sentence."""
+"""Recipes with servers: completions of the newest weights, the same after lost servers, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed leaves the files of one that was not; ranks but the first leave none."""
+"""Run directories: a killed and resumed run has the files of an uninterrupted one; only rank 0 writes."""
 
 from __future__ import annotations
 

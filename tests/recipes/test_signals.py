@@ -1,4 +1,4 @@
-"""The first signal is heard, what comes right after it is the same one, and the next does what it always did."""
+"""StopSignals: the first signal is recorded, one right after it counts as the same, a later one ends the process."""
 
 from __future__ import annotations
 

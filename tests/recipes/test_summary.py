@@ -1,4 +1,4 @@
-"""The summary: what a run came to, from its records, the same wherever it is said."""
+"""The summary of a run, computed from its files, is the same in terminal and report."""
 
 from __future__ import annotations
 

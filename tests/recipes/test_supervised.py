@@ -1,4 +1,4 @@
-"""SFT, preference training and distillation as a user runs them: from files, in every layout, continued to the bit."""
+"""SFT, preference training and distillation from files: in every layout, and resumed to the bit."""
 
 from __future__ import annotations
 

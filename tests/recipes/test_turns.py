@@ -1,4 +1,4 @@
-"""Answers over several turns: what is learned is what was sampled, and an environment costs its own episodes alone."""
+"""Multi-turn rollouts: sampled tokens are trained on, and a failing environment loses only its own episodes."""
 
 from __future__ import annotations
 

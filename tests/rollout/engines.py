@@ -1,4 +1,4 @@
-"""Engines of one rank, for tests of what stands on them."""
+"""Rollout engines on one rank, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes that are objects: each keeps its own state and waits by itself; what fails costs one of them."""
+"""AsyncEnvironment: each episode has its own state and waits by itself; a failure ends one episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: whatever a function does costs its own sample alone, and workers give what this process would."""
+"""Rewards: an error in a function affects its own sample only; worker processes give the same scores."""
 
 from __future__ import annotations
 

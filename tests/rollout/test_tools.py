@@ -1,4 +1,4 @@
-"""Tools: a call is answered by its result or by what was wrong with it, and what is no call is the answer."""
+"""Tools: a call gets its result or an error message; a completion without a call ends the episode."""
 
 from __future__ import annotations
 

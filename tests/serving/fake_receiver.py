@@ -1,4 +1,4 @@
-"""A server in a process of its own that takes weights as vLLM's workers do, but over gloo, and tells what it got."""
+"""A server process that receives weights as vLLM's workers do, but over gloo, and reports what it got."""
 
 from __future__ import annotations
 

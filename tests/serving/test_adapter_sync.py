@@ -1,4 +1,4 @@
-"""Servers of a LoRA run get the model once and then the adapter alone; what goes wrong is noticed in the same step."""
+"""AdapterSync: servers get the model once and then the adapter; failures are detected in the same step."""
 
 from __future__ import annotations
 

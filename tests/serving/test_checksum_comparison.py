@@ -1,4 +1,4 @@
-"""Servers that were given the same weights are seen to have the same: whoever does not is left out, with a sentence."""
+"""ChecksumComparison: a server whose weights differ from the majority is excluded, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP engine against servers on this machine: one of our own around the native generator, `transformers serve`."""
+"""GenerationClient with servers on this machine: `postlude serve` and `transformers serve`."""
 
 from __future__ import annotations
 

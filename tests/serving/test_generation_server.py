@@ -1,4 +1,4 @@
-"""The generator behind HTTP gives what it gives here, takes weights in flight, and says what is wrong in a sentence."""
+"""`postlude serve` equals the generator, takes new weights during requests, and refuses with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that misbehaves, beside a healthy one or alone, ends no run that could go on and gives no wrong sample."""
+"""Misbehaving servers, beside a healthy one or alone: no wrong sample, and no run ends that could continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's requests, as its client sends them, get the answers of the generator; what is not supported is said."""
+"""OpenAI routes: requests of OpenAI's client get the generator's completions; unsupported fields are refused."""
 
 from __future__ import annotations
 

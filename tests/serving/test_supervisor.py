@@ -1,4 +1,4 @@
-"""Servers that are started: ready or a sentence, started again when they end, and gone with who started them."""
+"""Launched servers: ready or an error, restarted when they end, and ended with the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights sent into servers' memory: every byte of every tensor arrives, whatever the layout and whoever fails."""
+"""WeightTransfer: every byte of every tensor arrives, in every layout, also when a server fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on their way to servers: ranks wait for those as long as it takes."""
+"""WeightSync: ranks wait longer for servers than for each other."""
 
 from __future__ import annotations
 

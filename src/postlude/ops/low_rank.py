@@ -8,7 +8,7 @@ from torch import Tensor
 
 MOST_LAYERS = 4
 STEP = 64  # layers have multiples of this many features
-MOST_RANK = 256
+MAX_RANK = 256
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class LowRank:
         """The rank of each adapter."""
         return self.b.shape[1]
 
-    def refused(self, rows: Tensor, most_rank: int = MOST_RANK) -> str | None:
+    def refused(self, rows: Tensor, max_rank: int = MAX_RANK) -> str | None:
         """Returns why kernels cannot take it, or None."""
-        if self.rank % 16 or self.rank > most_rank:
-            return f"adapters of rank {self.rank} are no multiple of 16 up to {most_rank}"
+        if self.rank % 16 or self.rank > max_rank:
+            return f"adapters of rank {self.rank} are no multiple of 16 up to {max_rank}"
         if len(self.sizes) > MOST_LAYERS or any(size % STEP for size in self.sizes):
             return f"layers of {list(self.sizes)} features are more than {MOST_LAYERS} or no multiples of {STEP}"
         if not (self.a.dtype == self.b.dtype == rows.dtype and self.a.is_contiguous() and self.b.is_contiguous()):
