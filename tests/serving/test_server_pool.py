@@ -261,7 +261,7 @@ def test_reload_pauses_and_resumes_a_server_and_checks_its_version(two, engines)
     two[0].reply = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
     engine.reload(Weights("/weights/3", "start.3"))
     assert engine.pool.servers[0].state == "excluded"
-    assert engine.pool.servers[0].problem == "says that its weights are 'another' after it was given 'start.3'"
+    assert engine.pool.servers[0].problem == "reports weights 'another' after it was given 'start.3'"
     check(engine)
 
 

@@ -189,7 +189,7 @@ class RemoteServer:
         """Checks that it reports the version it was given."""
         self.version = await self.fetch_version()
         if self.version != weights.version:
-            raise InvalidResponse(f"says that its weights are {self.version!r} after it was given {weights.version!r}")
+            raise InvalidResponse(f"reports weights {self.version!r} after it was given {weights.version!r}")
 
     async def compare_logprobs(self, weights: Weights, *, timeout: float | None = None) -> None:
         """Compares its log-probs of a few tokens with the trainer's, after it was given weights.
