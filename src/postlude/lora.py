@@ -53,9 +53,9 @@ class LoRA:
     experts: ExpertAdapters = "shared_outer"
     """The experts of a layer share A of gate and up and B of down ("shared_outer"), or nothing ("per_expert")."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Ranks that differ, by target."""
+    """Ranks of single targets, which override `rank`."""
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """Alphas that differ, by target."""
+    """Alphas of single targets, which override `alpha`."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

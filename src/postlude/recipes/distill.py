@@ -1,4 +1,4 @@
-"""Distillation: train on a teacher's distribution, on the completions of a dataset or on the student's own."""
+"""Distillation: trains on a teacher's distribution, on the completions of a dataset or on the student's own."""
 
 from __future__ import annotations
 

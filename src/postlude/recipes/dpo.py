@@ -1,4 +1,4 @@
-"""DPO, IPO and SimPO: train on pairs of completions, one of them preferred."""
+"""DPO, IPO and SimPO: trains on pairs of completions, one of them preferred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO: sample a group of completions for each prompt, score them, and train with group-relative advantages."""
+"""GRPO: samples a group of completions for each prompt, scores them, and trains with group-relative advantages."""
 
 from __future__ import annotations
 

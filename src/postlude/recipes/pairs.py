@@ -47,7 +47,7 @@ class PairTrainer(SupervisedTrainer[PairRow]):
 
 
 def read_margins(data: Pairs) -> list[float] | None:
-    """Returns the margin of each row of a dataset, or None if no column is named. Raises ValueError if one is none."""
+    """Returns the margin of each row; None if no column is named. Raises ValueError for a row without one."""
     return None if data.margin is None else read_column(data, data.margin, read_margin)
 
 
@@ -60,7 +60,7 @@ def read_margin(row: Mapping[str, Any], location: str, column: str) -> float:
 
 
 def has_margins(data: Pairs | PairMixture) -> bool:
-    """Whether the pairs have margins: of several datasets, all or none have."""
+    """Whether the pairs have margins. In a mixture, all datasets have them or none."""
     return datasets_of(data)[0].margin is not None
 
 
@@ -80,14 +80,14 @@ def trial_pairs(data: Pairs | PairMixture) -> Batch:
 
 
 def with_margins(objective: Objective, data: Pairs | PairMixture) -> Objective:
-    """Returns the objective that reads the margins of the data. An objective of the user reads what it likes."""
+    """Returns the objective, set to read margins if the data has them. A user's objective is returned unchanged."""
     if has_margins(data) and isinstance(objective, Preference | BradleyTerry):
         return replace(objective, margins=True)
     return objective
 
 
 def margin_checks(inputs: PreflightInputs) -> Iterator[Check]:
-    """Check of the column of margins, if one is named."""
+    """Yields the check of the column of margins, if one is named."""
 
     def check_margins() -> str:
         datasets = datasets_of(inputs.config.data)

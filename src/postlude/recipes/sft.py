@@ -1,4 +1,4 @@
-"""SFT: train on the completions of a dataset."""
+"""SFT: trains on the completions of a dataset."""
 
 from __future__ import annotations
 

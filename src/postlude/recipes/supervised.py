@@ -29,7 +29,7 @@ from postlude.recipes.trainer import StepMetrics, Trainer
 LOG = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
-SEEDS = 1_000_003  # between the seeds of datasets that are mixed
+SEED_STRIDE = 1_000_003  # difference between the seeds of two datasets of a mixture
 
 
 class SupervisedTrainer(Trainer, Generic[Row]):
@@ -55,7 +55,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         datasets = datasets_of(self.config.data)
         if not isinstance(self.config.data, Mixture):
             return self.open_dataset(self.config.data, self.config.seed)
-        sources = [self.open_dataset(data, self.config.seed + SEEDS * index) for index, data in enumerate(datasets)]
+        seeds = [self.config.seed + SEED_STRIDE * index for index in range(len(datasets))]
+        sources = [self.open_dataset(data, seed) for data, seed in zip(datasets, seeds, strict=True)]
         names = dataset_names([data.path for data in datasets])
         return MixedRows(dict(zip(names, sources, strict=True)), [data.weight for data in datasets])
 

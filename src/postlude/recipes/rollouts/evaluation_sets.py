@@ -25,7 +25,7 @@ class EvaluationSet:
     """Tasks that are sampled and scored, and not trained on."""
 
     name: str
-    """That of its metrics; "" for the held-out tasks of training."""
+    """The prefix of its metrics; "" for the held-out tasks of training."""
     source: PromptSource
     tasks: Sequence[Task]
     settings: PassSettings
@@ -61,7 +61,7 @@ class EvaluatedTasks:
             )
 
     def __contains__(self, index: object) -> bool:
-        """Whether a task of training is evaluated."""
+        """Whether the task at this index is evaluated, and so not trained on."""
         if not isinstance(index, int):
             return False
         return index in self.held_out or (
