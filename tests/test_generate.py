@@ -40,7 +40,7 @@ def make_messages(text: str, system: str | None = None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def test_lines_of_json_are_the_generators_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_json_are_the_generators_completions(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "tiny-dense", "--prompt", "Hi", "--prompt", "Ho", "--n", "2", "--json", "--system", "Sing."]
     assert main([*words, *FEW]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -58,7 +58,7 @@ def ends_in_training(group: object, directory: str) -> set[int]:
         return set(native.generator.eos_tokens)
 
 
-def test_an_answer_ends_with_any_token_that_the_generation_config_says(
+def test_a_completion_ends_with_any_token_that_the_generation_config_says(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer("tiny-dense")
@@ -102,7 +102,7 @@ def test_a_mistake_is_a_sentence(words: list[str], sentence: str, capsys: pytest
     assert sentence in capsys.readouterr().err
 
 
-def test_a_conversation_goes_on_until_it_is_reset(
+def test_a_conversation_continues_until_it_is_reset(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nAnd?\n/reset\nHi\n/what\n"))
@@ -119,7 +119,7 @@ def test_a_conversation_goes_on_until_it_is_reset(
     assert "/what is not a command" in out
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+def test_ctrl_c_ends_a_completion_and_not_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer("tiny-dense")
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     assert len(talk.messages) == 4
 
 
-def test_a_prompt_that_has_no_room_is_said_and_the_conversation_goes_on(
+def test_a_prompt_that_has_no_room_is_said_and_the_conversation_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 200}\nHi\n"))

@@ -107,7 +107,7 @@ def test_export_of_the_real_model_loads_in_transformers(model, hf_model, tmp_pat
 
 
 @pytest.mark.thorough  # as tiny models show
-def test_generated_answers_equal_transformers(tokenizer, model, hf_model) -> None:
+def test_generated_completions_equal_transformers(tokenizer, model, hf_model) -> None:
     prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), encode_question(tokenizer, "Name three colours.")]
     generator = Generator(model, tokenizer, max_sequences=2)
     answered = generator.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True))
@@ -161,7 +161,7 @@ def llama_cpp(gguf: Path) -> Iterator[str]:
 
 
 @pytest.mark.thorough  # as tiny models show
-def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None:
+def test_completions_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None:
     """Greedy tokens are the native generator's, after prompts whose likeliest tokens are so by 0.5 and more.
 
     Log-probs are near: the file's weights have 4 bits, and llama.cpp rounds what they are multiplied with to 8 bits
@@ -195,7 +195,7 @@ def test_answers_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None
 
 
 @pytest.mark.thorough  # as tiny models show
-def test_logprobs_equal_a_forward_and_a_stop_string_ends_an_answer(tokenizer, model) -> None:
+def test_logprobs_equal_a_forward_and_a_stop_string_ends_a_completion(tokenizer, model) -> None:
     prompt = encode_question(tokenizer, "Name three colours of the rainbow.")
     generator = Generator(model, tokenizer)
     answered = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)

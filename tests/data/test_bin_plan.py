@@ -149,7 +149,7 @@ def test_no_lengths_need_no_bins():
         ),
     ],
 )
-def test_errors_name_the_value_the_limit_and_the_mend(lengths, budget, multiple_of, sentence):
+def test_errors_name_the_value_the_limit_and_the_fix(lengths, budget, multiple_of, sentence):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         plan_bins(lengths, budget, multiple_of=multiple_of)
     assert str(error.value) == sentence

@@ -84,7 +84,7 @@ def text(tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
-def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None:
+def test_the_assistants_turns_are_trained_on_with_their_ends(template: str) -> None:
     encoded = talked(encoder(template), TALK)
     assert text(encoded.tokens) == (
         "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
@@ -96,7 +96,7 @@ def test_the_assistants_turns_are_learned_with_their_ends(template: str) -> None
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
-def test_a_learned_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
+def test_a_trained_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
     chat_encoder = encoder(template)
     encoded, start = chat_encoder.completion([USER, HELLO, MORE], "Bye"), chat_encoder.prompt([USER, HELLO, MORE])
     assert encoded.tokens[: len(start)] == start

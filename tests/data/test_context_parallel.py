@@ -290,7 +290,7 @@ def one_cut() -> Microbatch:
         ),
     ],
 )
-def test_errors_name_the_value_the_limit_and_the_mend(attempt, sentence) -> None:
+def test_errors_name_the_value_the_limit_and_the_fix(attempt, sentence) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         attempt()
     assert str(error.value) == sentence

@@ -313,7 +313,7 @@ PAIR = [[1, 2, 3], [4, 5]]
         ),
     ],
 )
-def test_pack_errors_name_the_value_the_limit_and_the_mend(sequences, options, sentence):
+def test_pack_errors_name_the_value_the_limit_and_the_fix(sequences, options, sentence):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         pack(sequences, **{"budget": 8, **options})
     assert str(error.value) == sentence

@@ -211,7 +211,7 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_turn_is_learned_as_it_is_written_when_it_is_the_last(case: str) -> None:
+def test_a_turn_is_trained_on_as_it_is_written_when_last(case: str) -> None:
     template, messages, expected = CASES[case]
     chat_encoder = Encoder(tokenizer=tokenizer(template))
     encoded_turns = chat_encoder.conversation(messages)

@@ -142,7 +142,7 @@ def ppo_run(group: Any, layout: str) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2"])
-def test_policy_and_critic_learn_together(ranks: Any, layout: str) -> None:
+def test_policy_and_critic_train_together(ranks: Any, layout: str) -> None:
     for metrics in ranks(size(layout), ppo_run, layout):
         assert metrics[0]["value"] == 0.0  # from zero
         assert metrics[0]["ratio"] == pytest.approx(1.0, abs=1e-5)

@@ -220,7 +220,7 @@ def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
     assert bitwise_equal(weights(first_engine), weights(second_engine))
 
 
-def test_half_a_step_is_mended_by_a_checkpoint(ranks, tmp_path) -> None:
+def test_half_a_step_is_repaired_by_a_checkpoint(ranks, tmp_path) -> None:
     ranks(1, half_a_step, str(tmp_path / "checkpoint"))
 
 

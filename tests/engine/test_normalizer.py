@@ -125,7 +125,7 @@ def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_n
     assert tallies[0].reduce(True) == tallies[1].reduce(True)
 
 
-def test_a_batch_with_nothing_to_learn_is_refused_in_a_sentence() -> None:
+def test_a_batch_with_nothing_to_train_on_is_refused_in_a_sentence() -> None:
     parts = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
     with pytest.raises(ValueError, match='a mean over "mask", whose weights sum to 0 in this'):
         LossNormalizer(parts).loss(Loss(torch.ones(3), over="mask"), parts[0])

@@ -77,7 +77,7 @@ def learned(optimizer: AdamW, stored: str, steps: int = 150) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_small_problem_is_learned_as_in_fp32() -> None:
+def test_a_small_problem_is_trained_as_in_fp32() -> None:
     plain = AdamW(lr=6e-3, betas=(0.9, 0.99), max_grad_norm=None)
     expected = learned(plain, "fp32")
     assert expected[-1] < 0.05 * expected[0]

@@ -85,7 +85,7 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
 
 
 @pytest.mark.parametrize(("layout", "other", "experts"), LAYOUTS)
-def test_few_experts_learn_as_on_one_rank(ranks: Any, layout: str, other: str, experts: int) -> None:
+def test_few_experts_train_as_on_one_rank(ranks: Any, layout: str, other: str, experts: int) -> None:
     case = Case(few(experts), Layout.parse(layout), "grpo")
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

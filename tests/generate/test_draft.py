@@ -71,7 +71,7 @@ def rate(completions: list[list[Completion]]) -> float:
 
 
 @pytest.mark.parametrize("way", SAMPLINGS)
-def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> None:
+def test_completions_are_those_without_drafts(model: LanguageModel, way: str) -> None:
     prompt_list = prompts(model)
     free = Generator(model).generate(prompt_list, [SAMPLINGS[way]] * len(prompt_list))
     sampling = [
@@ -86,7 +86,7 @@ def test_answers_are_those_without_drafts(model: LanguageModel, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
-def test_recorded_answers_are_those_without_drafts(
+def test_recorded_completions_are_those_without_drafts(
     paged_model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows join and leave at any time, prompts end at any place of a page, and steps of idle rows change nothing."""
@@ -118,7 +118,7 @@ def test_recorded_answers_are_those_without_drafts(
     assert 0.0 < rate(actual) < 1.0
 
 
-def test_recorded_answers_that_are_preempted_go_on_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_completions_that_are_preempted_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model, preempted = small_model(RECORDED_HYBRID), []
     prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
@@ -134,7 +134,7 @@ def test_recorded_answers_that_are_preempted_go_on_as_they_were(monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", SAMPLINGS)
 @pytest.mark.parametrize("pattern", ["[*-]{2}/[*-]", "[M-][G-][S-][*-]/[*-]", "[*-]/[M-][G-]"])
-def test_on_a_gpu_recorded_answers_are_those_without_drafts(pattern: str, way: str) -> None:
+def test_on_a_gpu_recorded_completions_are_those_without_drafts(pattern: str, way: str) -> None:
     model = hybrid(pattern).to("cuda")
     prompt_list, sampling = uneven(12, 90, temperature=SAMPLINGS[way].temperature, stop_tokens=tuple(range(0, 256, 9)))
     prompt_list[1], prompt_list[2] = [3] * PAGE_SIZE, [5] * (PAGE_SIZE + 1)
@@ -152,7 +152,7 @@ def test_on_a_gpu_recorded_answers_are_those_without_drafts(pattern: str, way: s
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_recorded_answers_in_the_batch_invariant_mode_are_those_without_drafts_to_the_bit() -> None:
+def test_on_a_gpu_recorded_completions_in_the_batch_invariant_mode_are_those_without_drafts_to_the_bit() -> None:
     """Of experts too, in bf16: tokens, log-probs and the experts of every token."""
     config = replace(read_model("tiny-moe")[1], pattern=Pattern.parse("[*E]{2}/[*E]"))
     with torch.device("cuda"):
@@ -172,7 +172,7 @@ def test_on_a_gpu_recorded_answers_in_the_batch_invariant_mode_are_those_without
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "mtp"])
-def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_completions_continue_unchanged(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, evicted = small_model("[M-][*-]/[*-]"), []
     prompt_list = [prompts(model)[place] for place in (1, 3, 0)]
     sampling = [replace(SAMPLINGS["sampled"], max_new_tokens=45 + place) for place in range(len(prompt_list))]
@@ -189,7 +189,7 @@ def test_answers_that_are_put_off_go_on_as_they_were(draft: Any, monkeypatch: py
     "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("right", "wrong")), "now and then"]
 )
 @WAYS
-def test_answers_do_not_depend_on_what_is_guessed(
+def test_completions_do_not_depend_on_the_drafts(
     way_of_steps: type[Generator], model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way_of_steps is Recorded and "+" in str(model.config.pattern):
@@ -301,7 +301,7 @@ def test_a_depth_that_says_the_opposite_is_never_right() -> None:
 
 
 @torch.no_grad()
-def test_drafted_answers_have_the_models_distribution() -> None:
+def test_drafted_completions_have_the_models_distribution() -> None:
     """Three tokens of five: chi-square of all 125 answers against the product of their exact probabilities."""
     model, prompt, size, count = small_model(TRANSFORMER, vocab_size=5), [1, 4], 5, 6000
     sampling = SamplingParams(max_new_tokens=3, temperature=1.3, top_p=0.9, seed=8)
@@ -323,7 +323,7 @@ def test_drafted_answers_have_the_models_distribution() -> None:
 
 
 @WAYS
-def test_text_that_stops_an_answer_stops_it_between_two_tokens(way_of_steps: type[Generator]) -> None:
+def test_text_that_stops_a_completion_stops_it_between_two_tokens(way_of_steps: type[Generator]) -> None:
     class Letters:
         eos_token_id = None
 

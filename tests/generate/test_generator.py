@@ -88,7 +88,7 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "olmo3", "mistral-sliding", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.thorough), 0.7])
 @pytest.mark.slow
-def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: float, tmp_path) -> None:
+def test_logprobs_equal_a_forward_of_the_whole_completion(name: str, temperature: float, tmp_path) -> None:
     if name in CONFIGS:
         saved(CONFIGS[name](), tmp_path)
     model = load_model(tmp_path if name in CONFIGS else name)
@@ -113,7 +113,7 @@ def test_logprobs_equal_a_forward_of_the_whole_answer(name: str, temperature: fl
     ],
     ids=str,
 )
-def test_an_answer_does_not_depend_on_what_runs_beside_it(limits: dict[str, int], dense: LanguageModel) -> None:
+def test_a_completion_does_not_depend_on_what_runs_beside_it(limits: dict[str, int], dense: LanguageModel) -> None:
     prompt_list = prompts(256)
     sampling = [SamplingParams(max_new_tokens=5 + 7 * place, temperature=0.8, top_p=0.95, seed=9) for place in range(6)]
     expected = Generator(dense).generate(prompt_list, sampling, n=3)
@@ -126,7 +126,7 @@ def test_an_answer_does_not_depend_on_what_runs_beside_it(limits: dict[str, int]
     assert len({tuple(answer) for group in tokens(expected) for answer in group}) == 18
 
 
-def test_seeds_and_numbers_give_other_answers(dense: LanguageModel) -> None:
+def test_seeds_and_indices_give_other_completions(dense: LanguageModel) -> None:
     generator = Generator(dense)
     prompt_list = [list(b"once")] * 2
     first = tokens(generator.generate(prompt_list, SamplingParams(max_new_tokens=8, seed=1), n=2))
@@ -149,7 +149,7 @@ def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
 
 
 @pytest.mark.slow
-def test_answers_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
+def test_completions_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
     source = random.Random(0)
     prompt_list = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]
     sampling = [SamplingParams(max_new_tokens=source.randrange(1, 60), temperature=0.0) for _ in prompt_list]
@@ -160,7 +160,7 @@ def test_answers_that_leave_and_join_in_any_order_agree_with_each_alone(dense: L
     assert tokens(in_one_batch) == tokens(alone)
 
 
-def test_stop_tokens_end_an_answer_and_stay_in_it(dense: LanguageModel) -> None:
+def test_stop_tokens_end_a_completion_and_stay_in_it(dense: LanguageModel) -> None:
     free = Generator(dense).generate([list(b"begin")], SamplingParams(max_new_tokens=20))[0][0]
     stop = free.tokens[6]
     first = free.tokens.index(stop)
@@ -178,7 +178,7 @@ def test_stop_tokens_end_an_answer_and_stay_in_it(dense: LanguageModel) -> None:
     assert ignored[0][0].tokens == free.tokens
 
 
-def test_stop_strings_end_an_answer_where_they_are_complete(dense: LanguageModel) -> None:
+def test_stop_strings_end_a_completion_where_they_are_complete(dense: LanguageModel) -> None:
     generator = Generator(dense, load_tokenizer("tiny-dense"))
     prompt_list, common = [list(b"begin")], {"max_new_tokens": 200, "ignore_eos": True, "seed": 3}
     (free,) = generator.generate(prompt_list, SamplingParams(**common))[0]

@@ -100,7 +100,7 @@ def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: li
 
 
 @pytest.mark.slow
-def test_drafted_answers_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_completions_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model(f"{PATTERN}/[*E]")
     completions = answered(moe, draft="mtp")
     assert sum(completion.accepted for group in completions for completion in group) > 0
@@ -131,7 +131,7 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
     )
 
 
-def test_nothing_is_recorded_unasked_and_answers_are_the_same() -> None:
+def test_nothing_is_recorded_unasked_and_completions_are_the_same() -> None:
     moe = model()
     plain, recorded = answered(moe, routing=False), answered(moe)
     for plain_group, recorded_group in zip(plain, recorded, strict=True):

@@ -79,7 +79,7 @@ def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_of_uneven_lengths_equal_those_of_the_other_way(device: str, temperature: float) -> None:
+def test_completions_of_uneven_lengths_equal_the_other_scheduler(device: str, temperature: float) -> None:
     """They leave and join at any time, stop tokens end some, and prompts, shared by two each, fill pages or not."""
     model = dense(device)
     prompts, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
@@ -127,7 +127,7 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
     ],
     ids=str,
 )
-def test_limits_change_no_answer(device: str, limits: dict[str, int], monkeypatch) -> None:
+def test_limits_change_no_completion(device: str, limits: dict[str, int], monkeypatch) -> None:
     """Nor does what tokens are drawn from: all, the likeliest k, or as many as have some probability."""
     model = dense(device)
     prompts, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
@@ -152,7 +152,7 @@ def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["[*-]{2}", "[*E]{2}", "[M-][G-][SE][*E]"])
-def test_bf16_stays_near_a_forward_of_the_whole_answer(pattern: str) -> None:
+def test_bf16_stays_near_a_forward_of_the_whole_completion(pattern: str) -> None:
     """bf16 keeps 8 bits, and log-probs here are about 5: 5e-2."""
     model = hybrid(pattern, torch.bfloat16).to("cuda")
     generator = Generator(model)
@@ -254,7 +254,9 @@ def spoil(model: LanguageModel, token: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", [Stepped, Recorded])
-def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way: type[Generator], device: str) -> None:
+def test_a_completion_that_fails_costs_no_other_and_the_generator_stays_usable(
+    way: type[Generator], device: str
+) -> None:
     """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
     model = dense(device)
     prompts, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
@@ -283,7 +285,7 @@ def test_an_answer_that_fails_costs_no_other_and_the_generator_stays_usable(way:
 
 
 @pytest.mark.parametrize("way", [Stepped, Recorded])
-def test_a_tokenizer_that_fails_at_one_answer_costs_no_other(way: type[Generator]) -> None:
+def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(way: type[Generator]) -> None:
     model, tokenizer = dense("cpu"), load_tokenizer("tiny-dense")
 
     class Fails:

@@ -74,7 +74,7 @@ def done(session: Session) -> dict[tuple[int, int], Completion]:
 
 
 @WAYS
-def test_answers_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
+def test_completions_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
     model, requests = sharp(device=device), make_requests(6)
     expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
@@ -87,7 +87,7 @@ def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
         assert finished(session, [request]) == generated(Generator(model), [request])
 
 
-def test_an_answer_by_its_number_is_that_of_all() -> None:
+def test_a_completion_by_its_index_equals_that_of_all() -> None:
     generator = Generator(sharp())
     (three,) = generator.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=6, seed=4)], n=3)
     separate_requests = [
@@ -138,7 +138,7 @@ def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], devi
 
 
 @WAYS
-def test_answers_that_are_withdrawn_leave_the_others_as_they_were(way: type[Generator], device: str) -> None:
+def test_aborted_completions_leave_the_others_unchanged(way: type[Generator], device: str) -> None:
     model, requests = sharp(device=device), make_requests(6)
     expected = generated(way(model), requests)
     session = Session(way(model, max_sequences=4, max_batch_tokens=256))

@@ -100,7 +100,7 @@ def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_answers_agree_with_a_forward_of_the_whole(kind: str) -> None:
+def test_completions_agree_with_a_forward_of_the_whole(kind: str) -> None:
     """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
     model = LanguageModel(config(kind))
     prompt_list = prompts(model.config.vocab_size)

@@ -134,7 +134,7 @@ def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_answer_as_one_does(ranks: Any) -> None:
+def test_tensor_parallel_ranks_give_the_completions_of_one(ranks: Any) -> None:
     source = config("one", initializer_range=0.4)
     expected = generated(None, source, Layout())
     assert len(set(map(tuple, expected))) == 5

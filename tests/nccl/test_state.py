@@ -53,7 +53,7 @@ def load_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, T
 @pytest.mark.parametrize(
     ("before", "after"), [("pp=2", "dp_shard=2,ep=2"), ("dp_shard=2,ep=2", "pp=2,tp=2"), ("pp=2,tp=2", "")]
 )
-def test_a_checkpoint_goes_on_in_another_layout(nccl_ranks: Ranks, before: str, after: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_in_another_layout(nccl_ranks: Ranks, before: str, after: str, tmp_path: Path) -> None:
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]
     saved, losses = nccl_ranks(sizes[0], save_and_go_on, before, str(tmp_path / "saved"))[0]
     loaded, actual = nccl_ranks(sizes[1], load_and_go_on, after, str(tmp_path / "saved"))[0]

@@ -108,7 +108,7 @@ def test_metrics_equal_the_plain_ones(settings: dict[str, Any]) -> None:
         assert number == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_nothing_is_projected_that_nothing_is_learned_from() -> None:
+def test_nothing_is_projected_that_is_not_trained_on() -> None:
     """Columns may hold anything where the weight is zero, and the gradient stays finite and the same."""
     model, batch = model_and_batch()
     for settings in ({}, ALL, ALL | {"ratio": "sequence"}, {"surrogate": "cispo", "ratio": "on_policy"}):

@@ -187,7 +187,7 @@ def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_a_critic_learns_nothing_of_what_its_weights_leave_out(clip: float | None) -> None:
+def test_a_critic_is_not_trained_on_what_its_weights_leave_out(clip: float | None) -> None:
     results = []
     for filler in (0.0, float("nan")):
         model = LanguageModel(small_config("[*-]"), value_head=True)

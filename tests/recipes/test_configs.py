@@ -244,7 +244,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_small_configs_run_and_learn(ranks: Ranks, tmp_path: Path) -> None:
+def test_small_configs_run_and_train(ranks: Ranks, tmp_path: Path) -> None:
     (rows_by_config,) = ranks(1, all_small, str(tmp_path))
     assert rows_by_config["demo"][-1]["phase"] == "grpo"
     assert rows_by_config["lora"][-1]["step"] == 2

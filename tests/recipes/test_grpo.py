@@ -349,7 +349,7 @@ def pulled(inputs, *, strength):
 
 
 @pytest.mark.slow
-def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_objective_of_the_user(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     options = (f"--objective={tmp_path / 'mine.py'}:pulled", "--objective.settings.strength=2.0", "--reference=true")
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *options)

@@ -87,7 +87,7 @@ def summed(depth, inputs, context):
 
 
 @pytest.mark.slow
-def test_a_processor_of_your_own_is_named_in_a_recipe(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_processor_of_the_user_is_named_in_a_recipe(ranks: Ranks, tmp_path: Path) -> None:
     write_rows(tmp_path)
     (tmp_path / "mine.py").write_text(PROCESSORS)
     plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch_size=4", "--held_out.rows=3", "--export=false")
@@ -130,7 +130,7 @@ def test_a_processor_that_cannot_be_called_is_a_sentence(
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_answers_that_are_drafted_teach_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_drafted_completions_train_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """And are drafted by the weights of the engine, as they are."""
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
     settings = (
@@ -173,7 +173,9 @@ def test_grpo_trains_mtp_depths_besides_the_policy(ranks: Ranks, tmp_path: Path)
         assert all(row["mtp_1/nll"] > 0 for row in actual)
 
 
-def test_depths_of_a_published_model_go_on_learning_and_are_written_as_they_came(ranks: Ranks, tmp_path: Path) -> None:
+def test_depths_of_a_published_model_continue_training_and_are_written_as_they_came(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     published = publish("glm4_moe", tmp_path / "published", vocab_size=264)
     byte_tokenizer().save_pretrained(published.directory)
     write_rows(tmp_path)

@@ -161,7 +161,7 @@ def test_the_best_loss_is_the_smallest(tmp_path: Path) -> None:
     assert (score.best, score.best_step) == (1.0, 1)
 
 
-def test_a_number_has_one_name_while_the_run_goes_on() -> None:
+def test_a_number_has_one_name_while_the_run_continues() -> None:
     out = io.StringIO()
     with LiveView(8, console=Console(file=out, width=100), unit="task") as live:
         live.update(4, {"accuracy": 0.75, "loss": 0.5})
@@ -207,7 +207,7 @@ def test_every_name_is_explained() -> None:
     assert title("mine/own_way") == "mine, own way"
 
 
-def test_a_verdict_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_verdict_is_read_while_the_run_continues(tmp_path: Path) -> None:
     assert [fact.text for fact in summary_lines(read_summary(tmp_path))] == ["none"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "phase": "sft", "loss": 1.0}) + '\n{"step": 2')
     assert read_summary(tmp_path).step == 1

@@ -92,7 +92,7 @@ def trained(group: Any, command: str, directory: str, *overrides: str) -> list[d
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
-def test_a_run_learns_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
+def test_a_run_trains_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (rows,) = ranks(1, trained, command, str(tmp_path))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["phase"] for row in rows] == ["start", *[command] * 4]
@@ -196,7 +196,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path,
     assert actual == expected
 
 
-def test_an_objective_of_your_own(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_objective_of_the_user(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     objective_options = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")
     (rows,) = ranks(1, trained, "sft", str(tmp_path), *objective_options)
@@ -220,7 +220,7 @@ def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_teacher_corrects_the_students_own_answers(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_teacher_corrects_the_students_own_completions(ranks: Ranks, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{index}+1="} for index in range(12)])
     (tmp_path / "judge.py").write_text(
         "def short(prompt, completion, example):\n    return float(len(completion) < 3)\n"
@@ -295,7 +295,7 @@ def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_p
         ([{"prompt": "1", "completion": "2"}] * 3, (), "3 rows are to be held out, but 3 rows have 1 different"),
     ],
 )
-def test_a_dataset_that_cannot_be_learned_is_refused_before_the_run(
+def test_a_dataset_that_cannot_be_trained_on_is_refused_before_the_run(
     ranks: Ranks, tmp_path: Path, rows: list[dict[str, Any]], settings: tuple[str, ...], sentence: str
 ) -> None:
     path = write(tmp_path / "rows.jsonl", rows)

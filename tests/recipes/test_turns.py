@@ -270,7 +270,7 @@ def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_of_a_tool_answers_and_judges() -> None:
+def test_the_example_of_a_tool_answers_and_scores() -> None:
     reply = load_callable(str(ROOT / "examples" / "environment.py:reply"))
     for reply_text, heard in {
         "?12+3": "=15;",

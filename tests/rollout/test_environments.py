@@ -160,7 +160,7 @@ def test_a_turn_is_a_score_or_an_observation() -> None:
         MultiTurn([], guess, max_turns=0)
 
 
-def test_a_transcript_is_the_conversation_with_its_sampled_tokens_learned() -> None:
+def test_a_transcript_is_the_conversation_with_its_sampled_tokens_trained_on() -> None:
     """As the whole conversation would be encoded, though no sampled token was encoded again."""
     tokenizer = byte_tokenizer()
     encoder = Encoder(tokenizer=tokenizer)

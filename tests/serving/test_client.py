@@ -134,7 +134,7 @@ PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back")]
 
 
 @pytest.mark.parametrize("ids", [True, False], ids=["token_ids", "written tokens"])
-def test_answers_are_those_of_the_engine_behind_it(server: Server, ids: bool) -> None:
+def test_completions_are_those_of_the_engine_behind_it(server: Server, ids: bool) -> None:
     server.reply = lambda body: server.complete(body, ids=ids)
     engine = GenerationClient(server.url, "tiny", api_key="secret", extra={"priority": 3})
     assert isinstance(engine, AsyncRolloutEngine)
@@ -172,7 +172,7 @@ def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
     assert len(server.seen) == 2  # once more, since it may have been a passing one
 
 
-def test_nobody_there_and_no_answer_in_time(server: Server) -> None:
+def test_no_server_and_no_reply_in_time(server: Server) -> None:
     with pytest.raises(ServerError, match=r"any more: http://127\.0\.0\.1:9 cannot be reached: Connection refused"):
         GenerationClient("http://127.0.0.1:9", "tiny", backoff=0.0, retries=1).generate(PROMPTS[:1], SamplingParams())
     release = threading.Event()
@@ -200,7 +200,7 @@ def spoiled(server: Server, **changes: Any) -> Callable[[dict[str, Any]], Reply]
         ({"finish_reason": "abort"}, "for the reason 'abort'"),
     ],
 )
-def test_answers_that_cannot_be_trained_on_are_refused(
+def test_completions_that_cannot_be_trained_on_are_refused(
     server: Server, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_pool, "BUSY_TIMEOUT", 0.2)  # an abort counts as busy
@@ -368,7 +368,7 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
             process.wait()
 
 
-def test_submitted_answers_are_those_of_generate(server: Server) -> None:
+def test_submitted_completions_are_those_of_generate(server: Server) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
     remote, native = GenerationClient(server.url, "tiny"), PollAdapter(server.generator)
     assert isinstance(native, AsyncRolloutEngine)

@@ -81,7 +81,7 @@ def request_json(url: str, body: Any = None) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_answers_over_http_are_those_of_generate() -> None:
+def test_completions_over_http_are_those_of_generate() -> None:
     model, requests, tokenizer = sharp(), make_requests(6), load_tokenizer("tiny-dense")
     local_generator = Generator(model, tokenizer)
     prompts = [request.prompt for request in requests]

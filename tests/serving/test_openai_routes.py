@@ -86,7 +86,7 @@ def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
     assert [choice["text"] for choice in reply["choices"]] == expected
 
 
-def test_a_judge_reads_its_score_from_the_answer_of_the_generator(url: str) -> None:
+def test_a_judge_reads_its_score_from_the_completion_of_the_generator(url: str) -> None:
     (answer,) = alone(
         encoded([{"role": "user", "content": "Grade 4."}]), SamplingParams(max_new_tokens=6, temperature=0)
     )
@@ -132,7 +132,7 @@ def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "late"])
-def test_a_stream_is_the_same_answer_in_pieces(url: str, stop: str | None) -> None:
+def test_a_stream_is_the_same_completion_in_pieces(url: str, stop: str | None) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 30, "seed": 4, "n": 2, "logprobs": True}
     if stop:
         text = request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]

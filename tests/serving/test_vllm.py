@@ -139,7 +139,7 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
         )
 
 
-def test_an_answer_ends_with_the_token_that_ended_it(served: Served) -> None:
+def test_a_completion_ends_with_the_token_that_ended_it(served: Served) -> None:
     prompts = make_prompts(served)[:1]
     ((completion,),) = served.engine.generate(
         prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)

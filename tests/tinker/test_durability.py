@@ -139,7 +139,7 @@ def test_a_replacement_that_a_kill_interrupted_is_finished(tmp_path: Path) -> No
     state.close()
 
 
-def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_sentence_and_training_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()

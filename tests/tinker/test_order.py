@@ -220,7 +220,7 @@ def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_lost_model_gets_a_sentence_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_lost_model_gets_a_sentence_and_the_others_continue(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -301,7 +301,7 @@ def test_a_zstd_request_is_read(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_requests_after_one_that_never_arrives_fail_and_the_model_goes_on(tmp_path: Path) -> None:
+def test_requests_after_one_that_never_arrives_fail_and_the_model_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, gap_seconds=0.2) as (app, _, _service):
             client = await Client(app).open()

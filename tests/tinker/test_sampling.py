@@ -159,7 +159,7 @@ def test_a_cancelled_sample_ends(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_too_many_samples_of_one_key_get_429_and_another_key_goes_on(tmp_path: Path) -> None:
+def test_too_many_samples_of_one_key_get_429_and_another_key_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, samples_per_key=3) as (app, backend, _):
             client, other = await Client(app).open(), await Client(app, "tml-two").open()
