@@ -24,13 +24,13 @@ from postlude.model.parallel import fuse_weights
 from postlude.ops.norm import Norm
 from tests.equality import assert_equal
 from tests.generate.test_generator import prompts, teacher_forced
-from tests.generate.test_scheduler import Recorded, Stepped
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PATTERNS = ["[*-][S-]", "[*E]", "[M-]", "[G-]", "[+-][*E]"]
-BOTH = pytest.mark.parametrize("way", [Stepped, Recorded], ids=["stepped", "recorded"])
+BOTH = pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator], ids=["stepped", "recorded"])
 
 
 def adapted(config: ModelConfig, lora: LoRA, seed: int = 1) -> LanguageModel:
@@ -81,11 +81,11 @@ def test_log_probs_are_those_of_a_model_built_with_the_adapter(pattern: str, exp
 
 
 @BOTH
-def test_routers_embedding_and_head_have_adapters_too(way: type[Generator]) -> None:
+def test_routers_embedding_and_head_have_adapters_too(generator_type: type[Generator]) -> None:
     for target in ("router", "embedding", "head", "all,router,embedding,head"):
         lora = LoRA(rank=3, alpha=5.0, targets=target)
         model = adapted(small_config("[*E][*-]"), lora)
-        generator, prompt_list = way(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
+        generator, prompt_list = generator_type(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
         generator.load_adapter("one", *named(model, lora))
         answered = generator.generate(prompt_list, GREEDY, adapter="one")
         assert scored_apart(model, prompt_list, answered) < 1e-5
@@ -105,7 +105,7 @@ def test_router_head_and_embedding_have_adapters_too(targets: str) -> None:
 
 
 @BOTH
-def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> None:
+def test_a_call_names_its_adapter_and_the_base_stays(generator_type: type[Generator]) -> None:
     """Adapters of different rank, targets and scale; one is replaced, one removed."""
     config = small_config("[*-][*E]")
     loras = {
@@ -116,7 +116,7 @@ def test_a_call_names_its_adapter_and_the_base_stays(way: type[Generator]) -> No
     models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
     base = base_of(models["all"])
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in base.state_dict().items()}
-    generator, prompt_list = way(base), prompts(VOCABULARY, (5, 1, 9))
+    generator, prompt_list = generator_type(base), prompts(VOCABULARY, (5, 1, 9))
     for name, lora in loras.items():
         generator.load_adapter(name, *named(models[name], lora))
     plain = generator.generate(prompt_list, GREEDY)
@@ -215,11 +215,11 @@ def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
 
 
 @BOTH
-def test_requests_of_one_session_name_their_adapters(way: type[Generator]) -> None:
+def test_requests_of_one_session_name_their_adapters(generator_type: type[Generator]) -> None:
     config, loras = small_config("[*-]"), {"one": LoRA(rank=4), "two": LoRA(rank=2, targets="mlp")}
     models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
     base = base_of(models["one"])
-    generator = way(base)
+    generator = generator_type(base)
     for name, lora in loras.items():
         generator.load_adapter(name, *named(models[name], lora))
     models_of = {None: base, **models}

@@ -26,7 +26,7 @@ from postlude.objectives import SFT
 from postlude.options import Recompute
 from tests.engine.training import config
 from tests.equality import assert_equal
-from tests.generate.test_scheduler import Recorded, Stepped
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator
 
 TEMPERATURES = (1.0, 0.7, 0.0)
 GPU = pytest.mark.gpu
@@ -97,9 +97,9 @@ def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) 
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
     [
-        (Stepped, "tiny-dense", torch.float32),
-        (Recorded, "tiny-dense", torch.bfloat16),
-        (Stepped, "tiny-moe", torch.bfloat16),
+        (EagerGenerator, "tiny-dense", torch.float32),
+        (GraphGenerator, "tiny-dense", torch.bfloat16),
+        (EagerGenerator, "tiny-moe", torch.bfloat16),
     ],
 )
 def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(

@@ -26,12 +26,12 @@ from postlude.model import OutputInputs
 from postlude.model.pattern import Pattern
 from postlude.ops.paged_attention import PAGE_SIZE
 from tests.generate.test_sampler import surprise
-from tests.generate.test_scheduler import Recorded, Stepped, hybrid, uneven
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, hybrid, uneven
 from tests.model.small import small_model
 
 TRANSFORMER, HYBRID, RECURRENT = "[*-]{2}/[*-]", "[M-][G-][SE]+[*E]/[*-]", "[*-]/[M-][GE]"
 RECORDED_HYBRID = HYBRID.replace("+", "")  # latents are not in pages
-WAYS = pytest.mark.parametrize("way_of_steps", [Stepped, Recorded], ids=["eager", "recorded"])
+WAYS = pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator], ids=["eager", "recorded"])
 LENGTHS = (7, 1, 13, 2, 9)
 SAMPLINGS = {
     "greedy": SamplingParams(max_new_tokens=11, temperature=0.0),
@@ -70,12 +70,16 @@ def rate(completions: list[list[Completion]]) -> float:
     return sum(answer.accepted for answer in results) / sum(answer.drafted for answer in results)
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
-def test_completions_are_those_without_drafts(model: LanguageModel, way: str) -> None:
+@pytest.mark.parametrize("sampling_name", SAMPLINGS)
+def test_completions_are_those_without_drafts(model: LanguageModel, sampling_name: str) -> None:
     prompt_list = prompts(model)
-    free = Generator(model).generate(prompt_list, [SAMPLINGS[way]] * len(prompt_list))
+    free = Generator(model).generate(prompt_list, [SAMPLINGS[sampling_name]] * len(prompt_list))
     sampling = [
-        replace(SAMPLINGS[way], max_new_tokens=1 + 4 * place, stop_tokens=(completion.tokens[2 + place],) * (place % 2))
+        replace(
+            SAMPLINGS[sampling_name],
+            max_new_tokens=1 + 4 * place,
+            stop_tokens=(completion.tokens[2 + place],) * (place % 2),
+        )
         for place, (completion,) in enumerate(free)
     ]
     routing = bool(model.config.routers)
@@ -85,21 +89,21 @@ def test_completions_are_those_without_drafts(model: LanguageModel, way: str) ->
     assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+@pytest.mark.parametrize("sampling_name", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
 def test_recorded_completions_are_those_without_drafts(
-    paged_model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+    paged_model: LanguageModel, sampling_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows join and leave at any time, prompts end at any place of a page, and steps of idle rows change nothing."""
     model = paged_model
     prompt_list = prompts(model, (*LENGTHS, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE))
-    sampling = [replace(SAMPLINGS[way], max_new_tokens=1 + 3 * place) for place in range(len(prompt_list))]
-    free = Stepped(model).generate(prompt_list, sampling)
+    sampling = [replace(SAMPLINGS[sampling_name], max_new_tokens=1 + 3 * place) for place in range(len(prompt_list))]
+    free = EagerGenerator(model).generate(prompt_list, sampling)
     sampling = [
         replace(params, stop_tokens=(completion.tokens[params.max_new_tokens // 2],) * (place % 2))
         for place, (params, (completion,)) in enumerate(zip(sampling, free, strict=True))
     ]
     routing = bool(model.config.routers)
-    expected = Stepped(model, routing=routing).generate(prompt_list, sampling, n=3)
+    expected = EagerGenerator(model, routing=routing).generate(prompt_list, sampling, n=3)
     run = DecodeGraphs.__call__
 
     def run_twice(graphs: DecodeGraphs, step: DecodeStep) -> None:
@@ -112,7 +116,7 @@ def test_recorded_completions_are_those_without_drafts(
         run(graphs, step)
 
     monkeypatch.setattr(DecodeGraphs, "__call__", run_twice)
-    actual = Recorded(model, routing=routing, draft="mtp", max_sequences=10).generate(prompt_list, sampling, n=3)
+    actual = GraphGenerator(model, routing=routing, draft="mtp", max_sequences=10).generate(prompt_list, sampling, n=3)
     assert_same(actual, expected)
     assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
     assert 0.0 < rate(actual) < 1.0
@@ -122,29 +126,31 @@ def test_recorded_completions_that_are_preempted_continue_unchanged(monkeypatch:
     model, preempted = small_model(RECORDED_HYBRID), []
     prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
-    expected = Stepped(model, routing=True).generate(prompt_list, sampling)
+    expected = EagerGenerator(model, routing=True).generate(prompt_list, sampling)
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
     preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", lambda *arguments: (preempted.append(1), preempt(*arguments)))
-    generator = Recorded(model, routing=True, draft="mtp", max_batch_tokens=5 * PAGE_SIZE)
+    generator = GraphGenerator(model, routing=True, draft="mtp", max_batch_tokens=5 * PAGE_SIZE)
     assert_same(generator.generate(prompt_list, sampling), expected)
     assert preempted
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", SAMPLINGS)
+@pytest.mark.parametrize("sampling_name", SAMPLINGS)
 @pytest.mark.parametrize("pattern", ["[*-]{2}/[*-]", "[M-][G-][S-][*-]/[*-]", "[*-]/[M-][G-]"])
-def test_on_a_gpu_recorded_completions_are_those_without_drafts(pattern: str, way: str) -> None:
+def test_on_a_gpu_recorded_completions_are_those_without_drafts(pattern: str, sampling_name: str) -> None:
     model = hybrid(pattern).to("cuda")
-    prompt_list, sampling = uneven(12, 90, temperature=SAMPLINGS[way].temperature, stop_tokens=tuple(range(0, 256, 9)))
+    prompt_list, sampling = uneven(
+        12, 90, temperature=SAMPLINGS[sampling_name].temperature, stop_tokens=tuple(range(0, 256, 9))
+    )
     prompt_list[1], prompt_list[2] = [3] * PAGE_SIZE, [5] * (PAGE_SIZE + 1)
-    expected = Stepped(model).generate(prompt_list, sampling, n=3)
+    expected = EagerGenerator(model).generate(prompt_list, sampling, n=3)
     generator = Generator(model, draft="mtp", max_sequences=20)
     assert generator.why_no_cuda_graph() is None
     for _ in range(2):  # captured, then replayed
         actual = generator.generate(prompt_list, sampling, n=3)
         assert_same(actual, expected)
-        if way == "sampled":  # the likeliest tokens of an untrained depth are hardly ever the model's
+        if sampling_name == "sampled":  # the likeliest tokens of an untrained depth are hardly ever the model's
             assert 0.0 < rate(actual) < 1.0
     graphs = [graph for graphs in generator._buffers.graphs._graphs.values() for graph in graphs.values()]
     assert graphs
@@ -184,17 +190,21 @@ def test_preempted_completions_continue_unchanged(draft: Any, monkeypatch: pytes
     assert evicted
 
 
-@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+@pytest.mark.parametrize("sampling_name", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("right", "wrong")), "now and then"]
 )
 @WAYS
 def test_completions_do_not_depend_on_the_drafts(
-    way_of_steps: type[Generator], model: LanguageModel, way: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    generator_type: type[Generator],
+    model: LanguageModel,
+    sampling_name: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if way_of_steps is Recorded and "+" in str(model.config.pattern):
+    if generator_type is GraphGenerator and "+" in str(model.config.pattern):
         model = small_model(RECORDED_HYBRID)
-    prompt_list, sampling = prompts(model), SAMPLINGS[way]
+    prompt_list, sampling = prompts(model), SAMPLINGS[sampling_name]
     expected = Generator(model).generate(prompt_list, sampling, n=2)
     known = {
         rng_key(sampling.seed, place, number): completion.tokens
@@ -212,7 +222,7 @@ def test_completions_do_not_depend_on_the_drafts(
         return torch.tensor([(token + by) % model.config.vocab_size for token, by in following], dtype=torch.int64)
 
     monkeypatch.setattr(Drafter, "propose", guess)
-    actual = way_of_steps(model, draft="mtp", max_sequences=3).generate(prompt_list, sampling, n=2)
+    actual = generator_type(model, draft="mtp", max_sequences=3).generate(prompt_list, sampling, n=2)
     assert_same(actual, expected)
     assert rate(actual) == {"right": 1.0, "wrong": 0.0}.get(kind, pytest.approx(0.6, abs=0.25))
     if kind == "right":  # the first token comes with the prompt, then there are two a step
@@ -227,14 +237,14 @@ def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
     return depth.head.logits(depth.hidden)
 
 
-@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
+@pytest.mark.parametrize("sampling_name", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
 @WAYS
 def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
-    way_of_steps: type[Generator], model: LanguageModel, way: str, monkeypatch: pytest.MonkeyPatch
+    generator_type: type[Generator], model: LanguageModel, sampling_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way_of_steps is Recorded and "+" in str(model.config.pattern):
+    if generator_type is GraphGenerator and "+" in str(model.config.pattern):
         model = small_model(RECORDED_HYBRID)
-    prompt_list, sampling = prompts(model), SAMPLINGS[way]
+    prompt_list, sampling = prompts(model), SAMPLINGS[sampling_name]
     logit_rows: list[Tensor] = []  # by the depth, a row for each guess
     numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
 
@@ -246,7 +256,7 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
         sample_next(logits, token_rows, state, **options)
 
     monkeypatch.setattr("postlude.generate.draft.sample_next", recorded)
-    actual = way_of_steps(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
+    actual = generator_type(model, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
     rows = dict(zip(numbers, logit_rows, strict=True))
     assert len(rows) == len(logit_rows) == sum(completion.drafted for group in actual for completion in group)
     for place, (prompt, group) in enumerate(zip(prompt_list, actual, strict=True)):
@@ -261,7 +271,7 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
                 known, accepted = known + 1 + right, accepted + right
             assert completion.accepted == accepted
     assert not rows
-    if way == "sampled":
+    if sampling_name == "sampled":
         assert 0.1 < rate(actual) < 0.9
 
 
@@ -279,17 +289,22 @@ def agreeing(pattern: str, sign: float) -> LanguageModel:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "way_of_steps"),
-    [(TRANSFORMER, Stepped), (HYBRID, Stepped), (TRANSFORMER, Recorded), (RECORDED_HYBRID, Recorded)],
+    ("pattern", "generator_type"),
+    [
+        (TRANSFORMER, EagerGenerator),
+        (HYBRID, EagerGenerator),
+        (TRANSFORMER, GraphGenerator),
+        (RECORDED_HYBRID, GraphGenerator),
+    ],
 )
-@pytest.mark.parametrize("way", SAMPLINGS)
+@pytest.mark.parametrize("sampling_name", SAMPLINGS)
 def test_a_depth_that_says_what_the_model_says_is_always_right(
-    pattern: str, way_of_steps: type[Generator], way: str
+    pattern: str, generator_type: type[Generator], sampling_name: str
 ) -> None:
     model = agreeing(pattern, 1.0)
-    actual = way_of_steps(model, draft="mtp").generate(prompts(model), SAMPLINGS[way], n=2)
+    actual = generator_type(model, draft="mtp").generate(prompts(model), SAMPLINGS[sampling_name], n=2)
     assert rate(actual) == 1.0
-    assert_same(actual, Generator(model).generate(prompts(model), SAMPLINGS[way], n=2))
+    assert_same(actual, Generator(model).generate(prompts(model), SAMPLINGS[sampling_name], n=2))
 
 
 def test_a_depth_that_says_the_opposite_is_never_right() -> None:
@@ -323,7 +338,7 @@ def test_drafted_completions_have_the_models_distribution() -> None:
 
 
 @WAYS
-def test_text_that_stops_a_completion_stops_it_between_two_tokens(way_of_steps: type[Generator]) -> None:
+def test_text_that_stops_a_completion_stops_it_between_two_tokens(generator_type: type[Generator]) -> None:
     class Letters:
         eos_token_id = None
 
@@ -337,7 +352,7 @@ def test_text_that_stops_a_completion_stops_it_between_two_tokens(way_of_steps: 
         stops = [Letters().decode(completion.tokens[place - 1 : place + 1]) for (completion,) in free]
         sampling = [replace(SAMPLINGS["sampled"], stop=(stop,)) for stop in stops]
         expected = Generator(model, Letters()).generate(prompt_list, sampling)
-        actual = way_of_steps(model, Letters(), draft="mtp").generate(prompt_list, sampling)
+        actual = generator_type(model, Letters(), draft="mtp").generate(prompt_list, sampling)
         assert_same(actual, expected)
         assert [completion.text for (completion,) in actual] == [completion.text for (completion,) in expected]
 

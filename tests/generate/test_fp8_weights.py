@@ -20,7 +20,7 @@ from postlude.ops.block_fp8 import FP8Weight, round_rows
 from postlude.ops.kernels import capabilities
 from tests.engine.training import build, config, train
 from tests.generate.test_kv_cache_fp8 import assert_alike
-from tests.generate.test_scheduler import DEVICES, Recorded, Stepped, dense, hybrid, uneven
+from tests.generate.test_scheduler import DEVICES, EagerGenerator, GraphGenerator, dense, hybrid, uneven
 
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
 
@@ -30,8 +30,8 @@ GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0)
 def test_pages_equal_rows_with_fp8_weights(device: str, pattern: str) -> None:
     model = hybrid(pattern).to(device)
     prompt_list, samplings = uneven(4, 30, seed=4, ignore_eos=True)
-    actual = Recorded(model, quantization="fp8").generate(prompt_list, samplings)
-    assert_alike(actual, Stepped(model, quantization="fp8").generate(prompt_list, samplings))
+    actual = GraphGenerator(model, quantization="fp8").generate(prompt_list, samplings)
+    assert_alike(actual, EagerGenerator(model, quantization="fp8").generate(prompt_list, samplings))
 
 
 def test_products_are_those_of_rounded_tokens_and_weights() -> None:

@@ -13,7 +13,7 @@ from postlude.generate.generator import Generator, check_kv_cache_dtype
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.ops.kernels import capabilities
-from tests.generate.test_scheduler import DEVICES, Recorded, Stepped, dense, hybrid, uneven
+from tests.generate.test_scheduler import DEVICES, EagerGenerator, GraphGenerator, dense, hybrid, uneven
 from tests.model.small import small_model
 
 
@@ -42,24 +42,24 @@ def test_pages_in_fp8_equal_rows_that_are_rounded(device: str) -> None:
     model = dense(device)
     prompt_list, samplings = uneven(4, 80, ignore_eos=True)
     limits = {"kv_cache_dtype": "fp8", "max_batch_tokens": 200, "max_sequences": 4}
-    actual = Recorded(model, **limits).generate(prompt_list, samplings, n=2)
-    assert_alike(actual, Stepped(model, **limits).generate(prompt_list, samplings, n=2))
+    actual = GraphGenerator(model, **limits).generate(prompt_list, samplings, n=2)
+    assert_alike(actual, EagerGenerator(model, **limits).generate(prompt_list, samplings, n=2))
     with pytest.raises(AssertionError):  # rounding changes something
-        assert_alike(actual, Stepped(model).generate(prompt_list, samplings, n=2))
+        assert_alike(actual, EagerGenerator(model).generate(prompt_list, samplings, n=2))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_windows_and_recurrent_states_in_fp8(device: str) -> None:
     model = hybrid("M-S-G-*-").to(device)
     prompt_list, samplings = uneven(5, 60, seed=2, ignore_eos=True)
-    actual = Recorded(model, kv_cache_dtype="fp8").generate(prompt_list, samplings)
-    assert_alike(actual, Stepped(model, kv_cache_dtype="fp8").generate(prompt_list, samplings))
+    actual = GraphGenerator(model, kv_cache_dtype="fp8").generate(prompt_list, samplings)
+    assert_alike(actual, EagerGenerator(model, kv_cache_dtype="fp8").generate(prompt_list, samplings))
 
 
-@pytest.mark.parametrize("way", [Recorded, Stepped])
-def test_a_prefill_equals_the_decoding_of_the_same_tokens(way: type[Generator]) -> None:
+@pytest.mark.parametrize("generator_type", [GraphGenerator, EagerGenerator])
+def test_a_prefill_equals_the_decoding_of_the_same_tokens(generator_type: type[Generator]) -> None:
     """So a completion that gave its room to others and was prefilled again goes on as before."""
-    generator = way(dense("cpu"), kv_cache_dtype="fp8")
+    generator = generator_type(dense("cpu"), kv_cache_dtype="fp8")
     ((full_completion,),) = generator.generate(
         [[1, 2, 3]], SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
     )
@@ -83,7 +83,7 @@ def test_drafting_does_not_change_the_completions() -> None:
 def test_the_memory_of_the_cache_holds_as_many_tokens_more(dtype: torch.dtype) -> None:
     model, caches = load_model("tiny-dense").to(dtype), []
     for kv_cache_dtype in ("auto", "fp8"):
-        generator = Recorded(model, max_batch_tokens=128, max_sequences=8, kv_cache_dtype=kv_cache_dtype)
+        generator = GraphGenerator(model, max_batch_tokens=128, max_sequences=8, kv_cache_dtype=kv_cache_dtype)
         generator.generate([[1, 2, 3]] * 8, SamplingParams(max_new_tokens=3, temperature=0.0))
         assert generator._buffers is not None
         caches.append(generator._buffers.cache)

@@ -1,4 +1,4 @@
-"""Recorded routing: a trainer that replays it uses the same experts and gets the same log-probs."""
+"""GraphGenerator routing: a trainer that replays it uses the same experts and gets the same log-probs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.ops.paged_attention import PAGE_SIZE
 from tests.generate.test_generator import prompts
-from tests.generate.test_scheduler import Recorded, Stepped
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config, small_model
 from tests.model.test_replay import own_choices
@@ -32,9 +32,9 @@ def model(pattern: str = PATTERN, **changes: Any) -> LanguageModel:
     return language_model
 
 
-def answered(of: LanguageModel, way: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
+def answered(of: LanguageModel, generator_type: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
     """Three of the twelve at a time, so that some join others, inherit their rows, and prompts pass the model once."""
-    generator = way(of, eos_tokens=(END,), **{"max_sequences": 3, "routing": True, **options})
+    generator = generator_type(of, eos_tokens=(END,), **{"max_sequences": 3, "routing": True, **options})
     return generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, seed=4), n=3)
 
 
@@ -61,10 +61,12 @@ def replayed(language_model: LanguageModel, completions: list[list[Completion]],
             assert row[len(prompt) :].tolist() == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("way", [Stepped, Recorded])
-def test_recorded_choices_are_those_of_a_forward(way: type[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
+def test_recorded_choices_are_those_of_a_forward(
+    generator_type: type[Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
     moe = model()
-    completions = answered(moe, way)
+    completions = answered(moe, generator_type)
     assert {len(completion.tokens) for group in completions for completion in group} > {12}  # some end before
     replayed(moe, completions, monkeypatch)
 
@@ -89,9 +91,9 @@ def test_preempted_completions_are_recorded_alike(preempted: list[int], monkeypa
 def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: list[int]) -> None:
     moe, sampling = model(), SamplingParams(max_new_tokens=20, seed=4)
     token_lists = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
-    expected = Stepped(moe, routing=True).generate(token_lists, sampling)
+    expected = EagerGenerator(moe, routing=True).generate(token_lists, sampling)
     assert not preempted
-    groups = Recorded(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(token_lists, sampling)
+    groups = GraphGenerator(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(token_lists, sampling)
     assert preempted
     for group, others in zip(groups, expected, strict=True):
         for completion, other in zip(group, others, strict=True):

@@ -29,15 +29,15 @@ STOPS = tuple(range(0, 256, 9))
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
 
 
-class Recorded(Generator):
-    """Has fixed pages wherever the model is."""
+class GraphGenerator(Generator):
+    """Uses a GraphScheduler on any device."""
 
     def why_no_cuda_graph(self) -> str | None:
         return None
 
 
-class Stepped(Generator):
-    """Has a page a row."""
+class EagerGenerator(Generator):
+    """Uses an EagerScheduler on any device."""
 
     def why_no_cuda_graph(self) -> str | None:
         return "for comparison"
@@ -84,8 +84,8 @@ def test_completions_of_uneven_lengths_equal_the_other_scheduler(device: str, te
     model = dense(device)
     prompts, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
     prompts[1] = [3] * 64
-    expected = Stepped(model).generate(prompts, samplings, n=2)
-    assert_alike(Recorded(model).generate(prompts, samplings, n=2), expected)
+    expected = EagerGenerator(model).generate(prompts, samplings, n=2)
+    assert_alike(GraphGenerator(model).generate(prompts, samplings, n=2), expected)
     assert {completion.finish_reason for group in expected for completion in group} == {"stop", "length"}
 
 
@@ -98,7 +98,7 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
     samplings = [
         SamplingParams(max_new_tokens=length, temperature=0.9, stop_tokens=STOPS[:4]) for length in (9, 30, 20, 6)
     ]
-    expected = Stepped(model).generate(prompts, samplings, n=3)
+    expected = EagerGenerator(model).generate(prompts, samplings, n=3)
     monkeypatch.setattr(GraphScheduler, "min_saved_pages", 1)
     steps, run = [], DecodeGraphs.__call__
 
@@ -110,7 +110,7 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
         run(graphs, step)
 
     monkeypatch.setattr(DecodeGraphs, "__call__", note)
-    assert_alike(Recorded(model, max_sequences=5).generate(prompts, samplings, n=3), expected)
+    assert_alike(GraphGenerator(model, max_sequences=5).generate(prompts, samplings, n=3), expected)
     patterns = {tuple(sorted(pages, reverse=True)[:4]) for pages in steps}
     assert {(1, 1, 1, 0), (2, 2, 1, 1), (2, 2, 0, 0)} <= patterns, patterns
 
@@ -133,11 +133,11 @@ def test_limits_change_no_completion(device: str, limits: dict[str, int], monkey
     prompts, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
     for place, filtered in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
         samplings[place] = replace(samplings[place], **filtered)
-    expected = Stepped(model).generate(prompts, samplings, n=2)
+    expected = EagerGenerator(model).generate(prompts, samplings, n=2)
     freed: list[int] = []
     make_room = Scheduler._free_pages
     monkeypatch.setattr(Scheduler, "_free_pages", lambda run: (freed.append(len(run.running)), make_room(run)))
-    assert_alike(Recorded(model, **limits).generate(prompts, samplings, n=2), expected)
+    assert_alike(GraphGenerator(model, **limits).generate(prompts, samplings, n=2), expected)
     assert bool(freed) == (limits == {"max_batch_tokens": 260})
 
 
@@ -146,8 +146,8 @@ def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
     """Of recurrences and convolutions; with more answers than rows some begin late, from a prompt passed before."""
     model = hybrid("[M-][G-][S-][*-]").to(device)
     prompts, samplings = uneven(3, 8, seed=1, temperature=1.0)
-    expected = Stepped(model).generate(prompts, samplings, n=3)
-    assert_alike(Recorded(model, max_sequences=2).generate(prompts, samplings, n=3), expected)
+    expected = EagerGenerator(model).generate(prompts, samplings, n=3)
+    assert_alike(GraphGenerator(model, max_sequences=2).generate(prompts, samplings, n=3), expected)
 
 
 @pytest.mark.gpu
@@ -192,22 +192,22 @@ def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) 
 def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str) -> None:
     model, tokenizer = dense(device), load_tokenizer("tiny-dense")
     prompts, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
-    (free,), _ = Stepped(model, tokenizer).generate(prompts, SamplingParams(**common))
+    (free,), _ = EagerGenerator(model, tokenizer).generate(prompts, SamplingParams(**common))
     letters = [place for place, token in enumerate(free.tokens) if 32 < token < 127]
     place = next(place for place in letters if place + 1 in letters)
     stop = bytes(free.tokens[place : place + 2]).decode()
     sampling = SamplingParams(**common, stop=(stop,))
-    expected = Stepped(model, tokenizer).generate(prompts, sampling)
+    expected = EagerGenerator(model, tokenizer).generate(prompts, sampling)
     assert expected[0][0].finish_reason == "stop"
     # One at a time, so that another answer takes the row that was stopped.
-    assert_alike(Recorded(model, tokenizer, max_sequences=1).generate(prompts, sampling), expected)
+    assert_alike(GraphGenerator(model, tokenizer, max_sequences=1).generate(prompts, sampling), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     """Changed where they are, and put elsewhere."""
     model = dense(device)
-    generator, prompts, sampling = Recorded(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
+    generator, prompts, sampling = GraphGenerator(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
     first = generator.generate(prompts, sampling)
     buffers = generator._buffers
     (attention, *_) = model.blocks
@@ -218,11 +218,11 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
     second = generator.generate(prompts, sampling)
     assert generator._buffers is buffers
     assert second[0][0].tokens != first[0][0].tokens
-    assert_alike(second, Stepped(model).generate(prompts, sampling))
+    assert_alike(second, EagerGenerator(model).generate(prompts, sampling))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = torch.randn_like(parameter) * 0.1
-    assert_alike(generator.generate(prompts, sampling), Stepped(model).generate(prompts, sampling))
+    assert_alike(generator.generate(prompts, sampling), EagerGenerator(model).generate(prompts, sampling))
     assert generator._buffers is not buffers
     generator.release(only_if_large=True)
     assert generator._buffers is not None
@@ -234,7 +234,7 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
     model = load_model("tiny-dense").to(device)
-    generator = Recorded(model)
+    generator = GraphGenerator(model)
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     for temperature in (0.0, 1.0):
@@ -242,7 +242,7 @@ def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
             generator.generate([[1, 2, 3]], SamplingParams(temperature=temperature, max_new_tokens=9))
     model.reset()
     sampling = SamplingParams(max_new_tokens=9)
-    assert_alike(generator.generate([[1, 2, 3]], sampling), Stepped(model).generate([[1, 2, 3]], sampling))
+    assert_alike(generator.generate([[1, 2, 3]], sampling), EagerGenerator(model).generate([[1, 2, 3]], sampling))
 
 
 def spoil(model: LanguageModel, token: int) -> None:
@@ -253,17 +253,17 @@ def spoil(model: LanguageModel, token: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", [Stepped, Recorded])
+@pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
 def test_a_completion_that_fails_costs_no_other_and_the_generator_stays_usable(
-    way: type[Generator], device: str
+    generator_type: type[Generator], device: str
 ) -> None:
     """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
     model = dense(device)
     prompts, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
     prompts[2] = [1, 2, 3]
-    expected = Stepped(model).generate(prompts, samplings, n=2)
+    expected = EagerGenerator(model).generate(prompts, samplings, n=2)
     spoil(model, 7)
-    session = Session(way(model, max_sequences=3, max_batch_tokens=260))
+    session = Session(generator_type(model, max_sequences=3, max_batch_tokens=260))
     bad = {session.add(Request((5, 7, *prompts[2]), samplings[2], n=2)) for _ in range(3)}
     request_ids = [
         session.add(Request(tuple(prompt), sampling, n=2)) for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -277,15 +277,15 @@ def test_a_completion_that_fails_costs_no_other_and_the_generator_stays_usable(
     for request_id in bad:
         for number in range(2):
             assert "after 5 tokens are NaN" in str(finished[request_id, number].error)
-    generator = way(model, max_sequences=3, max_batch_tokens=260)
+    generator = generator_type(model, max_sequences=3, max_batch_tokens=260)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="after 2 tokens are NaN"):
             generator.generate([[5, 7], *prompts], [samplings[0], *samplings], n=2)
         assert_alike(generator.generate(prompts, samplings, n=2), expected)
 
 
-@pytest.mark.parametrize("way", [Stepped, Recorded])
-def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(way: type[Generator]) -> None:
+@pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
+def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(generator_type: type[Generator]) -> None:
     model, tokenizer = dense("cpu"), load_tokenizer("tiny-dense")
 
     class Fails:
@@ -296,7 +296,7 @@ def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(way: type[Gener
                 raise ValueError("no text for two tokens")
             return tokenizer.decode(tokens, **how)
 
-    session = Session(way(model, Fails(), max_batch_tokens=130))
+    session = Session(generator_type(model, Fails(), max_batch_tokens=130))
     bad = session.add(Request((1, 2), SamplingParams(max_new_tokens=6, stop=("zz",))))
     good = session.add(Request((3, 4), SamplingParams(max_new_tokens=6)))
     finished = {}

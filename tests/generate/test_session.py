@@ -14,11 +14,11 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session
 from postlude.model import LanguageModel
 from tests.generate.test_generator import teacher_forced
-from tests.generate.test_scheduler import Recorded, Stepped, assert_alike
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, assert_alike
 
 WAYS = pytest.mark.parametrize(
     ("way", "device"),
-    [(Stepped, "cpu"), (Recorded, "cpu"), pytest.param(Generator, "cuda", marks=pytest.mark.gpu)],
+    [(EagerGenerator, "cpu"), (GraphGenerator, "cpu"), pytest.param(Generator, "cuda", marks=pytest.mark.gpu)],
     ids=["stepped", "recorded", "gpu"],
 )
 

@@ -38,7 +38,7 @@ from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
 from tests.recipes.test_rollout_engine import SHORT, TinyVLLM
-from tests.rollout.engines import Alone
+from tests.rollout.engines import SingleRankEngine
 from tests.serving.test_server_pool import after
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
@@ -278,7 +278,7 @@ def queue_and_plain_loop(group: Any) -> list[Any]:
     """Returns the completions of three steps without staleness, and those of a loop that calls the generator."""
     generator = Generator(load_model("tiny-dense"), byte_tokenizer())
     results: list[Any] = []
-    with closing(QueueUser(0, engine=Alone(generator))) as run:
+    with closing(QueueUser(0, engine=SingleRankEngine(generator))) as run:
         for step in range(3):
             trajectories = run.queue.take(PROMPTS, step)
             results.append(

@@ -31,7 +31,7 @@ from postlude.rollout.tasks import Task
 from postlude.user_code import load_callable
 from tests.conftest import Ranks
 from tests.meshes import mesh
-from tests.rollout.engines import Alone
+from tests.rollout.engines import SingleRankEngine
 from tests.rollout.episodes import step
 from tests.rollout.functions import talk
 
@@ -169,7 +169,7 @@ def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout:
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [make_task(turns=2, length=1, fault=kind) for kind in kinds]
-    trajectories = rolled(Alone(Parrot()), tasks, timeout=4.0)
+    trajectories = rolled(SingleRankEngine(Parrot()), tasks, timeout=4.0)
     return [
         (trajectory.task.example["fault"], trajectory.score) for trajectory in trajectories[::SAMPLES]
     ], trajectory_metrics(trajectories)
@@ -199,7 +199,7 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
 
 
 def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
-    engine = Recorded(Alone(Parrot()))
+    engine = Recorded(SingleRankEngine(Parrot()))
     tasks = [make_task(turns=2, length=1, sleep=1.2), *(make_task(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
@@ -217,8 +217,8 @@ def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
-        outputs = rolled(Alone(Parrot()), [make_task(turns=5, length=4)], **settings)
-        results.append((outputs[0].reward, outputs[0].components, len(outputs[0].completions)))
+        answers = rolled(SingleRankEngine(Parrot()), [make_task(turns=5, length=4)], **settings)
+        results.append((answers[0].reward, answers[0].components, len(answers[0].completions)))
     return results
 
 

@@ -8,8 +8,8 @@ from postlude.generate.protocol import PollAdapter, RolloutEngine
 from postlude.world.agreement import Rank0Controller
 
 
-class Alone(PollAdapter):
-    """Any engine, as one of a run's ranks."""
+class SingleRankEngine(PollAdapter):
+    """A rollout engine with the methods that a run calls, for one rank."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         super().__init__(engine)

@@ -34,7 +34,7 @@ from postlude.serving.clients.remote_server import Weights
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer
 from tests.generate.test_generator import teacher_forced
-from tests.generate.test_scheduler import Recorded, Stepped, assert_alike
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, assert_alike
 from tests.generate.test_session import generated, make_requests, sharp
 
 
@@ -229,7 +229,7 @@ def poisoned(model: LanguageModel, token: int) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("kind", [Stepped, Recorded])
+@pytest.mark.parametrize("kind", [EagerGenerator, GraphGenerator])
 def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
     requests = make_requests(4)
     expected = generated(Generator(sharp()), requests)
