@@ -232,7 +232,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
         for name in tensors
     )
     engine.set_adapter("a")
-    answers["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
+    outputs["twice"] = error_text(lambda: add_adapter(engine, "a", LoRA()))
     engine.forward_backward(batch(0), policy)
 
     def fails(inputs: OutputInputs) -> Loss:
@@ -240,22 +240,22 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
 
     engine.set_adapter("b")
     error_text(lambda: engine.forward_backward(batch(0), fails))
-    answers["lost"] = error_text(engine.optimizer_step)
+    outputs["lost"] = error_text(engine.optimizer_step)
     engine.set_adapter("a")
-    answers["not lost"] = error_text(engine.optimizer_step)
+    outputs["not lost"] = error_text(engine.optimizer_step)
     engine.set_adapter("b")
-    answers["still lost"] = error_text(engine.optimizer_step)
+    outputs["still lost"] = error_text(engine.optimizer_step)
     engine.zero_grad()
     outputs["sgd"] = error_text(lambda: engine.optimizer_step(SGD()))
     outputs["8bit"] = error_text(lambda: engine.optimizer_step(replace(STEP, moments="8bit")))
     bytes_before = storage_bytes(live_matrices())
     for name in ("a", "b"):
         remove_adapter(engine, name)
-    answers["removed"] = error_text(lambda: engine.set_adapter("a"))
-    answers["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
+    outputs["removed"] = error_text(lambda: engine.set_adapter("a"))
+    outputs["full"] = error_text(lambda: add_adapter(build("", DENSE, lora=None), "a", LoRA()))
     gc.collect()
     freed = storage_bytes(live_matrices()) <= base < bytes_before
-    return answers | {"shares": shares, "freed": freed, "active": engine.adapters.active}
+    return outputs | {"shares": shares, "freed": freed, "active": engine.adapters.active}
 
 
 def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     other_engine = build("", DENSE)
     add_adapter(other_engine, "b", LoRA(rank=3, alpha=1.0, targets="attention"))
     before = {name: local_shard(tensor).clone() for name, tensor in other_engine.training_states["b"].tensors.items()}
-    answers = {
+    outputs = {
         "more": error_text(lambda: unadapted.load(f"{directory}/all")),
         "other": error_text(lambda: other_engine.load(f"{directory}/all")),
         "other one": error_text(lambda: load_adapter_state(other_engine, f"{directory}/one", name="b")),
@@ -298,7 +298,7 @@ def refused_checkpoints(group: Any, directory: str) -> dict[str, str]:
     }
     assert other_engine.adapters.names == ("b",)  # what was made for the load is gone
     assert all(torch.equal(before[name], tensor) for name, tensor in other_engine.training_states["b"].tensors.items())
-    return answers
+    return outputs
 
 
 def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
     for held_here, streamed, stepped, is_equal in outputs:
         assert held_here == {number // size for number in sizes}
         assert bitwise_equal(streamed, first)
-        assert bitwise_equal(stepped, answers[0][2])
+        assert bitwise_equal(stepped, outputs[0][2])
         assert is_equal
 
 

@@ -244,7 +244,7 @@ def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     outputs = ranks(Layout.parse(layout).world_size, export, layout, str(tmp_path / "export"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
     assert model.config.dtype == torch.float32
-    for tensors, scores, reloaded, off in answers:
+    for tensors, scores, reloaded, off in outputs:
         assert bitwise_equal(dict(unstacked(dict(model.state_dict()))), tensors)
         for sequence, score in zip(batch(3).sequences, scores, strict=True):
             tokens = torch.as_tensor(sequence)

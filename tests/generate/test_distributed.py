@@ -72,7 +72,7 @@ def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), pytest.param(Layout(cp=2), marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_every_layout_gives_the_same_completions(ranks: Any, layout: Layout) -> None:
-    (alone, off), *_ = ranks(1, answers, Layout())
+    (alone, off), *_ = ranks(1, results, Layout())
     assert off < 1e-4
     for actual, worst in ranks(layout.world_size, results, layout):
         assert actual == alone
