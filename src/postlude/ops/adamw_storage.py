@@ -94,9 +94,9 @@ def split_halves(values: Tensor) -> tuple[Tensor, Tensor]:
     return high, bits.to(torch.int16)
 
 
-def round_randomly(values: Tensor, drawn: Tensor) -> Tensor:
+def round_randomly(values: Tensor, random_bits: Tensor) -> Tensor:
     """fp32 -> bf16, up or down by 16 random bits each, right on average."""
-    return ((values.view(torch.int32) + drawn.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return ((values.view(torch.int32) + random_bits.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def dequantize_first(codes: Tensor, scales: Tensor) -> Tensor:
@@ -116,22 +116,22 @@ def _dequantize(code: Tensor, scales: Tensor, top: int) -> Tensor:
     return torch.where(code == 0, 0.0, size)
 
 
-def quantize_first(values: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_first(values: Tensor, random_bits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of signed numbers. Those below the lowest level become it or zero at random."""
-    code, scales = _quantize(values.abs(), drawn, FIRST_TOP, from_zero=True)
+    code, scales = _quantize(values.abs(), random_bits, FIRST_TOP, from_zero=True)
     return torch.where(values < 0, code | 0x80, code).to(torch.uint8), scales
 
 
-def quantize_second(values: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_second(values: Tensor, random_bits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of nonnegative numbers.
 
     The smallest become the lowest level, since steps divide by them.
     """
-    code, scales = _quantize(values, drawn, SECOND_TOP, from_zero=False)
+    code, scales = _quantize(values, random_bits, SECOND_TOP, from_zero=False)
     return code.to(torch.uint8), scales
 
 
-def _quantize(size: Tensor, drawn: Tensor, top: int, *, from_zero: bool) -> tuple[Tensor, Tensor]:
+def _quantize(size: Tensor, random_bits: Tensor, top: int, *, from_zero: bool) -> tuple[Tensor, Tensor]:
     rows, columns = size.shape
     blocks = scales_shape((columns,))[0]
     padded = torch.nn.functional.pad(size, (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
@@ -140,8 +140,8 @@ def _quantize(size: Tensor, drawn: Tensor, top: int, *, from_zero: bool) -> tupl
     below = (torch.log2(share) * OCTAVE).floor().clamp(1 - top, 0)  # also of zero, whose logarithm has no bound
     level = torch.exp2(below / OCTAVE)
     chance = (share - level) / (torch.exp2((below + 1) / OCTAVE) - level)
-    up = (drawn.float() + 0.5) / 65536 < chance
+    up = (random_bits.float() + 0.5) / 65536 < chance
     code = (below.to(torch.int32) + top + up).clamp_max(top)
     smallest = torch.exp2(torch.tensor((1 - top) / OCTAVE))
-    lowest = (drawn.float() + 0.5) / 65536 < share / smallest if from_zero else share > 0
+    lowest = (random_bits.float() + 0.5) / 65536 < share / smallest if from_zero else share > 0
     return torch.where(share < smallest, lowest.to(torch.int32), code), scales
