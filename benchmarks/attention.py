@@ -40,7 +40,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the forward."""
+        """FLOPs of the forward."""
         pairs = sum(length * (length + 1) / 2 for lengths in self.microbatches for length in lengths)
         return 4 * self.width * self.heads * pairs
 

@@ -159,7 +159,7 @@ def divergence(actual: list[Completion], expected: list[Completion]) -> dict[str
 def mismatch(
     engine: Engine, prompts: list[list[int]], samplings: list[SamplingParams], completions: list[Completion]
 ) -> dict[str, Any]:
-    """How much the trainer's log-probs of the sampled tokens differ from the generator's."""
+    """Returns the difference between the trainer's and the generator's log-probs of the sampled tokens."""
     wholes = [[*prompts[row], *completion.tokens] for row, completion in enumerate(completions)]
     scored = engine.logprobs(Batch(wholes, {})).logprob
     gaps = torch.cat(

@@ -83,7 +83,7 @@ def timed(run: Run, case: Workload, config: Any, clock: Clock, device: str) -> d
 
 
 def profile_step(run: Run, case: Workload, device: str) -> None:
-    """What a few steps of the first case are made of."""
+    """Returns the kernels of a few steps of the first case."""
     profile(lambda: run(replace(case, lengths=[9] * len(case.prompts))), device)
 
 

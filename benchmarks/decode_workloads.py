@@ -29,12 +29,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are sampled."""
+        """The number of sampled tokens."""
         return self.group * sum(self.lengths)
 
     @property
     def rows(self) -> int:
-        """How many completions there are."""
+        """The number of completions."""
         return self.group * len(self.prompts)
 
     @property

@@ -1,4 +1,4 @@
-"""How far FP8 moves a real model: SmolLM2-135M-Instruct with keys and values, weights, or both in FP8, on any machine.
+"""The effect of FP8 on a model: SmolLM2-135M-Instruct with keys and values, weights, or both in FP8, on any machine.
 
     PYTHONPATH=src python benchmarks/fp8_trust.py --json benchmarks/results/fp8_trust_cpu.json
 

@@ -1,4 +1,4 @@
-"""How time and memory of an update and of log-probs grow: with tokens, sequence length, vocabulary and experts.
+"""Growth of time and memory of an update and of log-probs with tokens, sequence length, vocabulary and experts.
 
     PYTHONPATH=src python benchmarks/growth.py --json benchmarks/results/growth_h200.json
     PYTHONPATH=src python benchmarks/growth.py --axes length --most 131072
@@ -49,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, and the points at which it is measured."""
+    """A size that grows, and the points at which it is measured."""
 
     description: str
     passes: tuple[Pass, ...]
@@ -63,7 +63,7 @@ def powers(smallest: int, largest: int) -> list[int]:
 
 
 def axes(smoke: bool, shape: str, smallest: int | None, largest: int | None) -> dict[str, Axis]:
-    """Of a real shape, or of a tiny one."""
+    """A model of a real shape, or a tiny one."""
     dense, mixed = ("smoke", "smoke-moe") if smoke else (shape, "30b-a3b")
     tokens = powers(64, 128) if smoke else powers(16384, 262144)
     vocabulary = powers(128, 256) if smoke else powers(16384, 262144)

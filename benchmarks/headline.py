@@ -121,7 +121,7 @@ def answers_of(workers: Sequence[Worker], deadline: float) -> Iterator[tuple[Wor
 
 @dataclass
 class Run:
-    """What was measured, and until when it may be."""
+    """The figures so far, and the deadline of the measurement."""
 
     results: Any
     deadline: float

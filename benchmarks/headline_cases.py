@@ -36,7 +36,7 @@ CONTEXTS: dict[str, Any] = {"contexts": (1024, 4096), "context_rows": 64}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of a case is run: `tiny` on any machine; `layers` of a model are enough to compile its kernels."""
+    """The size of a case: `tiny` on any machine; `layers` of a model are enough to compile its kernels."""
 
     device: str
     tiny: bool = False

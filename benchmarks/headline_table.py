@@ -29,7 +29,7 @@ class Measured:
 
     about: dict[str, Any]
     cases: dict[Key, list[Found]]
-    """What each round found, in order."""
+    """The figures of each round, in order."""
 
     def values(self, key: Key, figure: str) -> list[float]:
         return [result[figure] for result in self.cases.get(key, []) if result.get(figure) is not None]

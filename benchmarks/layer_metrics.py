@@ -1,4 +1,4 @@
-"""What the metrics of a MoE layer cost: one layer, forward and backward, with and without them.
+"""The cost of a MoE layer's metrics: one layer, forward and backward, with and without them.
 
     PYTHONPATH=src python benchmarks/layer_metrics.py
 

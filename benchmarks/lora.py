@@ -41,7 +41,7 @@ PADDED_ROWS = 8
 
 @dataclass(frozen=True)
 class Work:
-    """What every case is given."""
+    """The arguments of every case."""
 
     config: PretrainedConfig
     sample: Sample
@@ -82,7 +82,7 @@ def postlude_case(*, lora: bool, **options: Any) -> Callable[[Work], tuple[Calla
 
 
 def planned_bytes(work: Work, lora: LoRA | None, optimizer: AdamW, **options: Any) -> int:
-    """What the planner estimates for one rank whose largest microbatch is that of the sample."""
+    """Returns the planner's estimate for one rank whose largest microbatch is that of the sample."""
     family, config = read_model(work.config)
     adapters = {} if lora is None else adapter_configs(lora, config, family)
     weights, bins = options.get("weights", "fp32"), plan_bins(work.sample.lengths, work.budget)

@@ -309,7 +309,7 @@ WAITS: dict[str, Callable[[], Callable[[int], None]]] = {"sleep": sleeping, "cop
 
 
 def calibrated(seconds: float) -> tuple[int, float]:
-    """How much makes a pause about so long, and how long that is."""
+    """Returns the amount of work for a pause of about this length, and the pause's length."""
     amount = 1_000_000
     for count in (20, 20, 20):
         torch.cuda.synchronize()

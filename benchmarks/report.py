@@ -50,7 +50,7 @@ def heading(*cells: str) -> list[str]:
 
 
 def case_label(case: Case) -> str:
-    """What a case is, with the options that are not the usual ones."""
+    """Returns the name of a case, with the options that are not the defaults."""
     description: str = case["says"]
     if description.startswith("Postlude, packed"):
         description += f", budget {case['budget']:,}"

@@ -50,7 +50,7 @@ Result = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: a whole layer, a scan or a convolution, by whose kernels."""
+    """A measurement: a whole layer, a scan or a convolution, and whose kernels run it."""
 
     what: str
     kernels: str
@@ -247,7 +247,7 @@ def compile_fla(arguments: argparse.Namespace, seconds: float) -> str:
 
 
 def compile_share(index: int, count: int, packing: Packing, cases: Sequence[Case]) -> None:
-    """What one of those processes does: run fla's scans with every `count`-th configuration alone."""
+    """Runs in one of those processes: fla's scans with every `count`-th configuration alone."""
     from triton.runtime.autotuner import Autotuner
 
     every, shift = Autotuner.prune_configs, index

@@ -51,7 +51,7 @@ def step(engine: Engine, data: Batch) -> float:
 
 
 def waits(engine: Engine, data: Batch) -> int:
-    """How often CUDA says that the host waited in one step."""
+    """Returns how often the host waited for CUDA in one step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -49,7 +49,7 @@ OWN_SCRIPT = "transformers, padded rows, full logits (own script)"
 
 @dataclass(frozen=True)
 class Work:
-    """What every case is given."""
+    """The arguments of every case."""
 
     config: PretrainedConfig
     sample: Sample

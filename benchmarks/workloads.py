@@ -1,4 +1,4 @@
-"""What the step benchmarks share: published models' shapes, mixes of lengths, FLOPs, clocks, and results as JSON.
+"""Shared by the step benchmarks: published models' shapes, mixes of lengths, FLOPs, clocks, and results as JSON.
 
 The FLOPs of a step are those that every implementation needs:
 
@@ -143,7 +143,7 @@ class Sample:
 
     @property
     def learned(self) -> int:
-        """How many tokens are learned: all but the first of each sequence, which nothing predicts."""
+        """The number of trained tokens: all but the first of each sequence, which nothing predicts."""
         return sum(self.lengths) - len(self.sequences)
 
 

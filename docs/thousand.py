@@ -61,7 +61,7 @@ class Shape:
         return replace(H200, efficiency=self.efficiency)
 
     def start(self) -> CostModel:
-        """What the search starts from."""
+        """The cost model that the search starts from."""
         model = read_model(self.config)[1]
         return CostModel(
             config=model,

@@ -51,7 +51,7 @@ SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds t
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where GPU tests are left out, no GPU is seen: what is tested is then the same on every machine."""
+    """Hides GPUs if GPU tests are left out, so that the tests are the same on every machine."""
     if "not gpu" in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -19,5 +19,5 @@ def mesh(layout: Layout) -> Mesh:
 
 
 def verify(group: Any, case: Case) -> Report | None:
-    """What a rank does: the first of them gets the report."""
+    """Compares a case on a rank. The first rank returns the report."""
     return compare(case, mesh=mesh(case.layout))

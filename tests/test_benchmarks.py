@@ -76,7 +76,7 @@ def test_flops_are_those_that_torch_counts(load: Any, shape: str) -> None:
     assert workloads.forward_flops(config, [length]) + unseen == counter.get_total_flops() - angles
 
 
-def test_what_is_compared_computes_the_same(load: Any, tmp_path: Path) -> None:
+def test_compared_implementations_compute_the_same(load: Any, tmp_path: Path) -> None:
     """The same weights and sequences: our losses, packed and padded, are the padded peers'."""
     workloads, peers, train_step = load("workloads"), load("peers"), load("train_step")
     config = workloads.SHAPES["smoke"]()
@@ -115,7 +115,7 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
 
 
 def test_an_axis_changes_what_it_names(load: Any) -> None:
-    """Whatever name transformers keeps it by."""
+    """The size is changed whatever name transformers has for it."""
     config = load("growth").changed("smoke-moe", num_experts=8, num_hidden_layers=1)
     routers = [parameter for name, parameter in load_model(config).named_parameters() if name.endswith("router.weight")]
     assert [parameter.shape for parameter in routers] == [(8, 32)]

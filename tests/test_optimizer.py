@@ -30,6 +30,6 @@ from postlude.optimizer import SGD, AdamW, LRSchedule
         (LRSchedule, {"shape": "square"}, "shape of a schedule is 'square'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(kind: Any, settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_are_refused(kind: Any, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         kind(**settings)

@@ -220,7 +220,7 @@ def test_tensors_other_than_declared_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1000, 1 << 20])
-def test_what_is_written_from_a_gpu_is_what_is_there(tmp_path: Path, size: int) -> None:
+def test_a_file_written_from_a_gpu_has_its_values(tmp_path: Path, size: int) -> None:
     tensors = {name: tensor.detach().cuda() for name, tensor in every_kind().items()}
     tensors |= {"large": torch.randn(1 << 20, device="cuda"), "turned": torch.randn(512, 300, device="cuda").t()}
     write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)

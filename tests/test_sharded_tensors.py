@@ -1,4 +1,4 @@
-"""What is written in parts is read in any others, to the bit, and only from the files that hold it."""
+"""Tensors written in shards are read in any other shards, to the bit, and only from the files that hold them."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
     assert (read.training_script, read.training_script_args) == ("postlude", words)
 
 
-def test_what_can_be_recomputed_is_the_same_everywhere() -> None:
+def test_recompute_choices_are_the_same_everywhere() -> None:
     from postlude.options import Recompute
     from postlude.recipes.config.settings import TrainingConfig
     from postlude.verify.choices import RECOMPUTE

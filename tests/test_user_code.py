@@ -57,7 +57,7 @@ def test_functions_and_classes_are_found_and_what_was_imported_too(file: Path) -
         ("leaves.py:f", "FOLDER/leaves.py cannot be run: SystemExit: 3 (leaves.py, line 1)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_loaded_is_a_sentence(file: Path, named: str, sentence: str) -> None:
+def test_code_or_weights_that_cannot_be_loaded_are_refused(file: Path, named: str, sentence: str) -> None:
     folder = file.parent
     for name, text in {
         "empty": "import math\n",

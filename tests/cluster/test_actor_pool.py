@@ -56,7 +56,7 @@ def test_outcomes_are_those_of_processes_here(local_ray: None) -> None:
     assert str(outcomes(partial(ActorPool, cpus=0.5))) == str(outcomes(None))  # as text: not every number equals itself
 
 
-def test_what_a_lost_worker_was_at_is_done_by_another(local_ray: None) -> None:
+def test_calls_of_a_lost_worker_are_made_by_another(local_ray: None) -> None:
     import ray
 
     with closing(RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPool)) as pool:

@@ -1,4 +1,4 @@
-"""What is asked of a cluster: shares of GPUs, and patience with one that grows. The cluster is made up, but for one."""
+"""Resources of a run on a cluster: shares of GPUs, and waiting for one that grows. All clusters but one are fake."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_shares_of_gpus_are_counted_gpu_by_gpu(
     assert (missing_capacity(ResourceNeeds(ranks, 1.0, share, 0.0, servers, gpus)) == "") is room
 
 
-def test_what_a_config_takes_of_a_cluster(made_up: MadeUp, tmp_path: Path) -> None:
+def test_the_resources_that_a_config_needs(made_up: MadeUp, tmp_path: Path) -> None:
     def needs(*words: str) -> ResourceNeeds:
         config = load(GRPOConfig, None, [f"--run={tmp_path}", "--environment.workers=2", *words])
         return RayJob(RECIPES["grpo"], config, "cuda", RESUME_NEWEST, 2, 60.0).needs(LOCAL)

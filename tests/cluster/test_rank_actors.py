@@ -53,7 +53,7 @@ def test_killed_ranks_restart_from_their_checkpoint(
     )
 
 
-def test_what_the_cluster_has_no_room_for_is_a_sentence_at_once(
+def test_a_run_larger_than_the_cluster_is_refused_at_once(
     local_ray: None, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert grpo(place, "run", "--ray", "--layout", "dp_shard=3", "--cluster.cpus_per_rank", "4") == 2
@@ -95,7 +95,7 @@ def answered(error: BaseException, at: float = 0.0) -> RankResult:
     return RankResult(status=RankStatus(word.state, word.text, word.traceback, at, word.user_error), error=error)
 
 
-def test_what_is_worth_another_start() -> None:
+def test_failures_that_are_worth_a_restart() -> None:
     lost, mistake = RankLost("its node has died."), answered(ValueError("no such row"), 2.0)
     stopped, own_outcome = (
         answered(RankError("rank 1 of 2 does not reply any more"), 1.0),

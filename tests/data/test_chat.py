@@ -215,7 +215,7 @@ def with_bos(template: str = CHAT_TEMPLATE) -> Any:
 
 @pytest.mark.parametrize("prompt", ["q", "<s>q"])
 @pytest.mark.parametrize("answer", ["a", "a<|end|>"])
-def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: str, answer: str) -> None:
+def test_bos_and_eos_of_a_text_are_not_added_twice(prompt: str, answer: str) -> None:
     chat_tokenizer = with_bos()
     chat_encoder, bos = Encoder(tokenizer=chat_tokenizer), chat_tokenizer.bos_token_id
     assert chat_encoder.completion(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
@@ -228,7 +228,7 @@ def test_what_a_text_already_begins_and_ends_with_is_not_written_twice(prompt: s
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_what_a_template_already_begins_and_ends_with_is_not_written_twice(marks: bool) -> None:
+def test_bos_and_eos_of_a_template_are_not_added_twice(marks: bool) -> None:
     own_template = "{{ bos_token }}" + (MARKED if marks else CHAT_TEMPLATE).replace("<|im_start|>", "")
     chat_tokenizer = with_bos(own_template.replace("<|im_end|>", "{{ eos_token }}"))
     chat_encoder = Encoder(tokenizer=chat_tokenizer)
@@ -267,7 +267,7 @@ def test_batches_carry_the_columns_that_objectives_read() -> None:
     assert [bytes(sequence[:2]) for sequence in pairs.sequences] == [b"ab", b"ac", b"de", b"df"]
 
 
-def test_what_is_too_long_is_refused_by_name_or_cut() -> None:
+def test_a_row_that_is_too_long_is_refused_by_name_or_cut() -> None:
     with pytest.raises(TooLongError, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
         encoder(max_length=9).completion("2 + 2 =", " 4", "line 3 of x.jsonl")
     with pytest.raises(TooLongError, match=r"row 7 has 9 tokens"):
@@ -368,7 +368,7 @@ REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('No sy
 
 
 @pytest.mark.parametrize("template", [REFUSES_SYSTEM, REFUSES_SYSTEM.replace(CHAT_TEMPLATE, MARKED)])
-def test_what_a_template_or_a_tokenizer_raises_names_the_row(template: str) -> None:
+def test_errors_of_a_template_or_a_tokenizer_name_the_row(template: str) -> None:
     chat_encoder = encoder(template)
     broken = {"role": "assistant", "content": "bad \ud83d end"}
     names = [f"row {number}" for number in range(3)]

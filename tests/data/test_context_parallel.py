@@ -227,7 +227,7 @@ def test_padding_does_not_count_in_a_sum() -> None:
     assert values.grad.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_what_needs_no_cut_is_returned_as_it_is() -> None:
+def test_a_microbatch_that_needs_no_shard_is_returned_as_it_is() -> None:
     full, empty = pack_together([6, 2]), packed([6])[1]
     assert shard_context(full, Axis(), multiple_of=4) is full
     assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty

@@ -182,7 +182,7 @@ def test_every_epoch_visits_every_row_once() -> None:
     assert Sampler(7, seed=4).take(28) != [row for epoch in epochs for row in epoch]
 
 
-def test_how_rows_are_taken_does_not_change_their_order() -> None:
+def test_the_order_of_rows_does_not_depend_on_the_calls() -> None:
     expected = Sampler(10, seed=1).take(57)
     pieces = Sampler(10, seed=1)
     assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == expected

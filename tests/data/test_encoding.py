@@ -73,7 +73,7 @@ def test_the_first_of_several_bad_rows_is_reported() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_templates_and_tokenizers_raise_names_the_row(processes: int) -> None:
+def test_errors_of_templates_and_tokenizers_name_the_row(processes: int) -> None:
     refusing = byte_tokenizer()
     refusing.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}" + CHAT_TEMPLATE

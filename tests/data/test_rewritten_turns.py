@@ -246,7 +246,7 @@ def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
     assert len(chat_encoder.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
 
 
-def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tmp_path: Path) -> None:
+def test_the_turns_that_fit_of_a_long_conversation_are_kept(tmp_path: Path) -> None:
     fast = tokenizer(QWEN3)
     lengths = [len(sequence) for sequence in Encoder(tokenizer=fast).conversation(TALK)]
     chat_encoder = Encoder(tokenizer=fast, max_length=lengths[0])

@@ -110,7 +110,7 @@ def test_a_restored_stream_continues_to_the_row(files: list[Path], buffer: int |
         assert second.take(7) == expected[count : count + 7]
 
 
-def test_how_many_rows_are_taken_at_once_changes_nothing(files: list[Path]) -> None:
+def test_the_number_of_rows_per_call_changes_nothing(files: list[Path]) -> None:
     single, together = (stream(files, seed=3, buffer=6) for _ in range(2))
     assert [row for _ in range(40) for row in single.take(1)] == together.take(17) + together.take(23)
 

@@ -201,7 +201,7 @@ UNMOVED = {function.__name__: function for function in (nothing, skipped, anothe
 
 
 def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, directory: str) -> list[tuple[Any, ...]]:
-    """What comes after, uninterrupted; in a fresh engine that loads it; and in one that has made steps."""
+    """Returns the next steps: uninterrupted, in a new engine that loads the checkpoint, and in a used one."""
     engine = build(layout, DENSE, optimizer=optimizer)
     UNMOVED[start](engine)
     engine.save(directory)
@@ -248,7 +248,7 @@ def test_a_checkpoint_after_a_step_without_an_update_resumes(
 
 
 def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
-    """What this rank draws after a save, or after a load, whatever it had drawn before."""
+    """Returns this rank's random numbers after a save, or after a load, whatever it had sampled before."""
     rank = dist.get_rank()
     engine = build(layout, DENSE)
     torch.manual_seed(100 + rank if saves else 200)
@@ -404,7 +404,7 @@ def save_odd_extra(group: Any, directory: str) -> str:
     return error_text(lambda: build("dp_shard=2", DENSE).save(directory, extra={"when": object()}))
 
 
-def test_what_json_cannot_hold_is_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+def test_extra_that_is_not_json_is_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
     for answer in ranks(2, save_odd_extra, str(tmp_path / "checkpoint")):
         assert answer == (
             "TypeError: `extra` is kept as JSON, which cannot hold it (Object of type object is not JSON "

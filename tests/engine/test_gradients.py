@@ -75,7 +75,7 @@ def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
     return [counter.flatten().tolist() for counter in counters], sums
 
 
-def test_what_blocks_counted_is_summed_together(ranks: Ranks) -> None:
+def test_counters_of_blocks_are_summed_in_one_all_reduce(ranks: Ranks) -> None:
     for actual, sums in ranks(2, counted):
         assert actual == [[3.0] * 3, [10.0] * 4]
         assert sums == [7]

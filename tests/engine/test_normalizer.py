@@ -30,7 +30,7 @@ def microbatches(budget: int = 64, multiple_of: int = 1) -> list[Microbatch]:
 
 
 def without_first_tokens(values: list[Tensor]) -> Tensor:
-    """What is predicted: all tokens but the first of each sequence."""
+    """Returns the predicted tokens: all but the first of each sequence."""
     return torch.cat([value[1:] for value in values]).double()
 
 
@@ -100,7 +100,7 @@ def test_losses_with_the_counts_of_the_step_add_up() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_a_number_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: float) -> None:
+def test_nan_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: float) -> None:
     parts = microbatches(12)
     clean, spoilt = torch.zeros(()), torch.zeros(())
     scale, gradients = LossNormalizer(parts), []

@@ -31,7 +31,7 @@ def batch(seed: int) -> Batch:
 
 
 def continued(group: Any, name: str, layout: str) -> tuple[dict[str, Any], int, list[float]]:
-    """What the checkpoint's `extra` and step are, and the losses of three more steps."""
+    """Returns the checkpoint's `extra` and step, and the losses of three more steps."""
     optimizer = AdamW(lr=1e-2, weight_decay=0.1)
     engine = Engine(DATA / name, mesh=mesh(Layout.parse(layout)), optimizer=optimizer, budget=32)
     extra, losses = engine.load(DATA / name), []

@@ -242,7 +242,7 @@ def test_optimizer_state_in_host_memory_gives_equal_updates(ranks: Any) -> None:
 
 
 def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
-    """Of each kind: bytes of weights and of state, foretold and held."""
+    """Returns the bytes of weights and of state of each kind, estimated and allocated."""
     results = []
     for kind_config, stored in KINDS.values():
         optimizer = replace(kind_config, offload=False)
@@ -280,7 +280,7 @@ def refused_on_one(group: Any, directory: str) -> list[str]:
     return [sgd, *(error_text(lambda kind=kind: of_kind(kind).load(directory)) for kind in ("8-bit moments", "split"))]
 
 
-def test_what_cannot_be_is_told_in_a_sentence(ranks: Any, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_in_a_sentence(ranks: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "saved")
     ((sgd, moments, split),) = ranks(1, refused_on_one, directory)
     assert "weights='split' need AdamW, but the optimizer is SGD" in sgd

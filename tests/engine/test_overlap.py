@@ -115,7 +115,7 @@ def test_a_depth_with_experts_that_is_repeated(ranks: Any, layout: str, options:
 
 
 def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
-    """What exchanges a step says that it has begun by itself."""
+    """Returns the exchanges that a step started by itself."""
     engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=True, overlap=True)
     recording = Recording(0, torch.device("cpu"))
     engine.forward_backward(batch(0), objective, recorder=recording)

@@ -179,7 +179,7 @@ def refused(group: Any, directory: str, checkpoint: str) -> tuple[str, ...]:
     return (*messages, error_text(lambda: other_engine.load(checkpoint, recast=True)))
 
 
-def test_what_cannot_be_loaded_is_a_sentence(ranks: Any, tmp_path: Path) -> None:
+def test_code_or_weights_that_cannot_be_loaded_are_refused(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     strict, optimizer, wider, critic, lacking = ranks(1, refused, str(llama), str(tmp_path / "begun"))[0]
     assert "is of another model: it lacks" in strict

@@ -127,7 +127,7 @@ def changed(group: Any, layout: str, input_batch: Batch) -> float | None:
 
 
 @pytest.mark.parametrize("router", [0, 2])
-def test_what_the_routers_of_one_stage_measure_is_reported(ranks: Any, router: int) -> None:
+def test_metrics_of_one_stages_routers_are_reported(ranks: Any, router: int) -> None:
     """Of a pipeline's first stage as of its last: the experts are given to one router alone, the others choose."""
     routing = random_routing(3, sum(LENGTHS), experts=4)
     routing[:, [other_router for other_router in range(3) if other_router != router]] = -1

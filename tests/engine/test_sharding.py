@@ -43,7 +43,7 @@ def few(experts: int) -> Any:
 
 
 def sizes(engine: Engine) -> set[int]:
-    """How many elements this rank holds of each expert matrix."""
+    """Returns the number of elements that this rank holds of each expert matrix."""
     experts = [part.module for stage in engine.stages.values() for part in stage.sharded_separately() if part.experts]
     return {local_shard(parameter).numel() for module in experts for parameter in module.parameters()}
 

@@ -346,7 +346,7 @@ def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor
 
 
 def own_values(inputs: OutputInputs) -> dict[str, Tensor]:
-    """Of a head of one's own: [T, 2], and integers [T]."""
+    """Outputs of a custom head: [T, 2], and integers [T]."""
     values = inputs.gather(inputs.hidden[:, :2].float())
     return {"own": values, "token": inputs.microbatch.tokens * 10}
 

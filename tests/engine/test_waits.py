@@ -62,7 +62,7 @@ def source(model: str) -> Any:
 def waits(
     group: Any, layout: str, model: str, recompute: str, names: Sequence[str] = tuple(OBJECTIVES)
 ) -> dict[str, list[str]]:
-    """Where the host would wait in the forwards and backwards of each objective."""
+    """Returns the places where the host would wait in the forwards and backwards of each objective."""
     engine, results = build(layout, source(model), recompute=recompute), {}
     run, input_columns = engine.local_stages.executor.run, columns(batch(0, LENGTHS))
     passes = {name: (objective, input_columns) for name, objective in OBJECTIVES.items() if name in names}

@@ -155,7 +155,7 @@ def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
 
 
 def stop_early(group: Any, taken_count: int) -> int:
-    """How many tensors a rank gets of a stream that the first rank leaves after a few."""
+    """Returns the number of tensors that a rank gets of a stream that rank 0 stops early."""
     engine = build("tp=2", TIED)
     pieces = plan_tensors(engine.config, engine.family)
     buckets = plan_buckets(pieces, torch.float32, 300_000)

@@ -47,7 +47,7 @@ def with_and_without_zero_bubble(group: Any, layout: str, source: ModelConfig, o
 
 
 def ran(group: Any, layout: str) -> tuple[str, int]:
-    """What a rank did in which order, and of how many microbatches."""
+    """Returns a rank's actions in order, and the number of microbatches."""
     engine = Engine(small_config("[*-]{4}"), budget=32, mesh=mesh(Layout.parse(layout)), overlap="zero_bubble")
     recording = Recording(engine.mesh.pp.rank, engine.device)
     result = engine.forward_backward(Batch(sequences(*LENGTHS)), SFT(), recorder=recording)

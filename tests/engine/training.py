@@ -95,7 +95,7 @@ def bitwise_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> 
 
 
 class Plain:
-    """What the engine is compared with: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
+    """The reference of the engine: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
 
     def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0, value_head: bool = False) -> None:
         self.family, model = model_from_hf(hf)

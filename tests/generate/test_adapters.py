@@ -153,7 +153,7 @@ def test_an_adapter_of_the_same_shape_uses_the_same_memory() -> None:
     assert slots["one"] is not slots["wider"]
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     config, lora = small_config("[*-]"), LoRA(rank=4)
     model = adapted(config, lora)
     configs, pairs = named(model, lora)

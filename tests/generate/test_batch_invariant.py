@@ -168,7 +168,7 @@ def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompu
         ("tiny-dense", {"options": {"overlap": "zero_bubble"}}, "overlap=zero_bubble"),
     ],
 )
-def test_what_depends_on_the_batch_is_refused(source: str, options: dict[str, Any], reason: str) -> None:
+def test_options_that_depend_on_the_batch_are_refused(source: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=r"^batch_invariant ") as raised:
         check_batch_invariant(read_model(source)[1], **{"layout": Layout(), **options})
     assert reason in str(raised.value)

@@ -231,7 +231,7 @@ def test_completions_do_not_depend_on_the_drafts(
 
 @torch.no_grad()
 def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
-    """What the first depth says at every position of a whole sequence, [T, vocab]."""
+    """Returns the logits of the first depth at every position of a whole sequence, [T, vocab]."""
     (microbatch,) = pack([tokens], budget=64, depths=1)
     depth: OutputInputs = model(microbatch, output_processor=lambda inputs, _: next(inputs.depths()))
     return depth.head.logits(depth.hidden)

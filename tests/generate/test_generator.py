@@ -235,7 +235,7 @@ def test_a_generator_is_an_engine(dense: LanguageModel) -> None:
         ([[1]], [SamplingParams()] * 2, "1 prompts, but 2 samplings"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(prompt_list, sampling, sentence: str, dense: LanguageModel) -> None:
+def test_invalid_requests_are_refused(prompt_list, sampling, sentence: str, dense: LanguageModel) -> None:
     with pytest.raises(ValueError, match=sentence):
         Generator(dense, max_batch_tokens=100).generate(prompt_list, sampling)
 

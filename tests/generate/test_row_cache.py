@@ -56,7 +56,7 @@ def test_decoding_from_a_store_equals_packed_attention(
 
 
 def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
-    """What the flash kernel is told about the store, checked where there is none."""
+    """Checks the arguments of the flash kernel about the store, where there is no such kernel."""
     decode = DecodeAttention(torch.tensor([5, 1, 9]), 9)
     assert decode._key_borders(None, 10).tolist() == [0, 0, 5, 10, 11, 20, 29]
     assert decode._key_borders(4, 10).tolist() == [0, 1, 5, 10, 11, 25, 29]

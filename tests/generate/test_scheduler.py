@@ -317,6 +317,6 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 
 
-def test_what_is_not_steady_says_why() -> None:
+def test_the_reason_against_cuda_graphs_is_given() -> None:
     generator = Generator(load_model("tiny-dense"))
     assert generator.why_no_cuda_graph() == "the model is on cpu"

@@ -14,7 +14,7 @@ def tokenizer():
 
 
 def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int, str | None]:
-    """How many tokens it took, and which stop string they completed."""
+    """Returns the number of tokens, and the stop string that they completed."""
     watch, tokens = StopStrings(tokenizer, stops), list(text)
     for count in range(1, len(tokens) + 1):
         actual = watch.find(tokens[:count])

@@ -68,7 +68,7 @@ class Published:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> list[Tensor]:
-        """What each depth says of one sequence, where there is a token so far ahead."""
+        """Returns the logits of each depth for one sequence, at positions with a token so far ahead."""
         decoder = self.trunk.model
         hidden, depth_outputs = decoder(tokens[None]).last_hidden_state[0], []
         for number, depth in enumerate(self.depths, start=1):

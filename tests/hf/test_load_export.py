@@ -364,7 +364,7 @@ class TestBrokenSources:
             ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
         ],
     )
-    def test_what_the_config_asks_for_and_we_lack(self, directory: Path, changes: dict, sentence: str) -> None:
+    def test_unsupported_config_fields_are_refused(self, directory: Path, changes: dict, sentence: str) -> None:
         edit_config(directory, **changes)
         with pytest.raises(ValueError, match=sentence):
             load_model(directory)

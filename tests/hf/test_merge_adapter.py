@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, caps
     assert "is an adapter, which has no weights of a model: give its base too" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, capsys: Any) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, capsys: Any) -> None:
     make("qwen3", tmp_path, lora=LoRA(rank=2, targets="q_proj,k_proj"))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     adapter_tensors = load_file(file)

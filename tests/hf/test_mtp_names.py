@@ -119,7 +119,7 @@ def test_an_incomplete_mtp_depth_is_refused(name: str, missing: str, tmp_path: P
     assert check_weights(depths) == len(tensors)
 
 
-def test_what_is_left_of_a_depth_is_no_reason_for_a_fresh_one(tmp_path: Path) -> None:
+def test_an_incomplete_depth_is_not_replaced_by_a_new_one(tmp_path: Path) -> None:
     source = publish("qwen3_next", tmp_path)
     tensors = load_file(source.directory / FILE)
     save(source.directory, {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.layers")})

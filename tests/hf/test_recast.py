@@ -237,7 +237,7 @@ class TestReplaced:
         ("[*E]*-", {"E": MLPConfig(intermediate_size=24)}, "blocks\\['E'\\] of the config is a MLPConfig"),
     ],
 )
-def test_what_cannot_be_recast_is_a_sentence(llama: Path, pattern: str, blocks: dict, sentence: str) -> None:
+def test_an_impossible_recast_is_refused(llama: Path, pattern: str, blocks: dict, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         load_model(Recast(llama, pattern, blocks))
 
@@ -329,7 +329,7 @@ class TestDirectory:
             load_model(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "NaN", '{"format": NaN}'])
-    def test_what_is_no_json_is_a_sentence(self, tmp_path: Path, text: str) -> None:
+    def test_invalid_json_is_refused(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "postlude.json").write_text(text)
         with pytest.raises(ValueError, match=r"postlude\.json is not JSON that can be read"):
             read_model(tmp_path)

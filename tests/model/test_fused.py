@@ -1,4 +1,4 @@
-"""What a model does on CUDA around its fused kernels, with torch in the kernels' place, equals what it does without.
+"""A model's fused path on CUDA, with torch in place of the kernels, equals its path without fusion.
 
 The kernels themselves are held to float64 in tests/ops; here it is how they are called: what is kept, what is made
 again, what is added to what, and what is put off.

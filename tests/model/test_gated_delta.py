@@ -27,7 +27,7 @@ KINDS = {
 
 
 def config(kind: str, pattern: str = "[G-][*-]G[GE]", **changes: Any) -> ModelConfig:
-    """Of a scale at which states matter."""
+    """Returns a config whose weights have a scale at which states matter."""
     return small_config(pattern, blocks={"G": KINDS[kind]}, **{"initializer_range": 0.2, "norm_eps": 1e-3, **changes})
 
 

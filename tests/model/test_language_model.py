@@ -112,7 +112,7 @@ def test_reset_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(model.embedding.weight, small_model("[*-]{3}").embedding.weight)
 
 
-def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
+def test_an_impossible_model_is_refused_in_a_sentence() -> None:
     fewer = {symbol: block for symbol, block in BLOCKS.items() if symbol != "M"}
     with pytest.raises(ValueError, match=r"uses 'M' \(mamba\), which has no block yet"):
         LanguageModel(small_config("[M-]"), blocks=fewer)
@@ -126,7 +126,7 @@ def test_what_cannot_be_built_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.parametrize("symbol", small_config().blocks)
 @pytest.mark.parametrize("norm", ["pre", "both"])
-def test_what_a_block_adds_is_scaled(symbol: str, norm: str) -> None:
+def test_a_blocks_output_is_scaled(symbol: str, norm: str) -> None:
     block = replace(small_config(symbol).blocks[symbol], norm=norm)
     hidden, added = torch.randn(17, 16, generator=torch.Generator().manual_seed(0)), []
     for scale in (1.0, 0.25):

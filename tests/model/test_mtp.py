@@ -203,7 +203,7 @@ def naive_part(model: LanguageModel, batch: list[Tensor], masks: list[Tensor], d
     return summed / count
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_depths_are_refused() -> None:
     (microbatch,) = pack(sequences(4, 3), budget=64)
     with pytest.raises(ValueError, match=r"predicts 1 tokens further ahead, but the microbatch was packed for 0\."):
         small_model("[*-]/[*-]")(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))

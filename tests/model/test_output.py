@@ -252,7 +252,7 @@ def test_a_head_is_computed_as_its_config_says(monkeypatch: pytest.MonkeyPatch) 
         LanguageModel(config, head=HeadConfig(backend="triton"))(microbatch, targets=True)
 
 
-def test_what_a_head_cannot_be_is_refused() -> None:
+def test_invalid_head_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="the backend of the head is 'cuda', but the choices are 'auto', 'torch'"):
         HeadConfig(backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_budget is 0, but it must be a number of at least 1"):

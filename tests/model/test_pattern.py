@@ -183,7 +183,7 @@ def test_error_survives_pickling():
 
 
 @pytest.mark.parametrize("text", [None, 3, b"[*-]", ["*"]])
-def test_what_is_not_text_is_a_type_error(text):
+def test_a_pattern_that_is_not_text_is_a_type_error(text):
     with pytest.raises(TypeError, match=r"Pattern\.parse needs text"):
         Pattern.parse(text)
 

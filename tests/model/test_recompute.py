@@ -44,7 +44,7 @@ def test_recompute_saves_fewer_activations_with_equal_gradients() -> None:
 
 
 def calls_of_norms(recompute: Any) -> dict[str, int]:
-    """How often each block's norm runs in a forward and its backward."""
+    """Returns how often each block's norm runs in a forward and its backward."""
     model = LanguageModel(small_config("[*-][S-][*E]*[M-]G"), recompute=recompute)
     calls: dict[str, int] = {}
     for block in model.blocks:

@@ -83,7 +83,7 @@ def replayed(block: Any) -> tuple[float, float] | None:
 
 
 def own_choices(of: LanguageModel, batch: Microbatch, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """What the routers of the trunk choose, [T, routers, top_k]."""
+    """Returns the experts that the trunk's routers choose, [T, routers, top_k]."""
     choices: dict[str, Tensor] = {}
     choose = MoE.choose
     with monkeypatch.context() as patch:
@@ -175,7 +175,7 @@ def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
         (random_routing(2, TOKENS).float(), r"float32, but experts have numbers"),
     ],
 )
-def test_what_fits_no_router_is_refused(routing: Tensor, complaint: str) -> None:
+def test_routing_that_fits_no_router_is_refused(routing: Tensor, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         model()(microbatch(routing))
 

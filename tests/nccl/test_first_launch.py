@@ -94,7 +94,7 @@ def test_in_the_first_step(layout: str, options: dict[str, Any]) -> None:
     assert actual == pytest.approx(expected, rel=1e-4)
 
 
-def test_of_a_kernel_that_is_first_used_in_step_40() -> None:
+def test_a_kernel_that_is_first_used_in_step_40() -> None:
     expected = on_one_rank(42, 40)
     actual = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
     assert actual == pytest.approx(expected, rel=1e-3)

@@ -23,7 +23,7 @@ def digest(data: torch.Tensor) -> str:
 
 
 def receive(unique_id: str, connection: Connection) -> None:
-    """What a worker of vLLM does: join by the id, answer the greeting, take broadcasts of rank 0."""
+    """Does what a worker of vLLM does: joins by the id, takes part in the first all-reduce, receives broadcasts."""
     os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID="receiver")
     torch.cuda.set_device(0)
     nccl_id, communicator = UniqueId.from_buffer_copy(base64.b64decode(unique_id)), ctypes.c_void_p()

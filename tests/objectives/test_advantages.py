@@ -131,7 +131,7 @@ def test_ranks_that_hold_parts_of_a_batch_whiten_as_one_does() -> None:
         torch.testing.assert_close(part, full_part)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="2 groups for 3 sequences"):
         grpo([1.0, 2.0, 3.0], [0, 0])
     with pytest.raises(ValueError, match=r"sequence 0 has 2 rewards, 1 values and 2 masks"):

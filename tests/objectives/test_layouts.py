@@ -71,7 +71,7 @@ def engine_of(layout: str) -> Engine:
 
 
 def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict[str, float]:
-    """How far this rank's loss and gradients are from the plain formula's."""
+    """Returns the differences of this rank's loss and gradients from the plain formula's."""
     model, batch = one_rank()
     settings = SETTINGS[kind][name]
     objective, expected = OBJECTIVES[kind](**settings), plain.PLAIN[kind](model, batch, **settings)
@@ -128,7 +128,7 @@ def test_a_critic_on_copies_equals_the_plain_formula(ranks: Ranks, kind: str, na
 
 
 def values(group: dist.ProcessGroup, layout: str) -> tuple[list[Tensor], list[Tensor]]:
-    """What the engine's critic expects, and what it expects by the plain formula."""
+    """Returns the values of the engine's critic, and those of the plain formula."""
     model, batch = one_rank()
     expected = [torch.zeros(length) for length in batch.lengths]
     places = [1] * len(expected)

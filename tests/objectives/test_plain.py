@@ -28,7 +28,7 @@ def model_and_batch() -> tuple[LanguageModel, Batch]:
 
 
 def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -> tuple[Tensor, dict[str, float]]:
-    """What the engine does on one rank."""
+    """Computes what the engine computes on one rank."""
     microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
     scale = LossNormalizer(microbatches)
     tally = MetricAccumulator(scale)

@@ -1,4 +1,4 @@
-"""What kernels must not depend on: what memory held before them."""
+"""Fills memory before kernels run: they must not depend on it."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a call launched: the kernel, its constants, and after a compilation its memory."""
+    """A launch: the kernel, its constants, and after a compilation its memory."""
 
     kernel: str
     options: dict[str, object]

@@ -71,7 +71,7 @@ def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, ac
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize(("rows", "width", "features"), [*SIZES, (13, 3072, 1024)])
 def test_a_product_and_a_sum(rows: int, width: int, features: int, shared: bool) -> None:
-    """Where programs share a sum it is the same again, and their counters are as they were."""
+    """A sum that programs share is the same in every run, and their counters are zero again."""
     x, _, weight, _ = make_operands(rows, width, features, 0.0)
     residual = normal(rows, features, seed=4)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
@@ -183,7 +183,7 @@ def test_rows_may_be_part_of_wider_ones() -> None:
     assert_near(actual, residual.double() + wide[:, 128:].double() @ weight.double().t())
 
 
-def test_what_is_not_a_number_stays_in_its_row() -> None:
+def test_nan_stays_in_its_row() -> None:
     x, norm, weight, _ = make_operands(3, 128, 64, 0.0)
     x[1, 5] = torch.nan
     assert norm_linear(x, norm, weight, backend="triton").isnan().all(1).tolist() == [False, True, False]

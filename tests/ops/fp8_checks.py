@@ -126,7 +126,7 @@ def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> 
 @ON_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", NOT_FINITE)
-def test_what_is_not_finite_shows_in_its_row_alone(bad: float) -> None:
+def test_a_non_finite_number_affects_its_row_alone(bad: float) -> None:
     rows, weight = random(64, 256), torch.randn(128, 256, device="cuda").bfloat16()
     clean = linear_group(rows, [weight], [None], fp8=FP8Scaling())[0]
     rows[7, 30] = bad

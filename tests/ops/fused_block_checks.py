@@ -41,7 +41,7 @@ def layers(layout: str, *widths: int) -> list[Tensor]:
 
 
 def check(step, reference, weights: list[Tensor], layout: str) -> None:
-    """Of `hidden` and `weights`: outputs, and gradients by autograd or where they are summed."""
+    """Returns outputs, and the gradients of `hidden` and `weights`, by autograd or where they are summed."""
     hidden = (random_tensor(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, *weights)]
     upstream = random_tensor(*hidden.shape, seed=9)

@@ -1,4 +1,4 @@
-"""What the batch-invariant kernels must do. `test_batch_invariant.py` runs it on a GPU or in the interpreter."""
+"""Tests of the batch-invariant kernels. `test_batch_invariant.py` runs it on a GPU or in the interpreter."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_two_halves_are_the_fp32_number_to_the_bit() -> None:
 
 
 def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
-    """What a function that rounds at random gives on average."""
+    """Returns the mean of many results of a function that rounds at random."""
     index = torch.arange(values.numel(), device=DEVICE).view(values.shape)
     total = torch.zeros_like(values, dtype=torch.float64)
     for step in range(count):
@@ -132,7 +132,7 @@ def test_eight_bits_are_within_a_level_and_right_on_average(signed: bool) -> Non
     assert off.mean().abs() < 2e-4
 
 
-def test_what_steps_divide_by_is_never_rounded_to_zero() -> None:
+def test_the_denominator_of_a_step_is_never_rounded_to_zero() -> None:
     values = torch.full((1, 70), 1e-30, device=DEVICE)
     values[0, 0] = 1.0
     values[0, 1] = 0.0

@@ -106,7 +106,7 @@ def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
 
 
 @pytest.mark.parametrize("implementation", [reference_attention, varlen_attention, triton_packed_attention])
-def test_of_nothing_the_gradients_are_zeros_rather_than_none(implementation) -> None:
+def test_gradients_of_empty_inputs_are_zeros_rather_than_none(implementation) -> None:
     none = Packing.from_lengths(())
     hidden = torch.zeros(0, 5)
     weights = [torch.randn(heads * width, 5, requires_grad=True) for heads, width in ((4, 8), (2, 8), (2, 6))]

@@ -91,7 +91,7 @@ def test_a_sequence_does_not_see_another_even_if_that_is_not_finite() -> None:
             assert torch.equal(actual[later], expected[later])
 
 
-def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:
+def test_gradients_of_empty_inputs_are_zeros_rather_than_none() -> None:
     inputs, kernel, bias = tensors(4, lengths=())
     none = Packing.from_lengths(())
     convolve(inputs, kernel, bias, none, silu=True).sum().backward()

@@ -39,7 +39,7 @@ def test_each_is_what_its_parts_are() -> None:
 
 
 def test_adapters_add_what_they_are() -> None:
-    """Of layers of different sizes, in every function."""
+    """Layers of different sizes, in every function."""
     generator = torch.Generator().manual_seed(0)
     sizes = (4, 2)
     rows, weight, norm_weight, residual, a, b = (

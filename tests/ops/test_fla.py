@@ -123,7 +123,7 @@ def test_versions_that_are_known_to_be_right(
     assert (refusal is None) if expected is None else (refusal is not None and expected in refusal)
 
 
-def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "installed", lambda: True)
     half = torch.zeros(1, dtype=torch.bfloat16)
     assert fla.refusal(half, half, width=8, gradient=True) == "the tensors are on cpu, not cuda"

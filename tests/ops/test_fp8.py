@@ -83,7 +83,7 @@ def test_rows_of_any_size(value: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_shows_in_its_row_alone(bad: float) -> None:
+def test_a_non_finite_number_affects_its_row_alone(bad: float) -> None:
     rows, weight = random(6, 32).float(), random(16, 32, seed=1).float()
     clean = linear(rows, weight, fp8=ONE_RANK)
     rows[2, 7] = bad
@@ -283,7 +283,7 @@ def run_broken(group: dist.ProcessGroup) -> Tensor:
     return linear(rows, random(16, 32, seed=1).chunk(2, 1)[dist.get_rank(group)], fp8=FP8Scaling(input_group=group))
 
 
-def test_what_is_not_finite_on_one_rank_shows_on_all(ranks: Ranks) -> None:
+def test_a_non_finite_number_on_one_rank_affects_all(ranks: Ranks) -> None:
     for product in ranks(2, run_broken):
         assert product[2].isnan().all()
         assert product[[0, 1, 3, 4, 5]].isfinite().all()

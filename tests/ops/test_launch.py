@@ -60,7 +60,7 @@ def launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, version: str) -> t
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git123", "3.9.0"])
-def test_what_was_compiled_is_launched_again_by_itself(kernel, monkeypatch, caplog, version: str) -> None:
+def test_a_compiled_kernel_is_launched_again_without_triton(kernel, monkeypatch, caplog, version: str) -> None:
     tensor = launched(kernel, monkeypatch, version)
     assert kernel.slow_launches == [((2, 1, 1), tensor, None, 0, 64, 4)]
     before = (2, 1, 1, "stream", "function", "metadata", None, None, None)

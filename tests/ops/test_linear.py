@@ -132,7 +132,7 @@ def test_an_empty_sum_is_zeroed_before_others_add_to_it() -> None:
     ("weight_layout", "gradient_layout", "products"),
     [("weights", "columns", 1), ("weights", "apart", 3), ("apart", "columns", 3)],
 )
-def test_what_lies_together_is_one_product(
+def test_adjacent_weights_are_one_product(
     deferred: bool, single: bool, weight_layout: str, gradient_layout: str, products: int
 ) -> None:
     """As on CUDA: weights, their sums, and gradients that are columns of one tensor; put off as it would be now."""

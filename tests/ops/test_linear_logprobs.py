@@ -453,7 +453,7 @@ def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
         linear_logprobs(operands.hidden, operands.weight, operands.targets, topk=8, vocab_size=99)
 
 
-def test_how_logits_are_made_is_said_once() -> None:
+def test_logit_options_are_the_fields_of_the_config() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(LogitConfig)}
     assert fields == {name: annotation.__forward_arg__ for name, annotation in LogitOptions.__annotations__.items()}
     assert LogitConfig.__doc__ is not None

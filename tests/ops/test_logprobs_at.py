@@ -98,7 +98,7 @@ def test_frozen_parts_and_half_precision() -> None:
     assert {tensor.grad.dtype for tensor in half} == {torch.bfloat16}
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     full_operands, ids, _ = operands()
     with pytest.raises(ValueError, match="id 33 is outside the vocabulary, 0 to 32"):
         linear_logprobs_at(

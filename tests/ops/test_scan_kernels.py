@@ -33,7 +33,7 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
         convolve(tokens[:, 0], tokens[:4, 0], None, packing, backend="triton")
 
 
-def test_what_the_kernels_have_no_room_for_is_left_to_torch() -> None:
+def test_sizes_beyond_shared_memory_are_left_to_torch() -> None:
     """And said, where Triton was asked for."""
     x, B = torch.zeros(3, 2, 64), torch.zeros(3, 1, 128)
     assert _refused(x, B, B, last_states=False) == (None, 110_000)

@@ -154,7 +154,7 @@ def test_token_by_token_from_the_last_states_equals_the_whole(dtype) -> None:
     assert_equal(states, last, "states", 1e-6 if dtype == torch.bfloat16 else 1e-13)
 
 
-def test_of_nothing_the_gradients_are_zeros_rather_than_none() -> None:
+def test_gradients_of_empty_inputs_are_zeros_rather_than_none() -> None:
     operands = inputs(0)
     y, states = ssd(*operands, Packing.from_lengths(()), last_states=True)
     assert y.shape == (0, 4, 3)

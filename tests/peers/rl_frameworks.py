@@ -1,4 +1,4 @@
-"""What verl, SkyRL and NeMo RL do to get log-probs from Megatron's GPTModel, and Postlude's processors in its place."""
+"""Log-probs from Megatron's GPTModel as verl, SkyRL and NeMo RL compute them, and with Postlude's processors."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FAMILIES = ["llama", "gemma2", "qwen3_moe"]
 
 
 class Scored(nn.Module):
-    """What FSDP or DDP wraps, so that `logprobs` runs inside its forward, where the head's weight is whole."""
+    """A module that FSDP or DDP wraps, so that `logprobs` runs inside its forward, where the head's weight is whole."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a rank sends and receives for each action, and orders on the planner's clock by the times of one stage."""
+"""Transfers of a rank for each action, and schedules on the planner's clock by the times of one stage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Transfer:
 
     @property
     def channel(self) -> tuple[Literal["F", "B"], int, int]:
-        """What the payload travels in: (kind, source rank, destination rank), first in first out."""
+        """The channel of the payload: (kind, source rank, destination rank), first in first out."""
         return self.payload.kind, self.source, self.destination
 
 
 def transfers(actions: Iterable[Action], *, pp: int, vpp: int) -> tuple[Transfer, ...]:
-    """What a rank receives before and sends after each action of its order, in that order."""
+    """Returns the receives before and the sends after each action of a rank's schedule, in order."""
     moves: list[Transfer] = []
     for action in actions:
         rank = action.stage % pp

@@ -154,7 +154,7 @@ def test_forward_only_is_the_same_order_without_backwards(pp: int, vpp: int) -> 
 
 
 def channels(lists: Orders, pp: int, vpp: int, *, by_kind: bool):
-    """What goes into each channel in the order of its sends, and what is taken out in the order of its receives."""
+    """Returns the payloads of each channel in the order of its sends, and in the order of its receives."""
     ends: dict[str, dict[Hashable, list[Action]]] = {"send": defaultdict(list), "receive": defaultdict(list)}
     for actions in lists:
         for transfer in transfers(actions, pp=pp, vpp=vpp):
@@ -361,6 +361,6 @@ def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
         ("zb", {"pp": 2, "vpp": 1}, "overlap='zb' is unknown; use True, False or 'zero_bubble'"),
     ],
 )
-def test_what_has_no_order_is_refused(overlap, shape: dict[str, int], sentence: str) -> None:
+def test_an_impossible_schedule_is_refused(overlap, shape: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_overlap(overlap, **shape)

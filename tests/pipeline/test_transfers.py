@@ -27,7 +27,7 @@ def schedule(shape: dict[str, Any], microbatches: int) -> list[tuple[ScheduleEnt
 
 
 def needed(turn: ScheduleEntry, stages: int) -> set[Action]:
-    """What other stages make that a turn starts from."""
+    """Returns the outputs of other stages that an entry starts from."""
     before = {Action(a.kind, a.stage + (-1 if a.kind == "F" else 1), a.microbatch) for a in turn if a.kind != "W"}
     return {action for action in before if 0 <= action.stage < stages}
 

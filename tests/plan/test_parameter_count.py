@@ -92,7 +92,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> Non
         ] == [8, 6, 4, 2]
 
 
-def test_what_is_put_off_lasts_until_it_is_made() -> None:
+def test_deferred_weight_gradients_are_held_until_computed() -> None:
     config, pipeline = config_of("tiny-dense"), Layout(pp=4)
     plain, filled = (estimate_memory(config, pipeline, overlap=overlap, **HOW) for overlap in (False, "zero_bubble"))
     hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]

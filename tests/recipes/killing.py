@@ -74,5 +74,5 @@ class Killing:
 
 
 def _stacks() -> str:
-    """Where every thread is."""
+    """Returns the stack of every thread."""
     return "".join(line for frame in sys._current_frames().values() for line in traceback.format_stack(frame))

@@ -33,7 +33,7 @@ class Jsonl(Settings):
     path: Path
     """The file with one problem a line."""
     weight: float = 1.0
-    """How often it is drawn from."""
+    """Weight of the dataset."""
 
     @model_validator(mode="after")
     def _drawn(self) -> Self:
@@ -49,12 +49,12 @@ class Evaluation(Settings):
     every: int
     """Steps between two evaluations."""
     prompts: int | None = 64
-    """How many prompts; all of them with none."""
+    """Number of prompts; none takes all."""
 
 
 class Base(Settings):
     seed: int = 0
-    """Of everything random.
+    """Random seed.
 
     The same seed gives the same run."""
 
@@ -65,37 +65,37 @@ class Run(Base):
     steps: int = 100
     """Optimizer steps."""
     name: str | None = None
-    """What the run is called."""
+    """Name of the run."""
     resume: bool = True
-    """Whether to go on where the last run stopped."""
+    """Whether to resume the last run."""
     directory: Path = Path("runs")
-    """Where it is written."""
+    """Output directory."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """What is computed in."""
+    """Compute dtype."""
     recompute: Literal["none", "full"] = "none"
-    """What is computed twice."""
+    """Activations to recompute."""
     world: Literal[1, 2, 4] | None = None
-    """How many ranks."""
+    """Number of ranks."""
     stop: tuple[str, ...] = ()
-    """Where answers end."""
+    """Strings that end a completion."""
     betas: tuple[float, int] = (0.9, 2)
     """A number and a whole one."""
     tags: list[str] = Field(default_factory=list)
-    """Words to find it by."""
+    """Tags of the run."""
     mixture: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
     """Weights of datasets."""
     optimizer: Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)] = AdamW(lr=3e-6)
-    """How weights are moved."""
+    """Optimizer."""
     objective: PolicyGradient = PolicyGradient(clip_high=0.28)
-    """What is minimised."""
+    """Objective to minimise."""
     environment: Environment
-    """Where prompts come from."""
+    """Source of prompts."""
     held_out: tuple[Environment, ...] = ()
-    """Where it is evaluated."""
+    """Evaluation sets."""
     evaluation: Evaluation | None = None
     """When it is evaluated."""
     layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
-    """How the work is divided."""
+    """Parallel layout."""
     extra: Any = None
     """Whatever else."""
 
@@ -104,7 +104,7 @@ class Small(Settings):
     steps: int = 100
     """Optimizer steps."""
     layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
-    """How the work is divided."""
+    """Parallel layout."""
     evaluation: Evaluation
     """When it is evaluated."""
 
@@ -181,7 +181,7 @@ runs = st.builds(
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(runs)
-def test_what_is_written_is_read_back(run: Run) -> None:
+def test_a_written_config_is_read_back(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert load(Run, written(to_yaml(run), Path(folder))) == run
 
@@ -377,7 +377,7 @@ def test_a_mistake_on_the_command_line_is_a_sentence(overrides: str, sentence: s
     assert str(error.value).replace(str(file), "FILE") == sentence
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(Run)
     assert str(error.value) == 'config key "model" is missing; give text as --model.'
@@ -441,11 +441,11 @@ def test_help_names_every_option_with_type_default_and_help() -> None:
     for name in Run.model_fields:
         assert f"--{name}: " in printed
     for lines in (
-        "--seed: a whole number, default 0\n    Of everything random.  The same seed gives the same run.",
+        "--seed: a whole number, default 0\n    Random seed.  The same seed gives the same run.",
         "--model: text, required\n    The model to train.",
         "--name: text or none, default none",
         '--dtype: "float32" or "bfloat16", default "bfloat16"',
-        '--optimizer: keys and values of kind "adamw" or "sgd"\n    How weights are moved.',
+        '--optimizer: keys and values of kind "adamw" or "sgd"\n    Optimizer.',
         '--optimizer.kind: "adamw" or "sgd", default "adamw"',
         "--optimizer.lr (adamw): a number of at least 0, default 3e-06",
         "--optimizer.lr (sgd): a number of at least 0, default 0.001",

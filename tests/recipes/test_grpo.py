@@ -277,7 +277,7 @@ def test_pruning_keeps_the_references_that_a_checkpoint_needs(tmp_path: Path) ->
     assert references == ["reference-000006", "reference-000009"]
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path) -> None:
     for override, sentence in (
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
         ("--sampling.temperature=0", "nothing to compare"),
@@ -306,7 +306,7 @@ def test_every_field_is_documented() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
+def test_outputs_that_are_switched_off_are_not_written(ranks: Ranks, tmp_path: Path) -> None:
     ranks(
         1,
         run_and_read_metrics,

@@ -98,7 +98,7 @@ def test_a_restored_mixture_continues_to_the_row() -> None:
         mixed([1, 1], 7, 5).restore(mixed([0.7, 0.3], 7, 5).state())
 
 
-def test_what_one_dataset_holds_out_no_other_trains_on() -> None:
+def test_rows_held_out_of_one_dataset_are_in_no_other() -> None:
     rows = mixed([1, 1], 9, 6, held_out=2)
     assert rows.held_out == [("a", 7), ("a", 8), ("b", 4), ("b", 5)]
     assert {number for _, number in rows.take(50)} == {0, 1, 2, 3, 6}

@@ -45,7 +45,7 @@ def test_without_a_column_of_margins_there_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("margin", ["big", True, float("nan")])
-def test_what_is_no_margin_names_its_row(tmp_path: Path, margin: Any) -> None:
+def test_an_invalid_margin_names_its_row(tmp_path: Path, margin: Any) -> None:
     with pytest.raises(ValueError, match=r"line 2 of pairs\.jsonl has .* as its gap, but a margin is a finite number"):
         read_margins(pairs(tmp_path, 1.0, margin))
     with pytest.raises(ValueError, match="gup"):

@@ -203,7 +203,7 @@ def test_the_penalty_in_the_reward_is_its_estimator() -> None:
         ("--critic.model=tiny-dense --critic.optimizer.schedule={shape: linear, steps: 5}", "makes 12 optimizer steps"),
     ],
 )
-def test_what_cannot_be_is_said(tmp_path: Path, override: str, sentence: str) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path, override: str, sentence: str) -> None:
     words = override.replace(" --", "\n--").split("\n")
     with pytest.raises(ConfigError, match=sentence):
         config_of(tmp_path, *words)

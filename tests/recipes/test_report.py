@@ -109,7 +109,7 @@ def _rollout(noise: random.Random, done: float, index: int) -> Sample:
 
 
 class Page(HTMLParser):
-    """What a browser would find; fails where elements are not nested well."""
+    """Parses a page as a browser does; fails if elements are not nested well."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

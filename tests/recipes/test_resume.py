@@ -218,7 +218,7 @@ def test_the_resume_command(words: list[str], expected: str) -> None:
     assert resume_command(words) == expected
 
 
-def test_how_steps_and_checkpoints_are_named(tmp_path: Path) -> None:
+def test_names_of_steps_and_checkpoints(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000100"
     checkpoint.mkdir(parents=True)
     assert [parse_step(text) for text in ("step-100", "step-000100", "100")] == [100, 100, 100]

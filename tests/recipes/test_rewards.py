@@ -173,7 +173,7 @@ def evaluated(group: Any, directory: str) -> None:
         (["--environment.rewards.judge.lowest=0", "--environment.rewards.judge.scores={yes: 1}"], "scores lists every"),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+def test_invalid_reward_settings_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(GRPOConfig, write_files(tmp_path), words)
 

@@ -503,7 +503,7 @@ def test_logprobs_at_another_temperature_are_refused_with_old_logprobs_rollout(
     assert "gives log-probs among the tokens that sampling.top_p leaves" in server_finding(*hot, "--sampling.top_p=0.9")
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path) -> None:
     for overrides, sentence in (
         (("--rollout=ftp://there",), "rollout"),
         (("--rollout=http://there", "--replay_routing=true"), "servers do not report"),

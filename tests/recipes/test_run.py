@@ -59,7 +59,7 @@ def resume(run: RunDirectory) -> Path | None:
 
 
 def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> None:
-    """What a recipe does: log, sample, save."""
+    """Logs, writes samples and saves, as a recipe does."""
     for step in range(first, last + 1):
         run.log_layers(step, {"moe/layer_00/load": [0.0, float(step)]})
         run.log(step, metrics(step), phase="sft")
@@ -356,7 +356,7 @@ def test_one_process_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not there")
-def test_where_a_run_was_made_and_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_info_has_commit_host_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         return subprocess.run(["git", *author, *words], check=True, capture_output=True, text=True).stdout.strip()

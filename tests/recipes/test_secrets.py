@@ -100,7 +100,7 @@ def test_the_resume_command_shows_no_secret(words: list[str]) -> None:
     assert shlex.split(command)[-2:] == ["--steps", "3"]
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_values_that_are_no_secrets_are_not_masked() -> None:
     words = ["grpo", "my.yaml", "--rollout=vllm", "--environment.settings.max_tokens=5", "--rollout.api_key", "NAME"]
     assert mask_arguments(words) == words
     plain_config = {"environment": {"settings": {"keys": "a", "n_tokens": 3, "tokenizer": "x"}}, "api_key": "NAME"}

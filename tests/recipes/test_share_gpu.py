@@ -109,7 +109,7 @@ def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: st
         ("eval", (), "an evaluation trains nothing to move"),
     ],
 )
-def test_what_cannot_share_is_refused(
+def test_settings_that_cannot_share_a_gpu_are_refused(
     command: str, options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, *options, "--rollout.share_gpu=true", f"--run={tmp_path}/run"]) == 2

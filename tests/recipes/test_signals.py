@@ -88,7 +88,7 @@ def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run() -> None:
     assert (done.returncode, done.stderr) == (0, "went on\n")
 
 
-def test_what_nohup_had_ignored_stays_so() -> None:
+def test_signals_ignored_by_nohup_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals(verbose=False) as heard:

@@ -340,7 +340,7 @@ def test_every_field_is_documented(command: str) -> None:
         ("sft", "--keep_checkpoints=0", '"keep_checkpoints" is "0"'),
     ],
 )
-def test_what_cannot_be_is_said(tmp_path: Path, command: str, override: str, sentence: str) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path, command: str, override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config_of(command, tmp_path, override, "--data.path=x") if "data" in override else config_of(
             command, tmp_path, override

@@ -228,7 +228,7 @@ def test_limits_end_a_conversation_with_its_reward_so_far(ranks: Ranks) -> None:
     assert unfinished == (-0.5, {"unfinished": 1.0}, 2)
 
 
-def test_what_turns_earn_is_added_up() -> None:
+def test_rewards_of_turns_are_summed() -> None:
     assert Score(1.0, {"a": 1.0}).plus(Score(0.5, {"a": 1.0, "b": 2.0}, "lost")) == Score(
         1.5, {"a": 2.0, "b": 2.0}, "lost"
     )

@@ -1,4 +1,4 @@
-"""What tests have workers call. Nothing heavy is imported here, since every worker imports it."""
+"""Functions that tests let workers call. Nothing heavy is imported here, since every worker imports it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
 
 
 def write_to_pipes(data: bytes) -> None:
-    """What code of a model's can do: answer in its judge's place."""
+    """Writes a forged result, as code written by a model could."""
     for entry in Path(
         "/proc/self/fd"
     ).iterdir():  # their numbers depend on what the process that started this one has open
@@ -86,7 +86,7 @@ def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str
 
 
 def ascii_share(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
-    """What the answers of a model over bytes differ in before it has learned anything."""
+    """A property in which completions of an untrained model over bytes differ."""
     return sum(letter.isascii() for letter in completion) / max(1, len(completion))
 
 
@@ -152,7 +152,7 @@ def slow_length(prompt: str, completion: str, example: Mapping[str, Any]) -> int
 
 
 def end_parent(order: str) -> str:
-    """What no function should do: take along the process that started its worker."""
+    """Kills the process that started its worker."""
     if order == "go":
         os.kill(os.getppid(), signal.SIGKILL)
     return order

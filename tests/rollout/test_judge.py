@@ -143,7 +143,7 @@ def test_requests_run_at_once_up_to_the_limit_and_end_after_their_time() -> None
     assert "failed on line 1: it gave no reply within 1 s" in str(judged[6].error)
 
 
-def test_what_cannot_work_is_a_sentence_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_judge_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -211,7 +211,7 @@ def test_a_worker_whose_trainer_is_gone_ends_without_a_word() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_cannot_be_sent_leaves_the_pool_in_step() -> None:
+def test_arguments_that_cannot_be_sent_leave_the_pool_usable() -> None:
     with closing(open_pool(length, count=2, timeout=30.0)) as workers:
         bad = [*calls(*["x"] * 20), ("p", "x", {"function": lambda: None})]
         with pytest.raises(WorkerError, match=r"cannot be sent to a worker process .* or use workers=0"):

@@ -306,7 +306,7 @@ def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServe
         engine.generate([[256, *b"hi"]], SamplingParams())
 
 
-def test_what_text_cannot_say_is_refused(text_server: TextServer) -> None:
+def test_requests_that_text_cannot_express_are_refused(text_server: TextServer) -> None:
     tokenizer = BosTokenizer()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
     for ends in (SamplingParams(stop=("\n",)), SamplingParams(stop_tokens=(10,))):

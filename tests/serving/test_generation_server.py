@@ -213,7 +213,7 @@ def test_without_the_key_only_health_replies() -> None:
             assert len(completion.tokens) == 1
 
 
-def test_who_goes_away_is_not_answered_any_more() -> None:
+def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
     with serving(Generator(sharp())) as (served, url), closing(GenerationClient(url, timeout=0.3, retries=0)) as engine:
         with pytest.raises(ServerError, match="gave no reply within"):
             engine.generate([[1]], SamplingParams(max_new_tokens=60_000))

@@ -191,7 +191,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(engine: GenerationClient) -> list[Completion | Exception]:
-    """What becomes of each request: the answer that it alone decides, or an error. None is lost, doubled or wrong."""
+    """Every request gets its own completion or an error. None is lost, repeated or wrong."""
     request_ids = [engine.submit(request) for request in REQUESTS]
     results: dict[int, Completion | Exception] = {}
     while len(results) < len(request_ids):

@@ -190,7 +190,7 @@ def test_a_stream_of_a_completion(url: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
+def test_unsupported_requests_are_refused(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
     status, reply = request_json(f"{url}/v1/{path}", body)
     assert (status, sentence in reply["error"]["message"]) == (400, True), reply
     assert reply["error"]["type"] == "invalid_request_error"

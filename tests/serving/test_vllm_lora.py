@@ -45,7 +45,7 @@ def build(family: str) -> Engine:
 
 
 def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], list[float], str]:
-    """How far a server's log-probs are from the engine's, and from those without the adapter, at each of 3 steps."""
+    """Compares a server's log-probs with the engine's, and with those without the adapter, at each of 3 steps."""
     engine, tokenizer = build(family), load_tokenizer("tiny-dense")
     assert vllm_lora_rank(peft_rank(engine)) == RANK
     options = SyncOptions(Path(run), probe=WeightProbe(engine, tokenizer))

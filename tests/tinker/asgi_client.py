@@ -91,7 +91,7 @@ def pass_body(model_id: str, seq_id: int, *weights: float, loss: str = "cross_en
 
 
 class Client:
-    """What the real client does, without its retries."""
+    """Does what the real client does, without its retries."""
 
     def __init__(self, app: Any, key: str = KEY) -> None:
         self.app, self.key = app, key

@@ -1,4 +1,4 @@
-"""What was saved is served after a kill, what was not gets a sentence, and a full disk ends nothing else."""
+"""Saved state is served after a kill, unsaved state gets a sentence, and a full disk ends nothing else."""
 
 from __future__ import annotations
 

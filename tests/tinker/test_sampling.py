@@ -94,7 +94,7 @@ SPARSE = {"data": [1], "dtype": "int64", "shape": [1, 2], "sparse_col_indices": 
         ),
     ],
 )
-def test_what_cannot_be_sampled_gets_a_sentence(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+def test_invalid_sampling_requests_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()

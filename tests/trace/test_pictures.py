@@ -1,4 +1,4 @@
-"""What is drawn of spans is what they say: lengths, places, names, and how much of the exchange is hidden."""
+"""Pictures of spans show their lengths, places and names, and the share of exchanges that is hidden."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPANS = [
 ]
 
 
-def test_what_is_hidden_of_the_exchange() -> None:
+def test_the_hidden_share_of_exchanges() -> None:
     # rank 0: under way 3 to 9, computing 0 to 5 and 7 to 8; rank 1: 1 to 3, computing 0 to 2 less half a second.
     assert exchange_seconds(SPANS) == pytest.approx((6 + 2, (2 + 1) + 0.5))
     assert exchange_seconds([]) == (0, 0)

@@ -1,4 +1,4 @@
-"""What the batch-invariant mode can do: `ops/batch_invariant.py` explains it."""
+"""Checks that a model can run in the batch-invariant mode, which `ops/batch_invariant.py` explains."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from postlude.layout import Layout
 NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
 Size: TypeAlias = Annotated[int, Bounds(least=1)]
 NormPosition: TypeAlias = Literal["pre", "post", "both"]
-"""Where a block has a norm: before its computation, after it, or both."""
+"""The position of a block's norm: before its computation, after it, or both."""
 
 
 def default_heads(width: int, size: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How AdamW's weights and moments are stored in few bits.
+"""Storage of AdamW's weights and moments in few bits.
 
 Arithmetic is fp32: values are widened when they are read and rounded when they are written.
 

@@ -13,7 +13,7 @@ from postlude.ops.packing import Packing
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreConfig:
-    """How keys are scored: scale · query·key, bounded to softcap · tanh(score / softcap) with a softcap.
+    """The scoring of keys: scale · query·key, bounded to softcap · tanh(score / softcap) with a softcap.
 
     A query sees the keys up to its own, the last `window` of them; None means all. `sinks` [heads] are scores of an
     extra key with value zero, which joins only the softmax's denominator.

@@ -64,7 +64,7 @@ def restore_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertRoute:
-    """How one rank's rows, sorted by expert, reach the ranks that hold the experts.
+    """The route of one rank's rows, sorted by expert, to the ranks that hold the experts.
 
     `counts` [E / ep] are the rows that each of this rank's experts gets from all ranks, sorted by expert. `to_experts`
     sends them; None where this rank has all experts.

@@ -26,7 +26,7 @@ class SharedTile:
 
     @property
     def saved(self) -> int:
-        """How many pages need not be read again."""
+        """The number of pages that are not read again."""
         return (len(self.rows) - 1) * self.pages
 
 

@@ -62,7 +62,7 @@ class AttentionConfig(BlockConfig):
 
     @property
     def window(self) -> int | None:
-        """How many keys a query sees, its own included; None for all."""
+        """The number of keys that a query sees, its own included; None for all."""
         return None
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class SlidingAttentionConfig(AttentionConfig):
 
     @property
     def window(self) -> int | None:
-        """How many keys a query sees, its own included."""
+        """The number of keys that a query sees, its own included."""
         return self.sliding_window
 
 

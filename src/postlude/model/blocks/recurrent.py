@@ -27,7 +27,7 @@ class Recurrence(ABC):
     """
 
     kernel: Tensor
-    """Of the convolution, [channels, K]."""
+    """The weight of the convolution, [channels, K]."""
 
     def outputs(self, inputs: Inputs, packing: Packing) -> Tensor:
         """Returns the outputs of whole sequences, [T, heads, width]."""

@@ -31,7 +31,7 @@ class LogitOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogitConfig:
-    """How logits are computed from hidden states [..., H] and weight [V, H], this rank's rows of the output embedding.
+    """The computation of logits from hidden [..., H] and weight [V, H], this rank's rows of the output embedding.
 
         logits = softcap(logit_scale · (hidden @ weightᵀ + bias)) / temperature,   softcap(x) = c · tanh(x / c)
 

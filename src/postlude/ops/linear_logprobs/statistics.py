@@ -83,10 +83,10 @@ class Slab(Operands):
 
 
 class Epilogue(Protocol):
-    """What a backend does with tokens, slabs and rows: the only part in which backends differ."""
+    """The operations of a backend on tokens, slabs and rows: the only part in which backends differ."""
 
     LOGIT_COPIES: int
-    """How many times a slab is held, itself included."""
+    """The number of copies of a slab in memory, itself included."""
 
     def select(
         self,

@@ -19,7 +19,7 @@ Overlong = Literal["refuse", "drop", "cut"]
 
 
 class DatasetPath(Settings):
-    """Where the rows of a dataset are."""
+    """The path of a dataset's rows."""
 
     path: Annotated[Path, InputPath("path")]
     """A file (JSONL, JSON, CSV or parquet), a directory of files, or ORG/NAME or ORG/NAME@REVISION of a dataset on the

@@ -71,7 +71,7 @@ class RawValue:
 
     path: str
     location: str
-    """Where it was written, as text for messages."""
+    """The place where it was written, as text for messages."""
     scalar: yaml.ScalarNode | None = None
     items: list[RawValue] | None = None
     entries: dict[str, RawValue] = field(default_factory=dict)

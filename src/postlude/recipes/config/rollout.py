@@ -44,7 +44,7 @@ class NativeRollout(SharingSettings, ProbeSettings):
     """The native generator in the trainer's own ranks, with a whole copy of the model on each."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
-    """How keys and values are stored: in the model's dtype, or in fp8, which halves their memory and rounds them."""
+    """Storage of keys and values: in the model's dtype, or in fp8, which halves their memory and rounds them."""
     batch_invariant: bool = False
     """Compute every token with the same bits, whatever is generated or trained beside it: completions do not depend on
     their batch, and trainer and generator agree exactly (rollout_kl is 0). It is slower. For models of attention,
