@@ -126,6 +126,9 @@ def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
         load_tokenizer("tiny-dense", file)
     file.write_text("{{ raise_exception('only with a system message') }}")
     assert load_tokenizer("tiny-dense", file).chat_template is not None, "it may take other messages"
+    (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.jinja is not UTF-8 text: .* at byte 3"):
+        load_tokenizer("tiny-dense", tmp_path / "latin.jinja")
     with pytest.raises(FileNotFoundError, match=r"there is no chat template .*none\.jinja"):
         load_tokenizer("tiny-dense", tmp_path / "none.jinja")
 

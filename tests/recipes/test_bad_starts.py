@@ -391,6 +391,12 @@ BAD = [
     sft("a negative warm-up", "--optimizer.schedule.warmup=-1", sentences=("warmup", "-1")),
     grpo("negative steps of a warm start", "--warm_start.steps=-1", sentences=("steps", "-1")),
     # configs
+    grpo(
+        "an address that is none",
+        "--rollout.kind=server",
+        "--rollout.urls=[localhost:8000]",
+        sentences=('"rollout.urls.0" is "localhost:8000"', r"give text that matches \^https\?://"),
+    ),
     sft("a seed that is too large", "--seed=18446744073709551616", sentences=("seed", "1844", r"of at most 9\.22337e")),
     sft(
         "an adapter for a model",

@@ -243,7 +243,12 @@ def read_chat_template(file: str | os.PathLike[str]) -> str:
     path = Path(file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no chat template {path}; give the path of a .jinja file.")
-    source = path.read_text("utf-8")
+    try:
+        source = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the chat template {path} is not UTF-8 text: {error.reason} at byte {error.start}."
+        ) from error
     if not source.strip():
         raise ValueError(f"the chat template {path} is empty.")
     try:

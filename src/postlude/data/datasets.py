@@ -170,7 +170,7 @@ def choose_dataset_files(
         kinds = ", ".join(sorted({Path(file).suffix for file in files if Path(file).suffix})) or "none"
         raise ValueError(f"dataset {name} has no rows to read, which are {READABLE}; its files are: {kinds}.")
     readme = folder / "README.md"
-    return choose_files(rows, readme.read_text() if readme.is_file() else "", config, split, name)
+    return choose_files(rows, readme.read_text("utf-8", "replace") if readme.is_file() else "", config, split, name)
 
 
 def _is_description(file: Path) -> bool:

@@ -382,6 +382,7 @@ def _takes(node: Node) -> str:
     if node.get("format") == "path":
         return "a path"
     bounds = [f"{phrase} {node[bound]:g}" for bound, phrase in BOUNDS.items() if bound in node]
+    bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
     return " ".join([WORDS.get(node.get("type", ""), "any value"), *filter(None, [" and ".join(bounds)])])
 
 
