@@ -425,7 +425,7 @@ class Engine(TrainingStateProperties):
         """Writes the training state to a new directory: weights, optimizer, schedule, random states, `extra` (JSON).
 
         With the model's config and the `tokenizer`, if given, it can also be loaded as a model. It is copied to host
-        memory at once. Without `wait` it is written in the background, and `finish_saving` raises its error.
+        memory first. Without `wait` it is written in the background, and `finish_saving` raises its error.
         """
         self.failure_state.check()
         model_files = export.model_files(self, self.compute_dtype, tokenizer)

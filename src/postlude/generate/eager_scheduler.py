@@ -80,7 +80,7 @@ class EagerScheduler(Scheduler):
             self._begin(joining, prefill_logits)
 
     def _join(self) -> JoiningCompletions:
-        """Returns the completions that join with a prefill. Those with a prefilled prompt start at once."""
+        """Returns the completions that join with a prefill. Those with a prefilled prompt start here."""
         while True:
             self._idle_ended_rows()
             self._make_room()

@@ -45,9 +45,9 @@ class Generator:
     """Samples from `model` with its current weights, so that log-probs of sampling and training agree to rounding.
 
     `max_batch_tokens` is the size of the KV cache: running completions times the tokens of the longest, prompt
-    included. `max_sequences` limits the completions that run at once, `max_prefill_tokens` the prompt tokens that are
-    prefilled at once (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the
-    tokenizer's; `hf.read_model.end_tokens` returns all that a model's files name.
+    included. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens that are prefilled
+    in one step (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
+    `hf.read_model.end_tokens` returns all that a model's files name.
 
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
@@ -56,7 +56,7 @@ class Generator:
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
     quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `update_weights` makes them
-        anew after the model's weights have changed.
+        again after the model's weights have changed.
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, with drafts too, if all blocks are `cuda_graphable`
     and the rank has the whole model. The cache and the graphs are kept for the next call; see `release`.

@@ -63,7 +63,7 @@ class MTP:
 
     @property
     def mtp_options(self) -> MTPOptions:
-        """The options of the depths, which a schedule plan needs beforehand."""
+        """The options of the depths, which a schedule plan needs before it runs the objective."""
         from postlude.model import MTPOptions
 
         return MTPOptions(stop_trunk=self.stop_trunk)

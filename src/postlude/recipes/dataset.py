@@ -1,6 +1,6 @@
 """Dataset rows as tokens: encoded once and cached in the run directory, or row by row as a stream is read.
 
-Without streaming all rows are encoded before a run starts, so that a bad row is reported at once.
+Without streaming all rows are encoded before a run starts, so that a bad row is reported then.
 """
 
 from __future__ import annotations

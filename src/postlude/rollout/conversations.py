@@ -122,7 +122,7 @@ class _Conversation:
 
 
 class Conversations:
-    """Runs many groups at once, each with its own environment.
+    """Runs many groups concurrently, each with its own environment.
 
     With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
     all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it

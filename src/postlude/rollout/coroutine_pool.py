@@ -1,4 +1,4 @@
-"""CoroutinePool: runs coroutines in one thread, each with a time limit, and so many at once."""
+"""CoroutinePool: runs coroutines in one thread, each with a time limit, and a limited number concurrently."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Running(NamedTuple):
 
 
 class CoroutinePool:
-    """Runs coroutines of `name`, hundreds at once. One that takes more than `timeout` seconds is cancelled.
+    """Runs coroutines of `name`, hundreds concurrently. One that takes more than `timeout` seconds is cancelled.
 
-    With `limit`, so many run at once. The others wait, which does not count as their time.
+    With `limit`, at most so many run concurrently. The others wait, which does not count as their time.
 
     A coroutine that blocks its thread cannot be cancelled. The thread is then abandoned, and later coroutines get a new
     one: the coroutine that blocks costs itself and those that ran beside it.

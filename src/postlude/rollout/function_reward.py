@@ -28,7 +28,7 @@ class FunctionReward(FailureCounter, Reward):
     A function that names `completion` is called for each completion. One that names `completions` is called with up to
     `batch_size` that wait together, or with all completions of one prompt if `group` is true. It returns one value for
     each, as `read_score` reads them. Functions are called in `workers` processes; coroutine
-    functions in a thread of this process, at most `concurrency` calls at once. A call that raises, takes more than
+    functions in a thread of this process, at most `concurrency` calls concurrently. A call that raises, takes more than
     `timeout` seconds or returns the wrong number of values fails its completions, an invalid value only its own: they
     are excluded from training, or earn `failed_reward` if that is a number.
     """

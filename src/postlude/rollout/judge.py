@@ -34,7 +34,7 @@ class JudgeReward(FailureCounter, Reward):
     `template` is the judge's question. {prompt}, {completion} and the columns of the row are filled in; a prompt of
     messages becomes text with the role before each message. `verdict` reads the score from the answer. A request that
     gets no reply within `timeout` seconds, or one that asks to try later, is made up to `retries` times again.
-    `concurrency` requests run at once. An answer without a score earns `unparsable_reward`; without that it counts as
+    At most `concurrency` requests run. An answer without a score earns `unparsable_reward`; without that it counts as
     a failed call, as does a request that failed. `key_variable` names the environment variable of the API key.
     """
 

@@ -17,8 +17,8 @@ class ServerEngine:
     """Rollout engine backed by inference servers, which generate while the ranks train. A `DistributedEngine`.
 
     `connect` makes the client, on rank 0. With a training `engine` and `sync`, servers get its weights before they
-    generate; else they keep theirs. A version of the weights is named START.STEP. START is a random id of each start of
-    the run (`start_id`), because a step that is repeated after a restart may give other weights.
+    generate; else they keep their own. A version of the weights is named START.STEP. START is a random id of each
+    start of the run (`start_id`), because a step that is repeated after a restart may give other weights.
     """
 
     batched_polls = False

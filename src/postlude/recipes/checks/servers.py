@@ -65,7 +65,7 @@ def server_checks(
 
     Of the native generator it yields the check of FP8, if it has any.
 
-    `gets_weights`: they get the trainer's weights. `compares_logprobs`: theirs are compared with the trainer's.
+    `gets_weights`: they get the trainer's weights. `compares_logprobs`: their log-probs are compared with its own.
     """
     if isinstance(rollout, NativeRollout):
         if rollout.kv_cache_dtype != "auto" or rollout.quantization is not None:

@@ -2,7 +2,7 @@
 
 `settings.py`, `environments.py` and `rollout.py` have the parts that they share.
 
-They are read without torch, so that a mistake is reported at once.
+They are read without torch, so that a mistake is reported immediately.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class FunctionRewardSettings(WeightSettings):
     batch_size: PositiveInt = 64
     """Completions of a call of a function that takes `completions`, without group."""
     concurrency: PositiveInt = 64
-    """Calls of an async function that run at once."""
+    """Maximum number of concurrent calls of an async function."""
     timeout: Positive | None = None
     """Seconds after which a call counts as failed; none takes environment.timeout."""
 
@@ -130,7 +130,7 @@ class JudgeSettings(WeightSettings):
     retries: NonNegativeInt = 2
     """Times that a failed request is made again, if the server cannot be reached, is busy or gives no reply."""
     concurrency: PositiveInt = 32
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
     key_variable: str | None = None
     """Name of the environment variable that holds the API key; none sends no key."""
     extra: dict[str, Any] = Field(default_factory=dict)

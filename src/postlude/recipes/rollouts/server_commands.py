@@ -135,7 +135,7 @@ def vllm_lora_rank(rank: int) -> int:
 def peft_rank(engine: Engine) -> int:
     """Returns the largest rank of the engine's adapters as peft's files have them; 0 without adapters.
 
-    Where Hugging Face has one module for several of our layers, its rank is the sum of theirs.
+    Where Hugging Face has one module for several of our layers, its rank is the sum of their ranks.
     """
     configs = engine.adapters.configs
     if not configs:

@@ -15,7 +15,7 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they st
 
 
 class JSONLinesFile:
-    """A JSON Lines file. Each line is written at once, so a kill can only tear the last one."""
+    """A JSON Lines file. Each line is one write, so a kill can only tear the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

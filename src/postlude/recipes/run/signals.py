@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a run after its step. A second signal ends the process at once.
+"""SIGINT, SIGTERM and SIGHUP end a run after its step. A second signal ends the process immediately.
 
 While a rank waits for servers, the step may take long: there `StopRequested` ends it in the middle.
 """

@@ -20,7 +20,7 @@ from postlude.serving.errors import InvalidResponse, RequestRefused, ServerBusy,
 NOT_FOUND = 404
 BUSY_PAUSE = 0.5  # seconds until a probe that a busy server did not take is sent again
 LOGPROB_ROUNDING = 1e-4  # how far above 0 rounding may bring a log-prob
-STATUS_TIMEOUT = 10.0  # seconds for requests that a working server answers at once
+STATUS_TIMEOUT = 10.0  # seconds for requests that a working server answers immediately
 State = Literal["connecting", "up", "needs_weights", "unavailable", "excluded"]
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ class RemoteServer:
         self.backing_off = False
         """Whether it gets no requests for some seconds after a busy reply."""
         self.capacity = math.inf
-        """The number of requests that it takes at once, estimated from its busy replies."""
+        """The number of requests that it takes concurrently, estimated from its busy replies."""
         self.outstanding = 0
         """Requests that it has not answered yet."""
         self.version: str | None = None

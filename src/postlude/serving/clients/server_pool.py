@@ -61,7 +61,7 @@ class ServerPool:
     in time or fails gets no requests for `backoff` seconds, which double each time; its requests go to others. After
     `retries` failures in a row it is unavailable until there are new weights. One that gives an invalid response is
     excluded. Before a server gets requests again it is connected again and given the newest weights. A busy one
-    (status 429) gets fewer requests at once. One that refuses a request does not get it again if there is another.
+    (status 429) gets fewer concurrent requests. One that refuses a request does not get it again if there is another.
     `RemoteServer` lists the states.
 
     When no server is left, the unavailable ones and those excluded because of an invalid completion are retried for
