@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,32 @@ def test_settings_from_python_keep_their_types() -> None:
     }
     config = RECIPES["grpo"].read(None, (), [fields | {"dtype": None, "replay_routing": False}])
     assert config.environment.settings == {"text": "2", "number": 2, "none": None, "list": [1]}
+
+
+def exact(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+@dataclass
+class Game:
+    row: dict[str, Any]
+
+    async def step(self, text: str) -> float:
+        return 1.0
+
+
+def test_functions_and_classes_from_python_are_named_by_their_file() -> None:
+    rewards = {"right": exact, "again": {"kind": "function", "function": exact}}
+    config = RECIPES["grpo"].read(None, (), [{"environment": {"kind": "dataset", "path": "x", "rewards": rewards}}])
+    expected = f"{Path(__file__).resolve()}:exact"
+    assert [str(reward.function) for reward in config.environment.rewards.values()] == [expected] * 2
+    tools = {"kind": "tools", "path": "x", "tools": [exact], "reward": exact, "format": "hermes", "max_turns": 2}
+    assert RECIPES["grpo"].read(None, (), [{"environment": tools}]).environment.tools == (expected,)
+    episodes = {"kind": "episodes", "path": "x", "episode": Game, "max_turns": 2}
+    assert RECIPES["grpo"].read(None, (), [{"environment": episodes}]).environment.episode == f"{__file__}:Game"
+    for code in (lambda completion: 1.0, int):
+        with pytest.raises(ConfigError, match=r'"environment.reward" is .* in the call, which is not at the top level'):
+            RECIPES["grpo"].read(None, (), [{"environment": {"kind": "dataset", "path": "x", "reward": code}}])
 
 
 def test_a_recipe_stays_a_function_when_its_file_is_imported() -> None:

@@ -6,9 +6,11 @@ import contextlib
 import difflib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import yaml
@@ -204,12 +206,31 @@ def _set_values(raw: RawValue, values: Mapping[str, Any]) -> None:
             _set_values(raw.entries.setdefault(str(name), RawValue(path, CALL)), value)
             continue
         try:
-            node = SafeRepresenter().represent_data(value)
+            node = SafeRepresenter().represent_data(_by_name(value, path))
         except yaml.YAMLError:
             raise ConfigError(
                 f'config key "{path}" is a {type(value).__name__} {CALL}; give a number, text, a list or a mapping.'
             ) from None
         raw.entries[str(name)] = _tree(node, path, CALL)
+
+
+def _by_name(value: Any, path: str) -> Any:
+    """Returns a value with functions and classes as path/to/file.py:name, by which other processes load them."""
+    if isinstance(value, list | tuple):
+        return [_by_name(item, path) for item in value]
+    if not isinstance(value, FunctionType | type):
+        return value
+    file = Path(value.__code__.co_filename if isinstance(value, FunctionType) else _file_of(value)).resolve()
+    if not file.is_file() or not value.__qualname__.isidentifier():
+        raise ConfigError(
+            f'config key "{path}" is {value.__qualname__} {CALL}, which is not at the top level of a file. Write it '
+            "into one, because other processes load it from there."
+        )
+    return f"{file}:{value.__qualname__}"
+
+
+def _file_of(defined: type) -> str:
+    return getattr(sys.modules.get(defined.__module__), "__file__", None) or ""
 
 
 def _set(raw: RawValue, path: str, text: str) -> None:

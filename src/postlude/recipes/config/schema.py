@@ -199,7 +199,7 @@ def _strings(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 def plain(value: Any) -> Any:
     """Returns a config, or a value in one, as mappings, lists and scalars."""
-    if isinstance(value, BaseModel) or is_dataclass(value):
+    if isinstance(value, BaseModel) or (is_dataclass(value) and not isinstance(value, type)):
         return plain(value.model_dump() if isinstance(value, BaseModel) else asdict(cast(Any, value)))
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
