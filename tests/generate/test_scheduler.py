@@ -174,8 +174,8 @@ def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) 
         kernels, "product", lambda *arguments, **options: (calls.append(1), product(*arguments, **options))[1]
     )
     for count, products in (
-        (decode_linear.MOST, 2 * 8),
-        (decode_linear.MOST + 1, 0),
+        (decode_linear.MAX_ROWS, 2 * 8),
+        (decode_linear.MAX_ROWS + 1, 0),
     ):  # a step is made, and then recorded
         calls.clear()
         prompts = [[place, 5, 9] * 10 for place in range(count)]

@@ -197,8 +197,8 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
 
 
 def test_more_rows_than_a_tile_has_are_refused_or_left_to_torch() -> None:
-    x, norm, weight, _ = make_operands(decode_linear.MOST + 1, 64, 64, 0.0)
-    with pytest.raises(RuntimeError, match=f"its tiles have room for {decode_linear.MOST} rows, and these are"):
+    x, norm, weight, _ = make_operands(decode_linear.MAX_ROWS + 1, 64, 64, 0.0)
+    with pytest.raises(RuntimeError, match=f"its tiles have room for {decode_linear.MAX_ROWS} rows, and these are"):
         norm_linear(x, norm, weight, backend="triton")
     exact = F.rms_norm(x.double(), (64,), norm.weight.double(), norm.eps)
     assert_near(norm_linear(x, norm, weight), exact @ weight.double().t())

@@ -169,8 +169,8 @@ def fp8_linears(
         if bias is not None:
             products[index] = products[index] + bias
         if adapter is not None:
-            low = F.linear(rows, adapter.a.to(rows.dtype)) * adapter.scale
-            products[index] = products[index] + F.linear(low, adapter.b.to(rows.dtype))
+            a_product = F.linear(rows, adapter.a.to(rows.dtype)) * adapter.scale
+            products[index] = products[index] + F.linear(a_product, adapter.b.to(rows.dtype))
     return tuple(products)
 
 

@@ -24,8 +24,8 @@ from postlude.ops.linear import forward_product
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 
-MOST = 16  # rows: one tile of a tensor core. With more, cuBLAS is as fast
-STEP = 64  # both sizes of a weight are multiples of this, so that its tiles are whole
+MAX_ROWS = 16  # rows: one tile of a tensor core. With more, cuBLAS is as fast
+SIZE_MULTIPLE = 64  # both sizes of a weight are multiples of this, so that its tiles are whole
 COUNTERS = 1024
 MAX_RANK = 64  # of adapters: with more, tiles of A take too much shared memory
 
@@ -45,11 +45,11 @@ def norm_linear(
     """
     if isinstance(weight, FP8Weight):
         multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
-        return add_low_rank(multiply, *_normed(rows, norm, low_rank))
+        return add_low_rank(multiply, *_norm_for_adapters(rows, norm, low_rank))
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product  # needs triton
 
-        return product(rows, weight, MOST, norm=norm, counters=counters, low_rank=low_rank)
+        return product(rows, weight, MAX_ROWS, norm=norm, counters=counters, low_rank=low_rank)
     normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
     return add_low_rank(lambda: forward_product(normed, weight), normed, low_rank)
 
@@ -67,11 +67,11 @@ def norm_gated_linear(
     """Returns activation(gate) · up, [T, out], of (gate, up) = `norm_linear` with `weight` [2 · out, in]."""
     if isinstance(weight, FP8Weight):
         multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
-        return add_low_rank(multiply, *_normed(rows, norm, low_rank), activation)
+        return add_low_rank(multiply, *_norm_for_adapters(rows, norm, low_rank), activation)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
-        return product(rows, weight, MOST, norm=norm, activation=activation, counters=counters, low_rank=low_rank)
+        return product(rows, weight, MAX_ROWS, norm=norm, activation=activation, counters=counters, low_rank=low_rank)
     normed_rows = rms_norm(rows, norm.weight, norm.eps, norm.offset)
     return add_low_rank(lambda: forward_product(normed_rows, weight), normed_rows, low_rank, activation)
 
@@ -97,7 +97,7 @@ def linear_add(
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product
 
-        return product(rows, weight, MOST, residual=residual, counters=counters, low_rank=low_rank)
+        return product(rows, weight, MAX_ROWS, residual=residual, counters=counters, low_rank=low_rank)
     if is_batch_invariant():  # rounds the product before the sum, as the trainer's forward does
         return residual + add_low_rank(lambda: forward_product(rows, weight), rows, low_rank)
     return add_low_rank(lambda: residual.addmm_(rows, weight.t()), rows, low_rank)
@@ -122,22 +122,22 @@ def mlp_add(
     return linear_add(hidden, features, *down, counters)
 
 
-def _normed(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:
+def _norm_for_adapters(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:
     """Returns the norm of the rows if there are adapters to apply to it, and the adapters."""
     return rows if low_rank is None else rms_norm(rows, norm.weight, norm.eps, norm.offset), low_rank
 
 
 def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend: Backend) -> bool:
-    few = rows.is_cuda and len(rows) <= MOST and rows.dtype == torch.bfloat16
-    if backend == "auto" and (not few or is_batch_invariant()):
+    has_few_rows = rows.is_cuda and len(rows) <= MAX_ROWS and rows.dtype == torch.bfloat16
+    if backend == "auto" and (not has_few_rows or is_batch_invariant()):
         return False
     refused = None
-    if not 0 < len(rows) <= MOST:
-        refused = f"its tiles have room for {MOST} rows, and these are {len(rows)}"
+    if not 0 < len(rows) <= MAX_ROWS:
+        refused = f"its tiles have room for {MAX_ROWS} rows, and these are {len(rows)}"
     elif weight.dtype != rows.dtype or not weight.is_contiguous() or rows.stride(-1) != 1:
         refused = "rows and weights are not dense and of one dtype"
-    elif weight.shape[0] % STEP or weight.shape[1] % STEP:
-        refused = f"a weight of {list(weight.shape)} does not divide into tiles of {STEP}"
+    elif weight.shape[0] % SIZE_MULTIPLE or weight.shape[1] % SIZE_MULTIPLE:
+        refused = f"a weight of {list(weight.shape)} does not divide into tiles of {SIZE_MULTIPLE}"
     elif low_rank is not None:
         refused = low_rank.refused(rows, MAX_RANK)
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
@@ -153,8 +153,8 @@ def add_low_rank(
 ) -> Tensor:
     """Returns the product [T, out] of `multiply` with B · A · `rows` [T, in] added. It may overwrite the product.
 
-    With an activation, returns activation(gate) · up of it, [T, out / 2]. In a CUDA graph the product with A runs
-    beside that of `multiply`.
+    With an activation, returns activation(gate) · up of it, [T, out / 2]. In a CUDA graph the product with A runs in
+    parallel with that of `multiply`.
     """
     if low_rank is None:
         return _activated(multiply(), activation)
@@ -162,14 +162,14 @@ def add_low_rank(
         from postlude.ops.kernels import decode_linear as kernels  # needs triton
 
         with _on_side_stream(rows.device) as wait:
-            parts = F.linear(rows, low_rank.a)[None]
+            a_products = F.linear(rows, low_rank.a)[None]
         product = multiply()
         wait()
-        return kernels.add_low_rank(product, parts, low_rank, activation=activation)
-    product, low = multiply(), F.linear(rows, low_rank.a).split(low_rank.rank, -1)
-    layers = zip(product.split(low_rank.sizes, -1), low, low_rank.b.split(low_rank.sizes), strict=True)
-    for part, its_low, b in layers:
-        part.addmm_(its_low, b.t())
+        return kernels.add_low_rank(product, a_products, low_rank, activation=activation)
+    product, a_products = multiply(), F.linear(rows, low_rank.a).split(low_rank.rank, -1)
+    layers = zip(product.split(low_rank.sizes, -1), a_products, low_rank.b.split(low_rank.sizes), strict=True)
+    for layer_product, a_product, b in layers:
+        layer_product.addmm_(a_product, b.t())
     return _activated(product, activation)
 
 
@@ -207,6 +207,6 @@ def _use_low_rank_kernel(rows: Tensor, low_rank: LowRank, backend: Backend) -> b
     refused = low_rank.refused(rows)
     if not len(rows):
         refused = EMPTY
-    elif rows.stride(-1) != 1 or rows.shape[1] % STEP:
-        refused = f"rows are not dense, or their features no multiple of {STEP}"
+    elif rows.stride(-1) != 1 or rows.shape[1] % SIZE_MULTIPLE:
+        refused = f"rows are not dense, or their features no multiple of {SIZE_MULTIPLE}"
     return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)

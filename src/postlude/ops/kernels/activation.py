@@ -16,7 +16,7 @@ from torch import Tensor
 from postlude.ops.kernels.launch import Launcher, contiguous_like
 from postlude.ops.kernels.norm import as_rows
 
-TILE, WIDEST, WARPS = 2048, 1024, 4  # numbers a program takes, and the most of one row
+TILE, MAX_COLUMNS, WARPS = 2048, 1024, 4  # numbers of a tile, and the most of one row
 
 
 def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
@@ -60,15 +60,15 @@ def backward(
 @functools.cache
 def _tile(width: int) -> tuple[int, int]:
     """Returns rows and columns of a tile: columns divide the width where they can."""
-    columns = triton.next_power_of_2(width) if width < 128 else min(WIDEST, width & -width)
-    if width >= 128 > columns:  # small powers of two divide it only
-        columns = min(WIDEST, triton.next_power_of_2(width))
+    columns = triton.next_power_of_2(width) if width < 128 else min(MAX_COLUMNS, width & -width)
+    if width >= 128 > columns:  # only small powers of two divide it
+        columns = min(MAX_COLUMNS, triton.next_power_of_2(width))
     return max(1, TILE // columns), columns
 
 
 @triton.jit
-def activated(value, ACTIVATION: tl.constexpr):
-    """Returns the activation and its derivative."""
+def activation_and_slope(value, ACTIVATION: tl.constexpr):
+    """Returns the activation and its derivative, the slope."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(value)
         result = value * sigmoid
@@ -77,15 +77,15 @@ def activated(value, ACTIVATION: tl.constexpr):
         result = tl.sigmoid(value)
         slope = result * (1 - result)
     elif ACTIVATION == "gelu":
-        share = 0.5 * (1 + tl.erf(value * 0.7071067811865476))
-        result = value * share
-        slope = share + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
+        cdf = 0.5 * (1 + tl.erf(value * 0.7071067811865476))
+        result = value * cdf
+        slope = cdf + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
     elif ACTIVATION == "gelu_tanh":
         square = value * value
         # (1 + tanh(x)) / 2 is sigmoid(2 x)
-        share = tl.sigmoid(1.5957691216057308 * value * (1 + 0.044715 * square))
-        result = value * share
-        slope = share + value * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * square)
+        cdf = tl.sigmoid(1.5957691216057308 * value * (1 + 0.044715 * square))
+        result = value * cdf
+        slope = cdf + value * cdf * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * square)
     else:
         result = tl.maximum(value, 0.0)
         slope = 2 * result
@@ -103,7 +103,7 @@ def _forward_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < WIDTH)
     gate_value = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
-    result, _ = activated(gate_value, ACTIVATION)
+    result, _ = activation_and_slope(gate_value, ACTIVATION)
     if GATED:
         result *= tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(output + row * WIDTH + column, result.to(output.dtype.element_ty), mask=mask)
@@ -112,7 +112,7 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     gate, up, gradient, grad_gate, grad_up, features, rows,
-    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, RESULT_STRIDE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, GRADIENT_STRIDE: tl.constexpr, GRAD_GATE_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -120,16 +120,16 @@ def _backward_kernel(
     mask = (row < rows) & (column < WIDTH)
     gate_value = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(gradient + row * GRADIENT_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
-    result, slope = activated(gate_value, ACTIVATION)
-    at = row * RESULT_STRIDE + column
+    result, slope = activation_and_slope(gate_value, ACTIVATION)
+    grad_at = row * GRAD_GATE_STRIDE + column
     if GATED:
         up_value = tl.load(up + row * UP_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_up + at, (grad * result).to(grad_up.dtype.element_ty), mask=mask)
+        tl.store(grad_up + grad_at, (grad * result).to(grad_up.dtype.element_ty), mask=mask)
         grad *= up_value
         result *= up_value
     if features is not None:
         tl.store(features + row * WIDTH + column, result.to(features.dtype.element_ty), mask=mask)
-    tl.store(grad_gate + at, (grad * slope).to(grad_gate.dtype.element_ty), mask=mask)
+    tl.store(grad_gate + grad_at, (grad * slope).to(grad_gate.dtype.element_ty), mask=mask)
 
 
 _forward, _backward = Launcher(_forward_kernel), Launcher(_backward_kernel)

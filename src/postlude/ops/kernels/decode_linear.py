@@ -1,8 +1,8 @@
 """A linear layer of few rows with the norm, activation or residual around it, in one kernel.
 
-A decode step of 16 rows gives 12,124 tokens/s with it and 10,136 with a kernel for each part, 0.6B on an H200
-(docs/benchmarks.md, "The generator"). With an adapter of rank 32 a step takes 1.37 ms; 1.77 where every program
-multiplied by the A of its layer (docs/benchmarks.md, "LoRA").
+Not measured against a kernel for each part. The four products of a layer of a 0.6B take 23.2 µs for 16 rows on an H200
+(benchmarks/results/decode_tries_h200.json). With an adapter of rank 32 a step takes 1.37 ms; it took 1.77 where every
+program multiplied by the A of its layer (benchmarks/results/decode_step_lora_h200.json).
 
 A program takes some columns of the product, of all rows. Where there are too few columns for all multiprocessors,
 several programs share them, each with some of the features. The last one to finish adds all parts in their order, so
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from postlude.ops.kernels.activation import activated
+from postlude.ops.kernels.activation import activation_and_slope
 from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.low_rank import LowRank
@@ -29,17 +29,17 @@ from postlude.ops.norm import Norm
 
 # Measured on an H200: columns and features of a tile, programs to aim at, warps and loads ahead.
 COLUMNS, BLOCK, PROGRAMS, WARPS, STAGES = 32, 256, 128, 4, 4
-LEAST_COLUMNS, MOST_BLOCK = 8, 512  # of a product with few columns: programs that share a sum wait for each other
+MIN_COLUMNS, MAX_BLOCK = 8, 512  # of a tile where columns are few: programs that share a sum wait for each other
 GATED_COLUMNS = 64  # gates and what they multiply
-LOW_FEATURES = 2048  # of a program that multiplies by A; with fewer, there are more programs than multiprocessors
+A_FEATURES = 2048  # of a program that multiplies by A; with fewer, there are more programs than multiprocessors
 TOKENS, B_COLUMNS = 32, 128  # of a tile that adds the product with B to another product
-SPARE = 4096  # bytes of shared memory besides the tiles
+OTHER_SHARED_MEMORY = 4096  # bytes of shared memory besides the tiles
 
 
 def product(
     rows: Tensor,
     weight: Tensor,
-    most: int,
+    max_rows: int,
     *,
     norm: Norm | None = None,
     activation: str | None = None,
@@ -47,40 +47,41 @@ def product(
     counters: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """See `ops/decode_linear.py`; the arguments say which function. Tiles have room for `most` rows."""
+    """See `ops/decode_linear.py`; the arguments say which function. Tiles have room for `max_rows` rows."""
     count, width = rows.shape
     features = weight.shape[0] // (2 if activation else 1)
-    columns, most_block = (GATED_COLUMNS // 2 if activation else COLUMNS), BLOCK
-    while norm is None and low_rank is None and columns > LEAST_COLUMNS and features // columns < PROGRAMS:
-        columns, most_block = columns // 2, min(2 * most_block, MOST_BLOCK)
+    columns, max_block = (GATED_COLUMNS // 2 if activation else COLUMNS), BLOCK
+    while norm is None and low_rank is None and columns > MIN_COLUMNS and features // columns < PROGRAMS:
+        columns, max_block = columns // 2, min(2 * max_block, MAX_BLOCK)
     tiles = triton.cdiv(features, columns)
-    ranks = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
-    loaded = most + max(columns * (2 if activation else 1), ranks[1])  # of each feature
-    block = _divisor(width, most_block)
-    while (STAGES - 1) * block * loaded * rows.element_size() + SPARE > gpu_of(rows.device).shared_memory:
+    rank_constants = (16, 16, features, features, features) if low_rank is None else low_rank_constants(low_rank)
+    loaded_rows = max_rows + max(columns * (2 if activation else 1), rank_constants[1])  # of each feature
+    block = _divisor(width, max_block)
+    row_bytes, available = loaded_rows * rows.element_size(), gpu_of(rows.device).shared_memory - OTHER_SHARED_MEMORY
+    while (STAGES - 1) * block * row_bytes > available:
         block //= 2
-    splits, shares = 1, counters is not None and norm is None
-    while shares and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * block) == 0:
+    splits, shares_sums = 1, counters is not None and norm is None
+    while shares_sums and tiles * splits * 2 <= PROGRAMS and width % (splits * 2 * block) == 0:
         splits *= 2
     output = torch.empty(count, features, dtype=rows.dtype, device=rows.device)
     parts = None if splits == 1 else torch.empty(splits, count, features, dtype=torch.float32, device=rows.device)
-    a = b = lows = None
-    low_splits = low_programs = 0
+    a = b = a_products = None
+    a_splits = a_programs = 0
     if low_rank is not None:
         a, b = low_rank.a, low_rank.b
-        low_splits = max(1, width // _divisor(width, LOW_FEATURES))
-        low_programs = low_splits * len(low_rank.sizes)
-        lows = torch.empty(low_programs, most, ranks[1], dtype=torch.float32, device=rows.device)
+        a_splits = max(1, width // _divisor(width, A_FEATURES))
+        a_programs = a_splits * len(low_rank.sizes)
+        a_products = torch.empty(a_programs, max_rows, rank_constants[1], dtype=torch.float32, device=rows.device)
         if counters is None:
             counters = torch.zeros(1, dtype=torch.int32, device=rows.device)
     if splits > 1 and counters is not None and tiles >= len(counters):
         raise ValueError(f"{tiles} tiles need {tiles + 1} counters, but there are {len(counters)}.")
-    tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters, a, b, lows)
+    tensors = (rows, weight, None if norm is None else norm.weight, residual, output, parts, counters, a, b, a_products)
     numbers = (count, 0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset)
     strides = (rows.stride(0), 0 if residual is None else residual.stride(0))
-    sizes = (width, features, most, columns, block, tiles, splits, 0 if counters is None else len(counters) - 1)
-    constants = (*strides, *sizes, activation, STAGES, WARPS, low_splits, low_programs, *ranks)
-    _product((low_programs + tiles * splits, 1, 1), tensors, numbers, constants, WARPS)
+    sizes = (width, features, max_rows, columns, block, tiles, splits, 0 if counters is None else len(counters) - 1)
+    constants = (*strides, *sizes, activation, STAGES, WARPS, a_splits, a_programs, *rank_constants)
+    _product((a_programs + tiles * splits, 1, 1), tensors, numbers, constants, WARPS)
     return output
 
 
@@ -97,222 +98,230 @@ def _divisor(width: int, most: int) -> int:
 
 @triton.jit(do_not_specialize=["count", "eps", "offset"])
 def _product_kernel(
-    rows, weight, norm, residual, output, parts, counters, a, b, lows, count, eps, offset,
+    rows, weight, norm, residual, output, parts, counters, a, b, a_products, count, eps, offset,
     STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
-    LOW_COUNTER: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    LOW_SPLITS: tl.constexpr, LOW_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+    A_COUNTER: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    A_SPLITS: tl.constexpr, A_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    SECOND_LAYER: tl.constexpr, THIRD_LAYER: tl.constexpr, FOURTH_LAYER: tl.constexpr,
 ):  # fmt: skip
     # Programs start in the order of their numbers, so those that others wait for are the first.
     program = tl.program_id(0)
-    if program < LOW_PROGRAMS:
+    if program < A_PROGRAMS:
         if a is not None:
-            _multiply_a(
-                program, rows, norm, counters + LOW_COUNTER, a, lows, count, offset,
-                STRIDE, WIDTH, TOKENS, BLOCK, STAGES, WARPS, LOW_SPLITS, RANK, RANKS,
+            _product_with_a(
+                program, rows, norm, counters + A_COUNTER, a, a_products, count, offset,
+                STRIDE, WIDTH, TOKENS, BLOCK, STAGES, WARPS, A_SPLITS, RANK, RANK_BLOCK,
             )  # fmt: skip
     else:
-        _multiply(
-            program - LOW_PROGRAMS, rows, weight, norm, residual, output, parts, counters, b, lows, count, eps, offset,
-            STRIDE, RESIDUAL_STRIDE, WIDTH, FEATURES, TOKENS, COLUMNS, BLOCK, TILES, SPLITS, LOW_COUNTER, ACTIVATION,
-            STAGES, WARPS, LOW_SPLITS, LOW_PROGRAMS, RANK, RANKS, SECOND, THIRD, FOURTH,
+        _product_tile(
+            program - A_PROGRAMS, rows, weight, norm, residual, output, parts, counters, b, a_products, count, eps,
+            offset, STRIDE, RESIDUAL_STRIDE, WIDTH, FEATURES, TOKENS, COLUMNS, BLOCK, TILES, SPLITS, A_COUNTER,
+            ACTIVATION, STAGES, WARPS, A_SPLITS, A_PROGRAMS, RANK, RANK_BLOCK, SECOND_LAYER, THIRD_LAYER, FOURTH_LAYER,
         )  # fmt: skip
 
 
 @triton.jit
-def _multiply_a(
-    program, rows, norm, counter, a, lows, count, offset,
+def _product_with_a(
+    program, rows, norm, counter, a, a_products, count, offset,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, LOW_SPLITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    WARPS: tl.constexpr, A_SPLITS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Some features of rows · Aᵀ of one layer, before the division by the norm, to `lows` [programs, TOKENS, RANKS].
-    token, rank = tl.arange(0, TOKENS), tl.arange(0, RANKS)
-    layer, split = program // LOW_SPLITS, program % LOW_SPLITS
-    low = _times_a(
+    # Writes some features' part of rows · Aᵀ of one layer, before the division by the norm, to `a_products` [programs,
+    # TOKENS, RANK_BLOCK].
+    token, rank = tl.arange(0, TOKENS), tl.arange(0, RANK_BLOCK)
+    layer, split = program // A_SPLITS, program % A_SPLITS
+    partial = _partial_product_with_a(
         rows, norm, a + layer * RANK * WIDTH, token, token < count, rank < RANK, split, offset,
-        STRIDE, WIDTH, RANKS, WIDTH // LOW_SPLITS, BLOCK, STAGES, WARPS,
+        STRIDE, WIDTH, RANK_BLOCK, WIDTH // A_SPLITS, BLOCK, STAGES, WARPS,
     )  # fmt: skip
-    tl.store(lows + (program * TOKENS + token[:, None]) * RANKS + rank[None, :], low)
+    tl.store(a_products + (program * TOKENS + token[:, None]) * RANK_BLOCK + rank[None, :], partial)
     tl.debug_barrier()  # all threads have stored before one counts
     tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit
-def _times_a(
-    rows, norm, a, token, live, known, split, offset,
-    STRIDE: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+def _partial_product_with_a(
+    rows, norm, a, token, token_mask, rank_mask, split, offset,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, RANK_BLOCK: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns [tokens, RANKS]: tokens' rows times the first rows of A, of FEATURES features."""
-    of_warp: tl.constexpr = BLOCK // WARPS
-    first_feature = split * FEATURES + tl.arange(0, WARPS)[:, None] * of_warp + tl.arange(0, of_warp)[None, :]
-    low = tl.zeros((WARPS, token.shape[0], RANKS), tl.float32)
+    """Returns [tokens, RANK_BLOCK]: tokens' rows times the first rows of A, of FEATURES features."""
+    warp_features: tl.constexpr = BLOCK // WARPS
+    first_feature = split * FEATURES + tl.arange(0, WARPS)[:, None] * warp_features
+    first_feature += tl.arange(0, warp_features)[None, :]
+    product = tl.zeros((WARPS, token.shape[0], RANK_BLOCK), tl.float32)
     for start in tl.range(0, FEATURES, BLOCK, num_stages=STAGES):
-        place = first_feature + start
-        values = tl.load(rows + token[None, :, None] * STRIDE + place[:, None, :], mask=live[None, :, None], other=0.0)
-        a_at = a + tl.arange(0, RANKS)[None, None, :] * WIDTH + place[:, :, None]
-        matrix = tl.load(a_at, mask=known[None, None, :], other=0.0)
+        feature = first_feature + start
+        rows_at = rows + token[None, :, None] * STRIDE + feature[:, None, :]
+        row_tile = tl.load(rows_at, mask=token_mask[None, :, None], other=0.0)
+        a_at = a + tl.arange(0, RANK_BLOCK)[None, None, :] * WIDTH + feature[:, :, None]
+        a_tile = tl.load(a_at, mask=rank_mask[None, None, :], other=0.0)
         if norm is not None:
-            by = tl.load(norm + place).to(tl.float32) + offset
-            values = (values.to(tl.float32) * by[:, None, :]).to(values.dtype)
-        low = tl.dot(values, matrix, low)
-    return tl.sum(low, 0)
+            norm_weight = tl.load(norm + feature).to(tl.float32) + offset
+            row_tile = (row_tile.to(tl.float32) * norm_weight[:, None, :]).to(row_tile.dtype)
+        product = tl.dot(row_tile, a_tile, product)
+    return tl.sum(product, 0)
 
 
 @triton.jit
-def _low(lows, layer, TOKENS: tl.constexpr, LOW_SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """Returns rows · Aᵀ of a layer, [TOKENS, RANKS]: the sum of its parts in their order."""
-    at = lows + tl.arange(0, TOKENS)[:, None] * RANKS + tl.arange(0, RANKS)[None, :]
-    total = tl.zeros((TOKENS, RANKS), tl.float32)
-    for split in tl.static_range(LOW_SPLITS):
-        total += tl.load(at + (layer * LOW_SPLITS + split) * TOKENS * RANKS, cache_modifier=".cg")
+def _sum_products_with_a(a_products, layer, TOKENS: tl.constexpr, A_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Returns rows · Aᵀ of a layer, [TOKENS, RANK_BLOCK]: the sum of its parts in their order."""
+    at = a_products + tl.arange(0, TOKENS)[:, None] * RANK_BLOCK + tl.arange(0, RANK_BLOCK)[None, :]
+    total = tl.zeros((TOKENS, RANK_BLOCK), tl.float32)
+    for split in tl.static_range(A_SPLITS):
+        total += tl.load(at + (layer * A_SPLITS + split) * TOKENS * RANK_BLOCK, cache_modifier=".cg")
     return total
 
 
 @triton.jit
-def _multiply(  # noqa: PLR0912, PLR0915
-    program, rows, weight, norm, residual, output, parts, counters, b, lows, count, eps, offset,
+def _product_tile(  # noqa: PLR0912, PLR0915
+    program, rows, weight, norm, residual, output, parts, counters, b, a_products, count, eps, offset,
     STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
-    LOW_COUNTER: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    LOW_SPLITS: tl.constexpr, LOW_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+    A_COUNTER: tl.constexpr, ACTIVATION: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    A_SPLITS: tl.constexpr, A_PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    SECOND_LAYER: tl.constexpr, THIRD_LAYER: tl.constexpr, FOURTH_LAYER: tl.constexpr,
 ):  # fmt: skip
     # Each warp takes its own features of a block, [WARPS, ...], and their sums are added at the end.
     tile, split = program % TILES, program // TILES
     token, column = tl.arange(0, TOKENS), tile * COLUMNS + tl.arange(0, COLUMNS)
-    live, inside = (token < count)[:, None], (column < FEATURES)[None, :]
-    each: tl.constexpr = WIDTH // SPLITS
-    of_warp: tl.constexpr = BLOCK // WARPS
-    first_feature = split * each + tl.arange(0, WARPS)[:, None] * of_warp + tl.arange(0, of_warp)[None, :]
+    token_mask, column_mask = (token < count)[:, None], (column < FEATURES)[None, :]
+    split_features: tl.constexpr = WIDTH // SPLITS
+    warp_features: tl.constexpr = BLOCK // WARPS
+    first_feature = split * split_features + tl.arange(0, WARPS)[:, None] * warp_features
+    first_feature += tl.arange(0, warp_features)[None, :]
     total = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
     up = tl.zeros((WARPS, TOKENS, COLUMNS), tl.float32)
-    squares = tl.zeros((WARPS, TOKENS, of_warp), tl.float32)  # summed up once, at the end
+    squares = tl.zeros((WARPS, TOKENS, warp_features), tl.float32)  # summed up once, at the end
     if b is not None:  # loaded early, needed last
-        rank = tl.arange(0, RANKS)
-        held, b_at = inside & (rank < RANK)[:, None], b + column[None, :] * RANK + rank[:, None]
-        by_b = tl.load(b_at, mask=held, other=0.0)
+        rank = tl.arange(0, RANK_BLOCK)
+        b_mask, b_at = column_mask & (rank < RANK)[:, None], b + column[None, :] * RANK + rank[:, None]
+        b_tile = tl.load(b_at, mask=b_mask, other=0.0)
         if ACTIVATION is not None:
-            up_by_b = tl.load(b_at + FEATURES * RANK, mask=held, other=0.0)
-    for start in tl.range(0, each, BLOCK, num_stages=STAGES):
-        place = first_feature + start
-        weight_at = weight + column[None, None, :].to(tl.int64) * WIDTH + place[:, :, None]
-        values = tl.load(rows + token[None, :, None] * STRIDE + place[:, None, :], mask=live[None], other=0.0)
-        weights = tl.load(weight_at, mask=inside[None], other=0.0)  # the gate's, where there is one
+            up_b_tile = tl.load(b_at + FEATURES * RANK, mask=b_mask, other=0.0)
+    for start in tl.range(0, split_features, BLOCK, num_stages=STAGES):
+        feature = first_feature + start
+        weight_at = weight + column[None, None, :].to(tl.int64) * WIDTH + feature[:, :, None]
+        row_tile = tl.load(rows + token[None, :, None] * STRIDE + feature[:, None, :], mask=token_mask[None], other=0.0)
+        weight_tile = tl.load(weight_at, mask=column_mask[None], other=0.0)  # the gate's, where there is one
         if norm is not None:
-            wide = values.to(tl.float32)
-            squares += wide * wide
-            values = (wide * (tl.load(norm + place).to(tl.float32) + offset)[:, None, :]).to(values.dtype)
-        total = tl.dot(values, weights, total)
+            row_fp32 = row_tile.to(tl.float32)
+            squares += row_fp32 * row_fp32
+            row_tile = (row_fp32 * (tl.load(norm + feature).to(tl.float32) + offset)[:, None, :]).to(row_tile.dtype)
+        total = tl.dot(row_tile, weight_tile, total)
         if ACTIVATION is not None:
-            weights = tl.load(weight_at + FEATURES * WIDTH, mask=inside[None], other=0.0)
-            up = tl.dot(values, weights, up)
+            weight_tile = tl.load(weight_at + FEATURES * WIDTH, mask=column_mask[None], other=0.0)
+            up = tl.dot(row_tile, weight_tile, up)
     total, up = tl.sum(total, 0), tl.sum(up, 0)
-    inverse = tl.full((TOKENS, 1), 1.0, tl.float32)
+    inverse_rms = tl.full((TOKENS, 1), 1.0, tl.float32)
     if norm is not None:
-        inverse = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / WIDTH + eps)[:, None]
-        total, up = total * inverse, up * inverse
+        inverse_rms = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / WIDTH + eps)[:, None]
+        total, up = total * inverse_rms, up * inverse_rms
     at = token[:, None] * FEATURES + column[None, :]
-    finishes = True
+    is_last = True
     if SPLITS > 1:
-        tl.store(parts + split * count * FEATURES + at, total, mask=live & inside)
+        tl.store(parts + split * count * FEATURES + at, total, mask=token_mask & column_mask)
         tl.debug_barrier()  # all threads have stored before one counts
-        finishes = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
-    if finishes:
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
         if SPLITS > 1:
             tl.debug_barrier()
             tl.store(counters + tile, 0)
             total = tl.zeros((TOKENS, COLUMNS), tl.float32)
             for part in tl.static_range(SPLITS):
-                there = parts + part * count * FEATURES + at
-                total += tl.load(there, mask=live & inside, other=0.0, cache_modifier=".cg")
+                part_at = parts + part * count * FEATURES + at
+                total += tl.load(part_at, mask=token_mask & column_mask, other=0.0, cache_modifier=".cg")
         if b is not None:
-            counter = counters + LOW_COUNTER
-            while tl.atomic_add(counter, 0, sem="acquire") < LOW_PROGRAMS:
+            counter = counters + A_COUNTER
+            while tl.atomic_add(counter, 0, sem="acquire") < A_PROGRAMS:
                 pass
-            waited = tl.atomic_add(counter, 1, sem="relaxed")  # one of each tile does
+            count_before = tl.atomic_add(counter, 1, sem="relaxed")  # one program of each tile counts itself
             dtype: tl.constexpr = rows.dtype.element_ty
-            layer = _layer(tile * COLUMNS, SECOND, THIRD, FOURTH) if ACTIVATION is None else 0
-            low = (_low(lows, layer, TOKENS, LOW_SPLITS, RANKS) * inverse).to(dtype)
-            total = tl.dot(low, by_b, total)
+            layer = _layer_of(tile * COLUMNS, SECOND_LAYER, THIRD_LAYER, FOURTH_LAYER) if ACTIVATION is None else 0
+            a_product = (_sum_products_with_a(a_products, layer, TOKENS, A_SPLITS, RANK_BLOCK) * inverse_rms).to(dtype)
+            total = tl.dot(a_product, b_tile, total)
             if ACTIVATION is not None:
-                low = (_low(lows, 1, TOKENS, LOW_SPLITS, RANKS) * inverse).to(dtype)
-                up = tl.dot(low, up_by_b, up)
-            if waited == LOW_PROGRAMS + TILES - 1:  # none waits any more
+                a_product = (_sum_products_with_a(a_products, 1, TOKENS, A_SPLITS, RANK_BLOCK) * inverse_rms).to(dtype)
+                up = tl.dot(a_product, up_b_tile, up)
+            if count_before == A_PROGRAMS + TILES - 1:  # no program waits any more
                 tl.store(counter, 0)
         if ACTIVATION is not None:
-            opened, _ = activated(total, ACTIVATION)
-            total = opened * up
-        _finish(total, residual, output, token, column, live & inside, RESIDUAL_STRIDE, FEATURES)
+            activation, _ = activation_and_slope(total, ACTIVATION)
+            total = activation * up
+        _store_output(total, residual, output, token, column, token_mask & column_mask, RESIDUAL_STRIDE, FEATURES)
 
 
 @triton.jit
-def _finish(total, residual, output, token, column, held, RESIDUAL_STRIDE: tl.constexpr, FEATURES: tl.constexpr):
+def _store_output(total, residual, output, token, column, mask, RESIDUAL_STRIDE: tl.constexpr, FEATURES: tl.constexpr):
     if residual is not None:
         at = residual + token[:, None] * RESIDUAL_STRIDE + column[None, :]
-        total += tl.load(at, mask=held, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     at = output + token[:, None] * FEATURES + column[None, :]
-    tl.store(at, total.to(output.dtype.element_ty), mask=held)
+    tl.store(at, total.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _layer(column, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+def _layer_of(column, SECOND_LAYER: tl.constexpr, THIRD_LAYER: tl.constexpr, FOURTH_LAYER: tl.constexpr):
     """Returns which of up to four adjacent layers a column of the product belongs to."""
-    return (column >= SECOND).to(tl.int32) + (column >= THIRD).to(tl.int32) + (column >= FOURTH).to(tl.int32)
+    layer = (column >= SECOND_LAYER).to(tl.int32)
+    return layer + (column >= THIRD_LAYER).to(tl.int32) + (column >= FOURTH_LAYER).to(tl.int32)
 
 
-def add_low_rank(product: Tensor, parts: Tensor, low_rank: LowRank, *, activation: str | None = None) -> Tensor:
-    """Adds B times the sum of `parts` [parts, T, layers · rank], the products with A. See `ops/decode_linear.py`."""
+def add_low_rank(product: Tensor, a_products: Tensor, low_rank: LowRank, *, activation: str | None = None) -> Tensor:
+    """Adds B times the sum of `a_products` [parts, T, layers · rank], the products with A.
+
+    Returns the sum, or activation(gate) · up of it. See `ops/decode_linear.py`.
+    """
     count, features = product.shape[0], product.shape[1] // (2 if activation else 1)
     output = product if activation is None else torch.empty(count, features, dtype=product.dtype, device=product.device)
-    rank, ranks, *firsts = low_rank_constants(low_rank)
+    rank, rank_block, *layer_starts = low_rank_constants(low_rank)
     columns = gcd(B_COLUMNS // (2 if activation else 1), *low_rank.sizes)
-    strides = (parts.shape[2], product.stride(0), output.stride(0))
-    constants = (*strides, features, TOKENS, columns, len(parts), activation, rank, ranks, *firsts)
+    strides = (a_products.shape[2], product.stride(0), output.stride(0))
+    constants = (*strides, features, TOKENS, columns, len(a_products), activation, rank, rank_block, *layer_starts)
     grid = triton.cdiv(count, TOKENS), triton.cdiv(features, columns), 1
-    _low_rank(grid, (parts, product, output, low_rank.b), (count,), constants, WARPS)
+    _add_low_rank(grid, (a_products, product, output, low_rank.b), (count,), constants, WARPS)
     return output
 
 
 @triton.jit(do_not_specialize=["count"])
-def _low_rank_kernel(
-    parts, product, output, b, count,
+def _add_low_rank_kernel(
+    a_products, product, output, b, count,
     STRIDE: tl.constexpr, PRODUCT_STRIDE: tl.constexpr, OUTPUT_STRIDE: tl.constexpr, FEATURES: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, SECOND_LAYER: tl.constexpr, THIRD_LAYER: tl.constexpr, FOURTH_LAYER: tl.constexpr,
 ):  # fmt: skip
     # A tile's columns are all of one layer.
-    token, rank = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.arange(0, RANKS)
+    token, rank = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64), tl.arange(0, RANK_BLOCK)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    live, known, inside = (token < count)[:, None], rank < RANK, (column < FEATURES)[None, :]
-    first = _layer(tl.program_id(1) * COLUMNS, SECOND, THIRD, FOURTH) * RANK if ACTIVATION is None else 0
-    parts_at = parts + token[:, None] * STRIDE + first + rank[None, :]
+    token_mask, rank_mask, column_mask = (token < count)[:, None], rank < RANK, (column < FEATURES)[None, :]
+    layer = _layer_of(tl.program_id(1) * COLUMNS, SECOND_LAYER, THIRD_LAYER, FOURTH_LAYER) if ACTIVATION is None else 0
+    a_products_at = a_products + token[:, None] * STRIDE + layer * RANK + rank[None, :]
     b_at = b + column[None, :] * RANK + rank[:, None]
     at = product + token[:, None] * PRODUCT_STRIDE + column[None, :]
     dtype: tl.constexpr = b.dtype.element_ty
-    by_b = tl.load(b_at, mask=inside & known[:, None], other=0.0)
-    total = tl.load(at, mask=live & inside, other=0.0).to(tl.float32)
-    low = _sum_parts(parts_at, count * STRIDE, live & known[None, :], SPLITS)
-    total = tl.dot(low.to(dtype), by_b, total)
+    b_tile = tl.load(b_at, mask=column_mask & rank_mask[:, None], other=0.0)
+    total = tl.load(at, mask=token_mask & column_mask, other=0.0).to(tl.float32)
+    a_product = _sum_parts(a_products_at, count * STRIDE, token_mask & rank_mask[None, :], SPLITS)
+    total = tl.dot(a_product.to(dtype), b_tile, total)
     if ACTIVATION is not None:
-        up = tl.load(at + FEATURES, mask=live & inside, other=0.0).to(tl.float32)
-        by_b = tl.load(b_at + FEATURES * RANK, mask=inside & known[:, None], other=0.0)
-        low = _sum_parts(parts_at + RANK, count * STRIDE, live & known[None, :], SPLITS)
-        up = tl.dot(low.to(dtype), by_b, up)
-        opened, _ = activated(total, ACTIVATION)
-        total = opened * up
+        up = tl.load(at + FEATURES, mask=token_mask & column_mask, other=0.0).to(tl.float32)
+        b_tile = tl.load(b_at + FEATURES * RANK, mask=column_mask & rank_mask[:, None], other=0.0)
+        a_product = _sum_parts(a_products_at + RANK, count * STRIDE, token_mask & rank_mask[None, :], SPLITS)
+        up = tl.dot(a_product.to(dtype), b_tile, up)
+        activation, _ = activation_and_slope(total, ACTIVATION)
+        total = activation * up
     at = output + token[:, None] * OUTPUT_STRIDE + column[None, :]
-    tl.store(at, total.to(output.dtype.element_ty), mask=live & inside)
+    tl.store(at, total.to(output.dtype.element_ty), mask=token_mask & column_mask)
 
 
 @triton.jit
-def _sum_parts(at, stride, held, SPLITS: tl.constexpr):
-    total = tl.load(at, mask=held, other=0.0)
+def _sum_parts(at, stride, mask, SPLITS: tl.constexpr):
+    total = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(at + split * stride, mask=held, other=0.0)
+        total += tl.load(at + split * stride, mask=mask, other=0.0)
     return total
 
 
 _product = Launcher(_product_kernel)
-_low_rank = Launcher(_low_rank_kernel)
+_add_low_rank = Launcher(_add_low_rank_kernel)
