@@ -94,9 +94,9 @@ def call_rotary() -> None:
 def call_experts() -> None:
     tokens, rows = bf16(TOKENS, 2048), bf16(TOKENS * 8, 2048)
     inverse, weights = integers(TOKENS * 8), fp32(TOKENS, 8)
-    experts.spread(tokens, inverse, 8)
-    experts.collect(rows, inverse, 8, weights)
-    experts.spread_and_rate(tokens, inverse, 8, weights, rows)
+    experts.replicate(tokens, inverse, 8)
+    experts.merge(rows, inverse, 8, weights)
+    experts.merge_backward(tokens, inverse, 8, weights, rows)
     experts.add_to(fp32(2048, 768), bf16(2048, 768))
 
 
@@ -207,10 +207,10 @@ def call_block_fp8(rows: int) -> None:
 
 
 def call_low_rank(rank: int, count: int) -> None:
-    product, parts = bf16(count, 2 * 12288), bf16(1, count, 2 * rank)
+    product, a_products = bf16(count, 2 * 12288), bf16(1, count, 2 * rank)
     adapters = LowRank(bf16(2 * rank, 4096), bf16(2 * 12288, rank), (12288, 12288))
-    decode_linear.add_low_rank(product, parts, adapters)
-    decode_linear.add_low_rank(product, parts, adapters, activation="silu")
+    decode_linear.add_low_rank(product, a_products, adapters)
+    decode_linear.add_low_rank(product, a_products, adapters, activation="silu")
 
 
 def call_sample() -> None:
@@ -226,10 +226,10 @@ def call_adamw(eight_bits: bool, dtype: torch.dtype, split: bool) -> None:
     moments: list[Tensor | QuantizedMoment] = [fp32(*shape), fp32(*shape)]
     if eight_bits:
         moments = [QuantizedMoment(integers(*shape, dtype=torch.uint8), fp32(*scales_shape(shape))) for _ in range(2)]
-    rates = AdamWHyperparameters(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, decay=0.0)
+    hyperparameters = AdamWHyperparameters(lr=1e-6, betas=(0.9, 0.95), eps=1e-8, decay=0.0)
     low = integers(*shape, dtype=torch.int16) if split else None
-    place = TensorSlice.of(tuple(slice(0, size) for size in shape), shape)
-    adamw.launch(weight, gradient, *moments, fp32(3), rates, low, fp32(2), 7, place)
+    bounds = TensorSlice.of(tuple(slice(0, size) for size in shape), shape)
+    adamw.step(weight, gradient, *moments, fp32(3), hyperparameters, low, fp32(2), 7, bounds)
 
 
 def call_head_rows() -> None:
@@ -311,6 +311,7 @@ CALLS = (
     Call("invariant_attention", "256", partial(call_invariant_attention, 256)),
     Call("invariant_attention", "128, fp32", partial(call_invariant_attention, dtype=FP32)),
     Call("decode_linear", "4096", call_decode_linear),
+    Call("decode_linear", "1024, narrow tiles", partial(call_decode_linear, width=1024)),
     Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),
     Call("decode_linear", "rank 64 of 512 rows", partial(call_low_rank, 64, 512)),
     Call("decode_linear", "rank 256 of 512 rows", partial(call_low_rank, 256, 512)),

@@ -39,7 +39,7 @@ def test_every_kernel_of_the_project_is_among_the_calls() -> None:
     assert {launch.kernel for launch in launches} == kernels_of_the_project()
 
 
-@pytest.mark.parametrize(("call", "name"), cases())
+@pytest.mark.parametrize(("call", "name"), list(cases()))
 def test_kernels_compile_and_fit(call: Call, name: str) -> None:
     with launches_on(GPUS[name], compiles=True) as launches:
         call.make()

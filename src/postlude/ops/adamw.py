@@ -67,9 +67,9 @@ def adamw_step(
     if bounds is None:
         bounds = TensorSlice.of(tuple(slice(0, size) for size in weight.shape), tuple(weight.shape))
     if use_kernel("adamw_step", backend, weight.device, torch.float32):
-        from postlude.ops.kernels.adamw import launch  # needs triton
+        from postlude.ops.kernels.adamw import step  # needs triton
 
-        launch(weight, gradient, first, second, correction, hyperparameters, low, scale, seed, bounds)
+        step(weight, gradient, first, second, correction, hyperparameters, low, scale, seed, bounds)
         return
     columns, rows = weight.shape[-1], weight.numel() // max(weight.shape[-1], 1)
     stride = max(1, ROWS_AT_ONCE // max(columns, 1))

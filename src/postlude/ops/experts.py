@@ -45,14 +45,14 @@ def expert_order(choice: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 def replicate_rows(tokens: Tensor, order: Tensor, inverse: Tensor, copies: int, *, backend: Backend = "auto") -> Tensor:
     """Returns row order[i] // copies of `tokens` [T, H] at row i, [T·copies, H]. Gradients sum over the copies."""
     if _use_kernel("replicate_rows", tokens, backend):
-        return _as_tensor(_Spread.apply(tokens, inverse, copies))
+        return _as_tensor(_ReplicateRows.apply(tokens, inverse, copies))
     return _as_tensor(_Rows.apply(tokens, order, inverse, copies))
 
 
 def merge_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Undoes the sort and sums each token's `rows` [T·k, H] with its `weights` [T, k]: [T, H]."""
     if _use_kernel("merge_rows", rows, backend):
-        return _as_tensor(_Collect.apply(rows, weights, inverse))
+        return _as_tensor(_MergeRows.apply(rows, weights, inverse))
     slots: Tensor = restore_rows(rows, order, inverse).unflatten(0, tuple(weights.shape))  # [T, k, H]
     return (slots * weights[..., None]).sum(1)
 
@@ -85,8 +85,8 @@ def start_expert_route(counts: Tensor, ep: Axis) -> Callable[[], ExpertRoute]:
         incoming, sent, received = wait_for_sizes()
         # Rows come rank by rank, each rank's sorted by expert; each expert needs all its rows together.
         experts = torch.arange(incoming.shape[1], device=counts.device).repeat(ep.size)
-        arrived = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        order, inverse, local_counts = expert_order(arrived, incoming.shape[1])
+        received_experts = experts.repeat_interleave(incoming.flatten(), output_size=sum(received))
+        order, inverse, local_counts = expert_order(received_experts, incoming.shape[1])
         return ExpertRoute(local_counts, AllToAllPlan(sent, received, group, after=Permutation(order, inverse)))
 
     return wait
@@ -193,41 +193,41 @@ def _as_tensor(applied: Any) -> Tensor:
     return tensor
 
 
-class _Spread(Function):
+class _ReplicateRows(Function):
     """Copies each token to its rows. Its gradient is their sum, in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        from postlude.ops.kernels.experts import spread  # needs triton
+        from postlude.ops.kernels.experts import replicate  # needs triton
 
-        return spread(tokens, inverse, copies)
+        return replicate(tokens, inverse, copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        from postlude.ops.kernels.experts import collect
+        from postlude.ops.kernels.experts import merge
 
         (inverse,) = ctx.saved_tensors
-        return collect(gradients[0], inverse, ctx.copies), None, None
+        return merge(gradients[0], inverse, ctx.copies), None, None
 
 
-class _Collect(Function):
+class _MergeRows(Function):
     """Sums each token's rows with weights, in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, inverse)
-        from postlude.ops.kernels.experts import collect
+        from postlude.ops.kernels.experts import merge
 
-        return collect(rows, inverse, weights.shape[1], weights)
+        return merge(rows, inverse, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        from postlude.ops.kernels.experts import spread_and_rate
+        from postlude.ops.kernels.experts import merge_backward
 
         rows, weights, inverse = ctx.saved_tensors
-        return *spread_and_rate(gradients[0], inverse, weights.shape[1], weights, rows), None
+        return *merge_backward(gradients[0], inverse, weights.shape[1], weights, rows), None
 
 
 class _GroupedProducts(Function):
