@@ -64,7 +64,7 @@ def test_convolution_equals_a_loop(width: int, bias: bool, silu: bool) -> None:
 @pytest.mark.parametrize("run", [1, 2, 6, 24])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_convolution_in_runs_that_end_anywhere(monkeypatch: pytest.MonkeyPatch, width: int, run: int) -> None:
-    monkeypatch.setattr("postlude.ops.kernels.convolution.RUN", run)
+    monkeypatch.setattr("postlude.ops.kernels.convolution.BACKWARD_TOKENS", run)
     inputs = [tensor.detach().requires_grad_() for tensor in test_convolution.tensors(width, device=DEVICE)]
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
     test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")

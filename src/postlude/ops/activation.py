@@ -125,9 +125,9 @@ class _GatedLinear(Function):
 
         gate, up, weight = ctx.saved_tensors
         gradient, needs = gradients[0], ctx.needs_input_grad
-        of_features = input_gradient(gradient, weight, ctx.fp8)
+        grad_features = input_gradient(gradient, weight, ctx.fp8)
         # The kernel overwrites each gradient of the features, once it is read, with the feature itself.
-        features = of_features if needs[3] else None
-        of_gate, of_up = kernels.backward(gate, up, ctx.activation, of_features, features)
-        of_weight = None if features is None else wgrad(ctx.weight, gradient, features, ctx.deferred)
-        return of_gate, of_up, None, of_weight, gradient.sum(0) if needs[4] else None, None, None
+        features = grad_features if needs[3] else None
+        grad_gate, grad_up = kernels.backward(gate, up, ctx.activation, grad_features, features)
+        grad_weight = None if features is None else wgrad(ctx.weight, gradient, features, ctx.deferred)
+        return grad_gate, grad_up, None, grad_weight, gradient.sum(0) if needs[4] else None, None, None

@@ -66,7 +66,7 @@ def convolve_step(
     """
     _check(inputs.shape[-1], kernel)
     window = torch.cat((state, inputs[:, None]), 1)  # [n, K, channels]
-    output = (window * kernel.T.to(_wide(inputs))).sum(1)
+    output = (window * kernel.T.to(_compute_dtype(inputs))).sum(1)
     if bias is not None:
         output = output + bias
     return (F.silu(output) if silu else output).to(inputs.dtype), window[:, 1:]
@@ -93,35 +93,35 @@ class _Convolution(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, places: Tensor, sequences: int, silu: bool
+        ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, padded_rows: Tensor, sequences: int, silu: bool
     ) -> Tensor:
-        ctx.save_for_backward(inputs, kernel, bias, places)
+        ctx.save_for_backward(inputs, kernel, bias, padded_rows)
         ctx.sequences, ctx.silu = sequences, silu
         gap = kernel.shape[1] - 1
-        sums = _sums(_lay_out(inputs, places, sequences, gap), kernel, bias)[places - gap]
+        sums = _convolve_rows(_with_gaps(inputs, padded_rows, sequences, gap), kernel, bias)[padded_rows - gap]
         return (F.silu(sums) if silu else sums).to(inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, kernel, bias, places = ctx.saved_tensors
+        inputs, kernel, bias, padded_rows = ctx.saved_tensors
         gap, needs = kernel.shape[1] - 1, ctx.needs_input_grad
-        before = _lay_out(inputs, places, ctx.sequences, gap)
-        upstream = gradients[0].to(_wide(inputs))
+        padded_inputs = _with_gaps(inputs, padded_rows, ctx.sequences, gap)
+        grad_sums = gradients[0].to(_compute_dtype(inputs))
         if ctx.silu:
-            sums = _sums(before, kernel, bias)[places - gap]
-            gate = sums.sigmoid()
-            upstream = upstream * (gate * (1 + sums * (1 - gate)))
-        after = _lay_out(upstream, places, ctx.sequences, gap)
-        for_inputs = for_kernel = for_bias = None
+            sums = _convolve_rows(padded_inputs, kernel, bias)[padded_rows - gap]
+            sigmoid = sums.sigmoid()
+            grad_sums = grad_sums * (sigmoid * (1 + sums * (1 - sigmoid)))
+        padded_grads = _with_gaps(grad_sums, padded_rows, ctx.sequences, gap)
+        grad_inputs = grad_kernel = grad_bias = None
         if needs[0]:  # a token's gradient comes from itself and the K - 1 after it
-            for_inputs = _sums(after, kernel.flip(1), None)[places].to(inputs.dtype)
+            grad_inputs = _convolve_rows(padded_grads, kernel.flip(1), None)[padded_rows].to(inputs.dtype)
         if needs[1]:
-            rows = before.shape[0] - gap
-            taps = [(after[gap:] * before[tap : tap + rows]).sum(0) for tap in range(gap + 1)]
-            for_kernel = torch.stack(taps, 1).to(kernel.dtype)
+            rows = padded_inputs.shape[0] - gap
+            taps = [(padded_grads[gap:] * padded_inputs[tap : tap + rows]).sum(0) for tap in range(gap + 1)]
+            grad_kernel = torch.stack(taps, 1).to(kernel.dtype)
         if needs[2]:
-            for_bias = upstream.sum(0).to(bias.dtype)
-        return for_inputs, for_kernel, for_bias, None, None, None
+            grad_bias = grad_sums.sum(0).to(bias.dtype)
+        return grad_inputs, grad_kernel, grad_bias, None, None, None
 
 
 class _TritonConvolution(Function):
@@ -141,25 +141,25 @@ class _TritonConvolution(Function):
 
         inputs, kernel, bias, positions = ctx.saved_tensors
         kernel_gradients = kernels.backward(inputs, kernel, bias, positions, ctx.silu, gradients[0])
-        for_bias = None if bias is None else kernel_gradients[2].to(bias.dtype)
-        return kernel_gradients[0], kernel_gradients[1].to(kernel.dtype), for_bias, None, None
+        grad_bias = None if bias is None else kernel_gradients[2].to(bias.dtype)
+        return kernel_gradients[0], kernel_gradients[1].to(kernel.dtype), grad_bias, None, None
 
 
-def _lay_out(tokens: Tensor, places: Tensor, sequences: int, gap: int) -> Tensor:
+def _with_gaps(tokens: Tensor, padded_rows: Tensor, sequences: int, gap: int) -> Tensor:
     """[T, channels] -> [T + (sequences + 1) · gap, channels], zero where no token lies."""
     rows = tokens.shape[0] + (sequences + 1) * gap
-    return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, places, tokens)
+    return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, padded_rows, tokens)
 
 
-def _sums(laid: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns for each row r the sum of rows r to r + K - 1 of `laid` [R, channels] times their taps, in fp32."""
-    taps = kernel.T.to(_wide(laid))
-    rows = laid.shape[0] - len(taps) + 1
-    sums = laid[:rows] * taps[0]
+def _convolve_rows(padded: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns for each row r the sum of rows r to r + K - 1 of `padded` [R, channels] times their taps, in fp32."""
+    taps = kernel.T.to(_compute_dtype(padded))
+    rows = padded.shape[0] - len(taps) + 1
+    sums = padded[:rows] * taps[0]
     for first, tap in enumerate(taps[1:], 1):
-        sums.addcmul_(laid[first : first + rows], tap)
+        sums.addcmul_(padded[first : first + rows], tap)
     return sums if bias is None else sums.add_(bias)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -69,8 +69,10 @@ def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> b
 def _reference(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     if not offset:
         return F.rms_norm(vectors, vectors.shape[-1:], weight, eps)
-    wide = torch.promote_types(vectors.dtype, torch.float32)
-    return F.rms_norm(vectors.to(wide), vectors.shape[-1:], offset + weight.to(wide), eps).to(vectors.dtype)
+    compute_dtype = torch.promote_types(vectors.dtype, torch.float32)
+    return F.rms_norm(vectors.to(compute_dtype), vectors.shape[-1:], offset + weight.to(compute_dtype), eps).to(
+        vectors.dtype
+    )
 
 
 def _forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -79,12 +81,12 @@ def _forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tens
     return kernels.forward(vectors, weight, eps, offset)
 
 
-def _backward(ctx: Any, of_normed: Tensor, of_residual: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+def _backward(ctx: Any, grad_normed: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
     from postlude.ops.kernels import norm as kernels
 
     vectors, weight = ctx.saved_tensors
     eps, offset = ctx.options
-    return *kernels.backward(vectors, weight, eps, offset, of_normed, of_residual, ctx.main_grad), None, None
+    return *kernels.backward(vectors, weight, eps, offset, grad_normed, grad_residual, ctx.main_grad), None, None
 
 
 class _Norm(Function):
@@ -109,5 +111,5 @@ class _NormWithResidual(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        of_residual, of_normed = gradients
-        return (of_residual, None, None, None) if of_normed is None else _backward(ctx, of_normed, of_residual)
+        grad_residual, grad_normed = gradients
+        return (grad_residual, None, None, None) if grad_normed is None else _backward(ctx, grad_normed, grad_residual)
