@@ -69,7 +69,7 @@ def gated_delta(
     if packing.count == 0:
         nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get zero gradients
         empty = value.new_zeros(
-            0, value.shape[1], key.shape[2], value.shape[2], dtype=_wide(query, key, value, log_decay, beta)
+            0, value.shape[1], key.shape[2], value.shape[2], dtype=_compute_dtype(query, key, value, log_decay, beta)
         )
         return value + nothing.to(value.dtype), empty if last_states else None
     width, slower = key.shape[2], _why_slower(value.device, value.dtype, chunk, (key.shape[2], value.shape[2]))
@@ -83,7 +83,7 @@ def gated_delta(
         "gated_delta",
         backend,
         value.device,
-        _wide(query, key, value, log_decay, beta),
+        _compute_dtype(query, key, value, log_decay, beta),
         refused=_refused(query, key, value, chunk),
         unwise=slower,
     )
@@ -120,15 +120,17 @@ def gated_delta_step(
     Other arguments are those of `gated_delta` with T = n. Returns the outputs [n, heads, dv] and the new states.
     """
     _check(query, key, value, log_decay, beta)
-    wide = _wide(query, key, value, log_decay, beta)
+    compute_dtype = _compute_dtype(query, key, value, log_decay, beta)
     group = value.shape[1] // key.shape[1]
-    query, key = query.to(wide), key.to(wide)
+    query, key = query.to(compute_dtype), key.to(compute_dtype)
     if normalise:
         query, key = _unit(query)[0], _unit(key)[0]
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     query, key = (tensor.repeat_interleave(group, dim=1)[:, :, None] for tensor in (query, key))  # [n, heads, 1, dk]
-    states = states.to(wide) * log_decay.to(wide).exp()[..., None, None]
-    written = beta.to(wide)[..., None, None] * (value.to(wide)[:, :, None] - key @ states)  # [n, heads, 1, dv]
+    states = states.to(compute_dtype) * log_decay.to(compute_dtype).exp()[..., None, None]
+    written = beta.to(compute_dtype)[..., None, None] * (
+        value.to(compute_dtype)[:, :, None] - key @ states
+    )  # [n, heads, 1, dv]
     states = states + key.mT * written
     return (query @ states)[:, :, 0].to(value.dtype), states
 
@@ -168,7 +170,7 @@ _operator = torch.library.custom_op("postlude::gated_delta", gated_delta_forward
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     query, key, value, log_decay, beta, _, lengths, _, _, _, last_states, *_ = arguments
     shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2]) if last_states else (0,)
-    return torch.empty_like(value), value.new_empty(shape, dtype=_wide(query, key, value, log_decay, beta))
+    return torch.empty_like(value), value.new_empty(shape, dtype=_compute_dtype(query, key, value, log_decay, beta))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -231,8 +233,8 @@ class Chunks:
 
     def to_chunks(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, heads, ...] -> [chunks, heads, size, ...] in `dtype`, zero in padding."""
-        room = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
-        return _unflatten(room, self.size).transpose(1, 2).to(dtype).contiguous()
+        padded_tokens = tokens.new_zeros(self.count * self.size, *tokens.shape[1:]).index_copy_(0, self._slots, tokens)
+        return _unflatten(padded_tokens, self.size).transpose(1, 2).to(dtype).contiguous()
 
     def to_tokens(self, chunks: Tensor) -> Tensor:
         """[chunks, heads, size, ...] -> [T, heads, ...]."""
@@ -259,23 +261,23 @@ class _Scan:
         scale: float,
         normalise: bool,
     ) -> None:
-        wide = _wide(query, key, value, log_decay, beta)
+        compute_dtype = _compute_dtype(query, key, value, log_decay, beta)
         self.chunks, self.scale, self.heads = chunks, scale, value.shape[1]
         self.group = self.heads // key.shape[1]
-        self.unit_query, self.query_over = _unit(chunks.to_chunks(query, wide), normalise)
-        self.unit_key, self.key_over = _unit(chunks.to_chunks(key, wide), normalise)
-        key = self.key = self._spread(self.unit_key)  # [B, C, dk]
-        query = self.query = self._spread(self.unit_query * scale)
-        self.value = chunks.to_chunks(value, wide).flatten(0, 1)  # [B, C, dv]
-        self.beta = chunks.to_chunks(beta, wide).flatten(0, 1)[..., None]  # [B, C, 1]
+        self.unit_query, self.query_inverse_length = _unit(chunks.to_chunks(query, compute_dtype), normalise)
+        self.unit_key, self.key_inverse_length = _unit(chunks.to_chunks(key, compute_dtype), normalise)
+        key = self.key = self._repeat_for_heads(self.unit_key)  # [B, C, dk]
+        query = self.query = self._repeat_for_heads(self.unit_query * scale)
+        self.value = chunks.to_chunks(value, compute_dtype).flatten(0, 1)  # [B, C, dv]
+        self.beta = chunks.to_chunks(beta, compute_dtype).flatten(0, 1)[..., None]  # [B, C, 1]
 
         total = chunks.to_chunks(log_decay, torch.float64).flatten(0, 1).cumsum(-1)  # [B, C]
-        self.decay_from_start = total.exp().to(wide)[..., None]  # e^G, [B, C, 1]
-        self.decay_to_end = (total[:, -1:] - total).exp().to(wide)[..., None]  # e^{G_C − G}, [B, C, 1]
+        self.decay_from_start = total.exp().to(compute_dtype)[..., None]  # e^G, [B, C, 1]
+        self.decay_to_end = (total[:, -1:] - total).exp().to(compute_dtype)[..., None]  # e^{G_C − G}, [B, C, 1]
         self.chunk_decay = self.decay_from_start[:, -1:]  # e^{G_C}, [B, 1, 1]
         # Two numbers for G, since neighbours differ by little even where both are large.
-        high = total.to(wide)
-        low = (total - high).to(wide)
+        high = total.to(compute_dtype)
+        low = (total - high).to(compute_dtype)
         self.pair_decay = ((high[:, :, None] - high[:, None]) + (low[:, :, None] - low[:, None])).exp_().tril_()  # D
 
         self.query_key = self._pairs(self.unit_query * scale)  # P, [B, C, C]
@@ -340,12 +342,14 @@ class _Scan:
         query_key_grads = self._gather(query_key_grads.mul_(self.pair_decay))  # of q·k, [chunks · key heads, C, C]
         key_key_grads = self._gather(key_key_grads.mul_(beta).mul_(self.pair_decay))  # of k·k
         unit_query, unit_key = self.unit_query.flatten(0, 1), self.unit_key.flatten(0, 1)
-        of_query = self._gather(query_through_state) + query_key_grads @ unit_key
-        of_key = self._gather(key_through_state + key_through_update) + (key_key_grads + key_key_grads.mT) @ unit_key
-        of_key += query_key_grads.mT @ (unit_query * self.scale)
+        grad_query = self._gather(query_through_state) + query_key_grads @ unit_key
+        grad_key = self._gather(key_through_state + key_through_update) + (key_key_grads + key_key_grads.mT) @ unit_key
+        grad_key += query_key_grads.mT @ (unit_query * self.scale)
         gradients = (
-            _through_unit(of_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_over),
-            _through_unit(of_key.view_as(self.unit_key), self.unit_key, self.key_over),
+            _gradient_before_norm(
+                grad_query.view_as(self.unit_query) * self.scale, self.unit_query, self.query_inverse_length
+            ),
+            _gradient_before_norm(grad_key.view_as(self.unit_key), self.unit_key, self.key_inverse_length),
             *(_unflatten(tensor, self.heads) for tensor in (right, decay, beta_gradient)),
         )
         return tuple(self.chunks.to_tokens(gradient) for gradient in gradients)
@@ -388,12 +392,12 @@ class _Scan:
         pair_decay = _unflatten(self.pair_decay, self.group)
         return (products[:, None] * pair_decay).flatten(0, 1)
 
-    def _spread(self, tensor: Tensor) -> Tensor:
+    def _repeat_for_heads(self, tensor: Tensor) -> Tensor:
         """[chunks, key heads, ...] -> [B, ...]."""
         return tensor.repeat_interleave(self.group, dim=1).flatten(0, 1)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """The backward of `_spread`: [B, ...] -> [chunks · key heads, ...]."""
+        """The backward of `_repeat_for_heads`: [B, ...] -> [chunks · key heads, ...]."""
         return _unflatten(tensor, self.group).sum(1) if self.group > 1 else tensor
 
     def _rounds(self) -> list[slice]:
@@ -421,7 +425,7 @@ def _unit(vectors: Tensor, normalise: bool = True) -> tuple[Tensor, Tensor | Non
     return vectors * over, over
 
 
-def _through_unit(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor:
+def _gradient_before_norm(gradient: Tensor, unit: Tensor, over: Tensor | None) -> Tensor:
     """The backward of `_unit`."""
     if over is None:
         return gradient
@@ -449,7 +453,7 @@ def _why_slower(device: torch.device, dtype: torch.dtype, chunk: int, widths: tu
     return why_unmeasured("gated_delta", gpu_of(device)) if why_no_triton(device, dtype, False) is None else None
 
 
-def _wide(*tensors: Tensor) -> torch.dtype:
+def _compute_dtype(*tensors: Tensor) -> torch.dtype:
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
