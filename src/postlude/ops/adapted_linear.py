@@ -67,7 +67,7 @@ def _forward(
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    lows: Sequence[Tensor | None],
+    a_products: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
     single_gemm: bool,
     fp8: bool,
@@ -78,17 +78,17 @@ def _forward(
         products = add_biases(fp8_products(rows, weights, shared, joined=joined), biases)
     else:
         products = linear_products(rows, weights, biases, single_gemm=single_gemm)
-    for product, low, matrix in zip(products, lows, b, strict=True):
-        if low is not None and matrix is not None:
-            product.addmm_(low, matrix.t())
+    for product, a_product, matrix in zip(products, a_products, b, strict=True):
+        if a_product is not None and matrix is not None:
+            product.addmm_(a_product, matrix.t())
     return list(products)
 
 
 # One operator, so that selective recompute keeps its results and not the products inside, which it changes in place.
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define(
-    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] lows, Tensor?[] b, bool single_gemm, "
-    "bool fp8, Tensor[]? shared) -> Tensor[]"
+    "adapted_linears(Tensor rows, Tensor[] weights, Tensor?[] biases, Tensor?[] a_products, Tensor?[] b, "
+    "bool single_gemm, bool fp8, Tensor[]? shared) -> Tensor[]"
 )
 _LIBRARY.impl("adapted_linears", _forward, "CompositeExplicitAutograd")
 
@@ -108,18 +108,20 @@ class _AdaptedLinears(Function):
         *operands: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases, a, b = _quarters(operands)
-        lows = _low_rank_inputs(rows, a, scales)
-        ctx.save_for_backward(rows, *weights, *lows, *a, *b)
+        a_products = _low_rank_inputs(rows, a, scales)
+        ctx.save_for_backward(rows, *weights, *a_products, *a, *b)
         ctx.queue, ctx.joins, ctx.scales, ctx.fp8, ctx.operands = queue, joins, scales, fp8, operands
         shared = None if fp8 is None else share_amax(rows, weights, fp8)
         return tuple(
-            torch.ops.postlude.adapted_linears(rows, weights, biases, lows, b, single_gemm, fp8 is not None, shared)
+            torch.ops.postlude.adapted_linears(
+                rows, weights, biases, a_products, b, single_gemm, fp8 is not None, shared
+            )
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
-        weights, lows, a, b = _quarters(saved)
+        weights, a_products, a, b = _quarters(saved)
         weight_parameters, _, a_parameters, b_parameters = _quarters(ctx.operands)
         needs_weights, needs_biases, needs_a, needs_b = _quarters(ctx.needs_input_grad[6:])
         grad_rows, grad_weights = product_gradients(
@@ -136,14 +138,14 @@ class _AdaptedLinears(Function):
         grad_biases = [
             gradient.sum(0) if needs else None for gradient, needs in zip(gradients, needs_biases, strict=True)
         ]
-        grad_lows = [
+        grad_a_products = [
             None if matrix is None else _scaled(gradient.mm(matrix), scale)
             for gradient, matrix, scale in zip(gradients, b, ctx.scales, strict=True)
         ]
         if grad_rows is not None:
-            grad_rows.addmm_(_joined(grad_lows, 1), _joined(a, 0))
-        grad_a = _wgrads(a_parameters, grad_lows, [rows] * len(a), needs_a, ctx.queue)
-        grad_b = _wgrads(b_parameters, gradients, lows, needs_b, ctx.queue)
+            grad_rows.addmm_(_joined(grad_a_products, 1), _joined(a, 0))
+        grad_a = _wgrads(a_parameters, grad_a_products, [rows] * len(a), needs_a, ctx.queue)
+        grad_b = _wgrads(b_parameters, gradients, a_products, needs_b, ctx.queue)
         return grad_rows, None, None, None, None, None, *grad_weights, *grad_biases, *grad_a, *grad_b
 
 
@@ -177,8 +179,8 @@ def _wgrads(
 ) -> list[Tensor | None]:
     """Returns `wgrad` of each weight that needs one."""
     return [
-        wgrad(weight, gradient, its_rows, queue)
-        if needed and weight is not None and gradient is not None and its_rows is not None
+        wgrad(weight, gradient, weight_rows, queue)
+        if needed and weight is not None and gradient is not None and weight_rows is not None
         else None
-        for weight, gradient, its_rows, needed in zip(weights, gradients, rows, needs, strict=True)
+        for weight, gradient, weight_rows, needed in zip(weights, gradients, rows, needs, strict=True)
     ]

@@ -69,17 +69,17 @@ class AllToAllPlan:
     ) -> Callable[[], Tensor]:
         """Starts the exchange, without gradient. Call the result to wait; on a GPU the stream waits, not the host."""
         ordered = rows if self.before is None else self.before(rows)
-        arrived = rows.new_empty(sum(self.received), *rows.shape[1:])
+        output = rows.new_empty(sum(self.received), *rows.shape[1:])
         sending = ordered.contiguous()
         under_way = recorder.start(kind, name)
-        work = dist.all_to_all_single(arrived, sending, self.received, self.sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(output, sending, self.received, self.sent, group=self.group, async_op=True)
         wait_for = under_way.end_with(work, self.group)
 
         def wait() -> Tensor:
             nonlocal sending
             wait_for()
             del sending  # the backend reads it until now
-            return arrived if self.after is None else self.after(arrived)
+            return output if self.after is None else self.after(output)
 
         return wait
 

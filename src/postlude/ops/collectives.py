@@ -96,16 +96,16 @@ def _to_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if tensor.shape[1] % size:
         raise ValueError(f"{tensor.shape[1]} heads do not divide over {size} ranks. Use a cp that divides them.")
     sent = tensor.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [size, T, heads / size, ...]
-    arrived = torch.empty_like(sent)
-    dist.all_to_all_single(arrived, sent, group=group)
-    return arrived.flatten(0, 1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1)
 
 
 def _to_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = tensor.unflatten(0, (dist.get_world_size(group), -1)).contiguous()  # [size, T, heads / size, ...]
-    arrived = torch.empty_like(sent)
-    dist.all_to_all_single(arrived, sent, group=group)
-    return arrived.movedim(0, 1).flatten(1, 2)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, 1).flatten(1, 2)
 
 
 class _SwapSequenceAndHeads(Function):

@@ -90,14 +90,14 @@ def share_amax(rows: Tensor, weights: Sequence[Tensor], scaling: FP8Scaling) -> 
 
 
 def _products(rows: Tensor, weights: list[Tensor], joined: Tensor | None, shared: list[Tensor] | None) -> list[Tensor]:
-    of_rows, of_weights = (None, [None] * len(weights)) if shared is None else (shared[0], shared[1:])
-    quantized = quantize_rows([rows], of_rows)
+    row_bits, weight_bits = (None, [None] * len(weights)) if shared is None else (shared[0], shared[1:])
+    quantized = quantize_rows([rows], row_bits)
     if joined is not None:
-        known = None if shared is None else torch.cat(shared[1:])
-        return [_multiply(quantized, quantize_rows([joined], known), rows.dtype)]
+        joined_bits = None if shared is None else torch.cat(shared[1:])
+        return [_multiply(quantized, quantize_rows([joined], joined_bits), rows.dtype)]
     return [
         _multiply(quantized, quantize_rows([weight], bits), rows.dtype)
-        for weight, bits in zip(weights, of_weights, strict=True)
+        for weight, bits in zip(weights, weight_bits, strict=True)
     ]
 
 
@@ -155,11 +155,11 @@ def quantize_columns(parts: Sequence[Tensor], bits: Tensor | None = None, *, bac
     count, _, width = stacks[0].shape
     values = stacks[0].new_empty(count, width, sum(stack.shape[1] for stack in stacks), dtype=E4M3)
     scales = stacks[0].new_empty(count, width, dtype=torch.float32)
-    known = (
+    column_bits = (
         _elementwise_max(kernels.column_amax(stack) for stack in stacks) if bits is None else bits.view(count, width)
     )
     for stack, columns in zip(stacks, values.split([stack.shape[1] for stack in stacks], 2), strict=True):
-        kernels.quantize_columns(stack, known, columns, scales)
+        kernels.quantize_columns(stack, column_bits, columns, scales)
     return Quantized(values, scales) if parts[0].dim() == 3 else Quantized(values[0], scales[0])
 
 

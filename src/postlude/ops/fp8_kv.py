@@ -19,9 +19,9 @@ BIAS. 448 is 1.75 · 2**8, and CARRY overflows the mantissas above 1.75."""
 
 def quantize_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `heads` [..., width] divided by their scales, in FP8, and the exponents of the scales, [..., 1] int8."""
-    wide = heads.float()
-    exponents = scale_exponents(wide.abs().amax(-1, keepdim=True))
-    return (wide * power_of_two(-exponents)).to(FP8), exponents.to(torch.int8)
+    heads_fp32 = heads.float()
+    exponents = scale_exponents(heads_fp32.abs().amax(-1, keepdim=True))
+    return (heads_fp32 * power_of_two(-exponents)).to(FP8), exponents.to(torch.int8)
 
 
 def dequantize_heads(quantized: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:

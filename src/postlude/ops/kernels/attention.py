@@ -1,8 +1,9 @@
 """Causal attention over packed sequences, with grouped heads, window, softcap and sinks.
 
 1.6 times as fast as torch's flash attention forward and backward: 4.0 against 6.6 ms for 52,000 tokens in sequences of
-up to 4096, 16 heads of 128 and 8 key heads, bf16 on an H200 (docs/benchmarks.md, benchmarks/attention.py). cuDNN is
-faster from 8192 tokens on; `ops/attention.py` takes it there.
+up to 4096, 16 heads of 128 and 8 key heads, bf16 on an H200 (docs/benchmarks.md, "Attention over packed
+sequences", by benchmarks/attention.py; in no file of benchmarks/results). cuDNN is faster from 8192 tokens on;
+`ops/attention.py` takes it there.
 
 A tile of queries holds neighbouring queries and, for each, the heads that share a key head. So it is full where
 sequences are short, and no key is read twice for the group. The host lists the tiles in a table, the longest first: no
@@ -34,7 +35,7 @@ Array = NDArray[np.int64]
 
 # Bytes of shared memory for the tiles that were measured on an H200. GPUs with less get smaller ones, which fit in
 # 99 KiB and were not measured.
-LARGE = 147_456
+LARGE_SHARED_MEMORY = 147_456
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
             for tensor in (query, key, value)
         )
     )
-    return _tiles(max(widths) > 128, tma, gpu.shared_memory >= LARGE)
+    return _tiles(max(widths) > 128, tma, gpu.shared_memory >= LARGE_SHARED_MEMORY)
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def _packed_heads(group: int, rows: int) -> int:
     return min(group & -group, rows // 16)
 
 
-def _cut(packing: Packing, step: int) -> tuple[Array, Array]:
+def _tile_offsets(packing: Packing, step: int) -> tuple[Array, Array]:
     """Returns the sequence of each tile of `step` rows, and the tile's offset in it."""
     counts = -(-np.array(packing.lengths) // step)
     sequence = np.repeat(np.arange(len(counts)), counts)
@@ -117,8 +118,8 @@ def _cut(packing: Packing, step: int) -> tuple[Array, Array]:
 
 def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, position of the first query."""
-    sequence, offset = _cut(queries, step)
-    (first, count), (key, key_count) = (_laid(packing, sequence) for packing in (queries, keys))
+    sequence, offset = _tile_offsets(queries, step)
+    (first, count), (key, key_count) = (_starts_and_lengths(packing, sequence) for packing in (queries, keys))
     rows_left, position = count - offset, key_count - count + offset
     visible_keys = np.minimum(position + np.minimum(rows_left, step), (window or keys.max_length) + step)
     return _longest_first(visible_keys, first + offset, rows_left, key, position)
@@ -126,14 +127,14 @@ def _query_table(queries: Packing, keys: Packing, window: int | None, step: int)
 
 def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
     """[tiles, 6]: first row, rows to the sequence's end, position, first query row, queries, keys before the first."""
-    sequence, offset = _cut(keys, step)
-    (first, count), (key, key_count) = (_laid(packing, sequence) for packing in (queries, keys))
+    sequence, offset = _tile_offsets(keys, step)
+    (first, count), (key, key_count) = (_starts_and_lengths(packing, sequence) for packing in (queries, keys))
     before = key_count - count
     query_count = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
     return _longest_first(query_count, key + offset, key_count - offset, offset, first, count, before)
 
 
-def _laid(packing: Packing, sequence: Array) -> tuple[Array, Array]:
+def _starts_and_lengths(packing: Packing, sequence: Array) -> tuple[Array, Array]:
     """Returns the first row and the length of each of these sequences."""
     lengths = np.array(packing.lengths)
     return (lengths.cumsum() - lengths)[sequence], lengths[sequence]
@@ -172,12 +173,12 @@ def _forward(
     pack = _packed_heads(group, tile_sizes.rows)
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-    read = _read(key, tile_sizes.keys, 1, tile_sizes), _read(value, tile_sizes.keys, 1, tile_sizes)
+    operands = _as_operand(key, tile_sizes.keys, 1, tile_sizes), _as_operand(value, tile_sizes.keys, 1, tile_sizes)
     _launch_forward(
         (heads // pack * len(table), 1, 1),
-        (query, *read, sinks, output, lse, table),
+        (query, *operands, sinks, output, lse, table),
         (scale, window or 0, softcap or 1.0),
-        (*_laid_out(query, key, value), *_constants(query, value, group, pack, tile_sizes, window, softcap)),
+        (*_strides_and_heads(query, key, value), *_constants(query, value, group, pack, tile_sizes, window, softcap)),
         tile_sizes.warps,
         num_stages=tile_sizes.stages,
     )
@@ -277,7 +278,7 @@ def backward(
     if grad_value is None:
         grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     delta = torch.empty_like(lse)  # Σ output · its gradient
-    laid_out = _laid_out(query, key, value)
+    strides_and_heads = _strides_and_heads(query, key, value)
 
     tile = call.tiles.queries
     pack = _packed_heads(group, tile.rows)
@@ -285,23 +286,23 @@ def backward(
     _launch_query_gradient(
         (heads // pack * len(table), 1, 1),
         (
-            *(query, _read(key, tile.keys, 1, tile), _read(value, tile.keys, 1, tile)),
+            *(query, _as_operand(key, tile.keys, 1, tile), _as_operand(value, tile.keys, 1, tile)),
             *(output, gradient, lse, delta, grad_query, table),
         ),
         call.numbers,
-        (*laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+        (*strides_and_heads, *_constants(query, value, group, pack, tile, window, softcap)),
         tile.warps,
         num_stages=tile.stages,
     )
     tile = call.tiles.keys
     pack = _packed_heads(group, tile.rows)
     table = _table(_key_table, queries, keys, window, tile.keys)
-    read = [_read(tensor, tile.rows // pack, pack, tile) for tensor in (query, gradient)]
+    operands = [_as_operand(tensor, tile.rows // pack, pack, tile) for tensor in (query, gradient)]
     _launch_key_gradient(
         (key.shape[1] * len(table), 1, 1),
-        (read[0], key, value, read[1], lse, delta, grad_key, grad_value, table),
+        (operands[0], key, value, operands[1], lse, delta, grad_key, grad_value, table),
         call.numbers,
-        (grad_value.stride(0), *laid_out, *_constants(query, value, group, pack, tile, window, softcap)),
+        (grad_value.stride(0), *strides_and_heads, *_constants(query, value, group, pack, tile, window, softcap)),
         tile.warps,
         num_stages=tile.stages,
     )
@@ -328,7 +329,7 @@ class _Attention(Function):
         return *backward(query, key, value, sinks, output, lse, gradients[0], ctx.call), None
 
 
-def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:
+def _as_operand(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:
     """Returns the tensor, or a descriptor that loads blocks of so many rows and heads."""
     if not tile.tma:
         return tensor
@@ -336,7 +337,7 @@ def _read(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorD
     return TensorDescriptor(tensor, list(shape), list(tensor.stride()), [rows, heads, shape[-1]])
 
 
-def _laid_out(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+def _strides_and_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     """Returns strides of tokens and heads, and the number of query heads."""
     return (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], query.shape[1])
 

@@ -1,6 +1,10 @@
 """Device code of `kernels/attention.py`: forward, the queries' gradient, the keys' and values' gradient.
 
 `table` has a row for each tile. The programs of all heads of one tile follow one another. Scores are in base 2.
+
+WIDTH and VALUE are the widths of key and value heads; WIDE and VALUE_WIDE are the powers of two that hold them. GROUP
+query heads share a key head, and a tile holds PACK of them. Parameters `x_stride` and `x_head` are strides of x: from
+token to token and from head to head.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -75,7 +79,7 @@ def _is_visible(query_position, key_position, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    state, total, maximum, query, keys, key_stride, values, value_stride, key_row, key_of, query_position, start, stop,
+    state, total, maximum, query, keys, key_stride, values, value_stride, key_row, kv_head, query_position, start, stop,
     length, scale, window, softcap,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
@@ -85,7 +89,7 @@ def _forward_tiles(
     for first in range(start, stop, KEYS):
         key_position = first + tl.arange(0, KEYS)
         key = _load_keys(
-            keys, key_row, key_of, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
+            keys, key_row, kv_head, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
         )  # fmt: skip
         scores, factor = _scores(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
         if MASKED:
@@ -98,7 +102,7 @@ def _forward_tiles(
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weight, 1)
         value = _load_keys(
-            values, key_row, key_of, first, key_position, value_stride, length, value_feature,
+            values, key_row, kv_head, first, key_position, value_stride, length, value_feature,
             VALUE, VALUE_WIDE, MASKED, TMA,
         )  # fmt: skip
         state = tl.dot(weight.to(value.dtype), value, state * decay[:, None])
@@ -152,15 +156,15 @@ def forward_kernel(
     first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
-    key_of = part * PACK // GROUP
+    kv_head = part * PACK // GROUP
     valid, query_position = row < rows_left, position + row
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     query += first.to(tl.int64) * query_stride
     query_tile = _load(query, row * query_stride + head * query_head, 1, valid, feature, WIDTH, WIDE, True)
     keys, values = key, value
     if not TMA:
-        keys += key_row.to(tl.int64) * key_stride + key_of * key_head
-        values += key_row.to(tl.int64) * value_stride + key_of * value_head
+        keys += key_row.to(tl.int64) * key_stride + kv_head * key_head
+        values += key_row.to(tl.int64) * value_stride + kv_head * value_head
 
     state = tl.zeros((QUERIES * PACK, VALUE_WIDE), tl.float32)
     if sinks is None:
@@ -172,7 +176,7 @@ def forward_kernel(
     borders = _key_borders(position, tl.minimum(rows_left, QUERIES), window, KEYS, WINDOW)
     for part in tl.static_range(0 if WINDOW else 1, 3):
         state, total, maximum = _forward_tiles(
-            state, total, maximum, query_tile, keys, key_stride, values, value_stride, key_row, key_of, query_position,
+            state, total, maximum, query_tile, keys, key_stride, values, value_stride, key_row, kv_head, query_position,
             borders[part], borders[part + 1], borders[3], scale, window, softcap,
             WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
@@ -185,8 +189,8 @@ def forward_kernel(
 
 @triton.jit
 def _query_gradient_tiles(
-    state, query, gradient, lse, delta, keys, key_stride, values, value_stride, key_row, key_of, query_position, start,
-    stop, length, scale, window, softcap,
+    grad_sum, query, gradient, lse, delta, keys, key_stride, values, value_stride, key_row, kv_head, query_position,
+    start, stop, length, scale, window, softcap,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -194,20 +198,20 @@ def _query_gradient_tiles(
     for first in range(start, stop, KEYS):
         key_position = first + tl.arange(0, KEYS)
         key = _load_keys(
-            keys, key_row, key_of, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
+            keys, key_row, kv_head, first, key_position, key_stride, length, feature, WIDTH, WIDE, MASKED, TMA
         )  # fmt: skip
         value = _load_keys(
-            values, key_row, key_of, first, key_position, value_stride, length, value_feature,
+            values, key_row, kv_head, first, key_position, value_stride, length, value_feature,
             VALUE, VALUE_WIDE, MASKED, TMA,
         )  # fmt: skip
         scores, factor = _scores(tl.dot(query, tl.trans(key)), scale, softcap, SOFTCAP)
         weight = tl.exp2(scores * factor - lse[:, None])
         if MASKED:
             weight = tl.where(_is_visible(query_position[:, None], key_position[None, :], window, WINDOW), weight, 0.0)
-        by_weight = tl.dot(gradient, tl.trans(value))
-        by_score = weight * (by_weight - delta[:, None]) * _softcap_slope(scores, softcap, SOFTCAP)
-        state = tl.dot(by_score.to(key.dtype), key, state)
-    return state
+        grad_weight = tl.dot(gradient, tl.trans(value))
+        grad_score = weight * (grad_weight - delta[:, None]) * _softcap_slope(scores, softcap, SOFTCAP)
+        grad_sum = tl.dot(grad_score.to(key.dtype), key, grad_sum)
+    return grad_sum
 
 
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
@@ -225,33 +229,33 @@ def query_gradient_kernel(
     first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
-    key_of = part * PACK // GROUP
+    kv_head = part * PACK // GROUP
     valid, query_position = row < rows_left, position + row
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     query += first.to(tl.int64) * query_stride
     query_tile = _load(query, row * query_stride + head * query_head, 1, valid, feature, WIDTH, WIDE, True)
     index = (first + row).to(tl.int64) * heads + head
-    upstream = _load(gradient, index, VALUE, valid, value_feature, VALUE, VALUE_WIDE, True)
+    grad_tile = _load(gradient, index, VALUE, valid, value_feature, VALUE, VALUE_WIDE, True)
     output_tile = _load(output, index, VALUE, valid, value_feature, VALUE, VALUE_WIDE, True)
-    own_delta = tl.sum(output_tile.to(tl.float32) * upstream.to(tl.float32), 1)
-    tl.store(delta + index, own_delta, mask=valid)
-    own_lse = tl.load(lse + index, mask=valid, other=float("inf")) * LOG2E
+    delta_tile = tl.sum(output_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    tl.store(delta + index, delta_tile, mask=valid)
+    lse_tile = tl.load(lse + index, mask=valid, other=float("inf")) * LOG2E
     keys, values = key, value
     if not TMA:
-        keys += key_row.to(tl.int64) * key_stride + key_of * key_head
-        values += key_row.to(tl.int64) * value_stride + key_of * value_head
+        keys += key_row.to(tl.int64) * key_stride + kv_head * key_head
+        values += key_row.to(tl.int64) * value_stride + kv_head * value_head
 
-    state = tl.zeros((QUERIES * PACK, WIDE), tl.float32)
+    grad_sum = tl.zeros((QUERIES * PACK, WIDE), tl.float32)
     borders = _key_borders(position, tl.minimum(rows_left, QUERIES), window, KEYS, WINDOW)
     for part in tl.static_range(0 if WINDOW else 1, 3):
-        state = _query_gradient_tiles(
-            state, query_tile, upstream, own_lse, own_delta, keys, key_stride, values, value_stride, key_row, key_of,
-            query_position, borders[part], borders[part + 1], borders[3], scale, window, softcap,
-            WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
+        grad_sum = _query_gradient_tiles(
+            grad_sum, query_tile, grad_tile, lse_tile, delta_tile, keys, key_stride, values, value_stride, key_row,
+            kv_head, query_position, borders[part], borders[part + 1], borders[3], scale, window, softcap, WIDTH, VALUE,
+            WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
     mask = valid[:, None] & (feature < WIDTH)[None, :]
-    at_output = grad_query + index[:, None] * WIDTH + feature[None, :]
-    tl.store(at_output, (state * scale).to(grad_query.dtype.element_ty), mask=mask)
+    grad_query_at = grad_query + index[:, None] * WIDTH + feature[None, :]
+    tl.store(grad_query_at, (grad_sum * scale).to(grad_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -264,34 +268,36 @@ def _key_gradient_tiles(
     """Adds what queries `start` to `stop` of a sequence's `count` give."""
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
     lane = tl.arange(0, QUERIES * PACK)
-    own_head = head + lane % PACK
+    query_head_index = head + lane % PACK
     for first in range(start, stop, QUERIES):
         row = first + lane // PACK
         valid = row < count
-        at = row * heads + own_head
+        rows_at = row * heads + query_head_index
         if TMA:
             query_tile = query.load([query_row + first, head, 0]).reshape(QUERIES * PACK, WIDE)
-            upstream = gradient.load([query_row + first, head, 0]).reshape(QUERIES * PACK, VALUE_WIDE)
+            grad_tile = gradient.load([query_row + first, head, 0]).reshape(QUERIES * PACK, VALUE_WIDE)
         else:
-            shift = lane // PACK
+            row_in_tile = lane // PACK
             query_tile = _load(
-                query + first * tl.cast(query_stride, tl.int64), shift * query_stride + own_head * query_head, 1,
-                valid, feature, WIDTH, WIDE, True,
+                query + first * tl.cast(query_stride, tl.int64),
+                row_in_tile * query_stride + query_head_index * query_head, 1, valid, feature, WIDTH, WIDE, True,
             )  # fmt: skip
-            upstream = _load(
-                gradient + first * tl.cast(heads, tl.int64) * VALUE, shift * heads + own_head, VALUE,
+            grad_tile = _load(
+                gradient + first * tl.cast(heads, tl.int64) * VALUE, row_in_tile * heads + query_head_index, VALUE,
                 valid, value_feature, VALUE, VALUE_WIDE, True,
             )  # fmt: skip
-        own_lse = tl.load(lse + at, mask=valid, other=float("inf")) * LOG2E  # rows that are not valid have weight zero
-        own_delta = tl.load(delta + at, mask=valid, other=0.0)
+        lse_tile = (
+            tl.load(lse + rows_at, mask=valid, other=float("inf")) * LOG2E
+        )  # rows that are not valid have weight zero
+        delta_tile = tl.load(delta + rows_at, mask=valid, other=0.0)
         scores, factor = _scores(tl.dot(key, tl.trans(query_tile)), scale, softcap, SOFTCAP)  # [KEYS, rows]
-        weight = tl.exp2(scores * factor - own_lse[None, :])
+        weight = tl.exp2(scores * factor - lse_tile[None, :])
         if MASKED:
             weight = tl.where(_is_visible((before + row)[None, :], key_position[:, None], window, WINDOW), weight, 0.0)
-        grad_value = tl.dot(weight.to(upstream.dtype), upstream, grad_value)
-        by_weight = tl.dot(value, tl.trans(upstream))
-        by_score = weight * (by_weight - own_delta[None, :]) * _softcap_slope(scores, softcap, SOFTCAP)
-        grad_key = tl.dot(by_score.to(query_tile.dtype), query_tile, grad_key)
+        grad_value = tl.dot(weight.to(grad_tile.dtype), grad_tile, grad_value)
+        grad_weight = tl.dot(value, tl.trans(grad_tile))
+        grad_score = weight * (grad_weight - delta_tile[None, :]) * _softcap_slope(scores, softcap, SOFTCAP)
+        grad_key = tl.dot(grad_score.to(query_tile.dtype), query_tile, grad_key)
     return grad_key, grad_value
 
 
@@ -306,17 +312,17 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values, over all heads that share them."""
     kv_heads = heads // GROUP
-    entry, key_of = table + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
+    entry, kv_head = table + tl.program_id(0) // kv_heads * 6, tl.program_id(0) % kv_heads
     first, rows_left, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     query_row, count, before = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     lane = tl.arange(0, KEYS)
     valid, key_position = lane < rows_left, position + lane
     feature, value_feature = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
-    own_key = _load(
-        key + first.to(tl.int64) * key_stride + key_of * key_head, lane, key_stride, valid, feature, WIDTH, WIDE, True
+    key_tile = _load(
+        key + first.to(tl.int64) * key_stride + kv_head * key_head, lane, key_stride, valid, feature, WIDTH, WIDE, True
     )
-    own_value = _load(
-        value + first.to(tl.int64) * value_stride + key_of * value_head,
+    value_tile = _load(
+        value + first.to(tl.int64) * value_stride + kv_head * value_head,
         lane, value_stride, valid, value_feature, VALUE, VALUE_WIDE, True,
     )  # fmt: skip
     if not TMA:
@@ -325,21 +331,21 @@ def key_gradient_kernel(
     lse += query_row.to(tl.int64) * heads
     delta += query_row.to(tl.int64) * heads
 
-    key_state = tl.zeros((KEYS, WIDE), tl.float32)
-    value_state = tl.zeros((KEYS, VALUE_WIDE), tl.float32)
+    grad_key_sum = tl.zeros((KEYS, WIDE), tl.float32)
+    grad_value_sum = tl.zeros((KEYS, VALUE_WIDE), tl.float32)
     borders = _query_borders(position, before, count, window, QUERIES, KEYS, WINDOW)
     for pack in range(GROUP // PACK):
         for part in tl.static_range(3 if WINDOW else 2):
-            key_state, value_state = _key_gradient_tiles(
-                key_state, value_state, own_key, own_value, query, query_stride, query_head, gradient, lse, delta,
-                query_row, key_position, key_of * GROUP + pack * PACK, heads, before, borders[part], borders[part + 1],
-                count, scale, window, softcap,
-                WIDTH, VALUE, WIDE, VALUE_WIDE, PACK, QUERIES, WINDOW, SOFTCAP, part != 1, TMA,
+            grad_key_sum, grad_value_sum = _key_gradient_tiles(
+                grad_key_sum, grad_value_sum, key_tile, value_tile, query, query_stride, query_head, gradient, lse,
+                delta, query_row, key_position, kv_head * GROUP + pack * PACK, heads, before, borders[part],
+                borders[part + 1], count, scale, window, softcap, WIDTH, VALUE, WIDE, VALUE_WIDE, PACK, QUERIES, WINDOW,
+                SOFTCAP, part != 1, TMA,
             )  # fmt: skip
     row = (first + lane).to(tl.int64)[:, None]
     mask = valid[:, None] & (feature < WIDTH)[None, :]
-    at = (row * kv_heads + key_of) * WIDTH + feature[None, :]
-    tl.store(grad_key + at, (key_state * scale).to(grad_key.dtype.element_ty), mask=mask)
+    at = (row * kv_heads + kv_head) * WIDTH + feature[None, :]
+    tl.store(grad_key + at, (grad_key_sum * scale).to(grad_key.dtype.element_ty), mask=mask)
     mask = valid[:, None] & (value_feature < VALUE)[None, :]
-    at = row * grad_value_stride + key_of * VALUE + value_feature[None, :]
-    tl.store(grad_value + at, value_state.to(grad_value.dtype.element_ty), mask=mask)
+    at = row * grad_value_stride + kv_head * VALUE + value_feature[None, :]
+    tl.store(grad_value + at, grad_value_sum.to(grad_value.dtype.element_ty), mask=mask)

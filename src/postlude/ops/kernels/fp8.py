@@ -1,8 +1,9 @@
 """Matrices rounded to e4m3, with a scale for each row, or for each column of a matrix that is also transposed.
 
-The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight. On an H200
-rows of 4096 to 24576 numbers are read and written at 3.8 to 4.2 TB/s. In an update of the 8B shape, 16384 tokens at a
-time, all of it takes 3.5 % of the GPU's time (benchmarks/train_step.py --shape 8b --cases update-fp8 --profile).
+Not measured against other kernels. An update of the 8B shape takes 1.28 s in FP8 and 1.50 in bf16 on an H200, these
+kernels included (benchmarks/results/train_step_fp8_h200.json); they take 3.5 % of the GPU's time (docs/fp8.md).
+
+The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Launcher
 
-WIDEST = 32768  # numbers of a row that a program holds; longer rows are read twice
+MAX_BLOCK = 32768  # numbers of a row that a program holds; longer rows are read twice
 AMAX_TILE, TRANSPOSED_TILE = (64, 128), (64, 128)  # rows and columns
-PROGRAMS = 1024  # about as many programs as find the largest numbers of columns
+PROGRAMS = 1024  # that search for the largest numbers of columns, about
 
 
 def row_amax(matrix: Tensor) -> Tensor:
@@ -40,14 +41,14 @@ def quantize_rows(matrix: Tensor, bits: Tensor | None, values: Tensor, scales: T
 def column_amax(matrices: Tensor) -> Tensor:
     """Returns the bits of the largest magnitude of each column, int32 [E, K], of matrices [E, R, K]."""
     count, rows, width = matrices.shape
-    at_once, columns = AMAX_TILE
-    across = triton.cdiv(width, columns)
-    parts = max(1, min(triton.cdiv(rows, at_once), PROGRAMS // (across * count)))
-    rows_of_part = triton.cdiv(triton.cdiv(rows, parts), at_once) * at_once
-    parts = triton.cdiv(rows, rows_of_part)
+    tile_rows, columns = AMAX_TILE
+    column_tiles = triton.cdiv(width, columns)
+    parts = max(1, min(triton.cdiv(rows, tile_rows), PROGRAMS // (column_tiles * count)))
+    part_rows = triton.cdiv(triton.cdiv(rows, parts), tile_rows) * tile_rows
+    parts = triton.cdiv(rows, part_rows)
     partial = matrices.new_empty(count, parts, width, dtype=torch.int32)
-    constants = (*matrices.stride()[:2], rows, width, parts, rows_of_part, at_once, columns)
-    _column_amax((across, parts, count), (matrices, partial), (), constants, 4)
+    constants = (*matrices.stride()[:2], rows, width, parts, part_rows, tile_rows, columns)
+    _column_amax((column_tiles, parts, count), (matrices, partial), (), constants, 4)
     return partial.amax(1)
 
 
@@ -57,19 +58,19 @@ def quantize_columns(matrices: Tensor, bits: Tensor, values: Tensor, scales: Ten
     `bits` [E, K] are those of `column_amax`.
     """
     count, rows, width = matrices.shape
-    at_once, columns = TRANSPOSED_TILE
-    constants = (*matrices.stride()[:2], *values.stride()[:2], rows, width, at_once, columns)
-    grid = (triton.cdiv(rows, at_once), triton.cdiv(width, columns), count)
+    tile_rows, columns = TRANSPOSED_TILE
+    constants = (*matrices.stride()[:2], *values.stride()[:2], rows, width, tile_rows, columns)
+    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(width, columns), count)
     _quantize_columns(grid, (matrices, bits, values, scales), (), constants, 4)
 
 
 def _block(width: int) -> int:
-    block: int = min(WIDEST, triton.next_power_of_2(width))
+    block: int = min(MAX_BLOCK, triton.next_power_of_2(width))
     return block
 
 
 def _warps(block: int) -> int:
-    return max(1, min(8 if block < WIDEST else 16, block // 512))
+    return max(1, min(8 if block < MAX_BLOCK else 16, block // 512))
 
 
 @triton.jit
@@ -136,13 +137,13 @@ def _quantize_rows_kernel(
 def _column_amax_kernel(
     matrices, partial,
     MATRIX_STRIDE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    ROWS_OF_PART: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+    PART_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    largest = tl.zeros([AT_ONCE, COLUMNS], dtype=tl.int32)
-    for start in range(0, ROWS_OF_PART, AT_ONCE):
-        row = (part * ROWS_OF_PART + start + tl.arange(0, AT_ONCE)).to(tl.int64)
+    largest = tl.zeros([TILE_ROWS, TILE_COLUMNS], dtype=tl.int32)
+    for start in range(0, PART_ROWS, TILE_ROWS):
+        row = (part * PART_ROWS + start + tl.arange(0, TILE_ROWS)).to(tl.int64)
         mask = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
         at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]
         largest = tl.maximum(largest, _magnitude_bits(tl.load(matrices + at, mask=mask, other=0.0)))
@@ -153,10 +154,10 @@ def _column_amax_kernel(
 def _quantize_columns_kernel(
     matrices, bits, values, scales,
     MATRIX_STRIDE: tl.constexpr, STRIDE: tl.constexpr, VALUES_MATRIX_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)).to(tl.int64)
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    row = (tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
+    column = (tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     mask = (row[:, None] < ROWS) & (column[None, :] < WIDTH)
     at = matrix * MATRIX_STRIDE + row[:, None] * STRIDE + column[None, :]

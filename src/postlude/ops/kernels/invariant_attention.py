@@ -1,5 +1,7 @@
 """Causal attention whose rows have the same bits in training, prefill and decoding.
 
+Not measured alone: `invariant_linear` says what the batch-invariant mode costs.
+
 A query sees its keys in blocks of `KEYS`, counted from the start of its sequence, and no program shares the keys of a
 query with another. A block that a query does not see changes none of its sums, so it does not matter which queries a
 tile holds. Tiles have 64 rows in decoding too, where most are empty, so that all are computed by the same instruction.
@@ -22,8 +24,8 @@ from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Kernel
 
 ROWS, WARPS = 64, 4
-LEAST = 16  # features of a product at least
-LARGE = 147_456  # bytes of shared memory for wide heads with 64 keys at a time
+MIN_FEATURES = 16  # features of a product at least
+LARGE_SHARED_MEMORY = 147_456  # bytes of shared memory for wide heads with 64 keys at a time
 
 
 def packed_heads(group: int) -> int:
@@ -91,7 +93,7 @@ def attend_pages(
     """See `paged_attention.attend_pages`."""
     count, kv_heads, width = key.shape
     output = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
-    _store_kernel[(count, kv_heads)](
+    _store_new_keys_kernel[(count, kv_heads)](
         *(key, *key.stride()[:2], keys, *keys.stride()[:3], value, *value.stride()[:2], values, *values.stride()[:3]),
         *(table, table.stride(0), lengths),
         PAGE=keys.shape[1], WIDTH=width, WIDE=triton.next_power_of_2(width), VALUE=value.shape[-1],
@@ -126,8 +128,8 @@ def _launch(
         *(score_config.sinks, output, lse, tiles, table, 0 if table is None else table.stride(0)),
         *(score_config.scale, score_config.softcap or 1.0, score_config.window or 0),
         HEADS=heads, GROUP=group, PACK=pack, ROWS=ROWS, KEYS=block, PAGE=page or 0,
-        WIDTH=width, WIDE=max(LEAST, triton.next_power_of_2(width)),
-        VALUE=value_width, VALUE_WIDE=max(LEAST, triton.next_power_of_2(value_width)),
+        WIDTH=width, WIDE=max(MIN_FEATURES, triton.next_power_of_2(width)),
+        VALUE=value_width, VALUE_WIDE=max(MIN_FEATURES, triton.next_power_of_2(value_width)),
         SOFTCAP=score_config.softcap is not None, WINDOW=score_config.window is not None,
         num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
@@ -136,30 +138,30 @@ def _launch(
 def key_block(width: int, element_size: int, shared_memory: int) -> tuple[int, int]:
     """Returns keys of a block and loads ahead, for the wider heads of keys and values. Both follow from the model."""
     if width * element_size <= 256:
-        return 64, 3 if shared_memory >= LARGE else 2
-    return (64 if shared_memory >= LARGE and element_size == 2 else 16 if element_size == 4 else 32), 2
+        return 64, 3 if shared_memory >= LARGE_SHARED_MEMORY else 2
+    return (64 if shared_memory >= LARGE_SHARED_MEMORY and element_size == 2 else 16 if element_size == 4 else 32), 2
 
 
 @Kernel
 @triton.jit
-def _store_kernel(
+def _store_new_keys_kernel(
     key, key_token, key_head, keys, keys_page, keys_slot, keys_head,
     value, value_token, value_head, values, values_page, values_slot, values_head, table, table_row, lengths,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_WIDE: tl.constexpr,
 ):  # fmt: skip
     # Writes the newest key and value of a row to its page. An idle row writes nothing.
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    last = tl.load(lengths + row).to(tl.int32) - 1
-    if last >= 0:
-        page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
+    position = tl.load(lengths + row).to(tl.int32) - 1
+    if position >= 0:
+        page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
         feature = tl.arange(0, WIDE)
-        newest = tl.load(key + row * key_token + head * key_head + feature, mask=feature < WIDTH, other=0.0)
-        at = keys + page * keys_page + last % PAGE * keys_slot + head * keys_head + feature
-        tl.store(at, newest, mask=feature < WIDTH)
+        new_head = tl.load(key + row * key_token + head * key_head + feature, mask=feature < WIDTH, other=0.0)
+        at = keys + page * keys_page + position % PAGE * keys_slot + head * keys_head + feature
+        tl.store(at, new_head, mask=feature < WIDTH)
         feature = tl.arange(0, VALUE_WIDE)
-        newest = tl.load(value + row * value_token + head * value_head + feature, mask=feature < VALUE, other=0.0)
-        at = values + page * values_page + last % PAGE * values_slot + head * values_head + feature
-        tl.store(at, newest, mask=feature < VALUE)
+        new_head = tl.load(value + row * value_token + head * value_head + feature, mask=feature < VALUE, other=0.0)
+        at = values + page * values_page + position % PAGE * values_slot + head * values_head + feature
+        tl.store(at, new_head, mask=feature < VALUE)
 
 
 @Kernel
@@ -171,8 +173,8 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
     PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE: tl.constexpr, VALUE_WIDE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    tile, parts = tl.program_id(0).to(tl.int64), tl.cdiv(GROUP, PACK)
-    kv_head = tl.program_id(1) // parts
+    tile, head_tiles = tl.program_id(0).to(tl.int64), tl.cdiv(GROUP, PACK)
+    kv_head = tl.program_id(1) // head_tiles
     if table is None:
         first, rows_left = tl.load(tiles + tile * 4).to(tl.int64), tl.load(tiles + tile * 4 + 1).to(tl.int32)
         key_row, position = tl.load(tiles + tile * 4 + 2).to(tl.int64), tl.load(tiles + tile * 4 + 3).to(tl.int32)
@@ -180,27 +182,27 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
         length = tl.load(tiles + tile).to(tl.int32)
         first, rows_left, position, key_row = tile, tl.minimum(length, 1), length - 1, tile * 0
     lane = tl.arange(0, ROWS)
-    row, member = lane // PACK, tl.program_id(1) % parts * PACK + lane % PACK
-    head = kv_head * GROUP + member
-    real = (row < rows_left) & (member < GROUP)
-    at = position + row
+    row, group_head = lane // PACK, tl.program_id(1) % head_tiles * PACK + lane % PACK
+    head = kv_head * GROUP + group_head
+    valid = (row < rows_left) & (group_head < GROUP)
+    query_position = position + row
     feature, value_feature, slot = tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE), tl.arange(0, KEYS)
     query_at = query + (first + row)[:, None] * query_token + head[:, None] * query_head + feature[None, :]
-    query_tile = tl.load(query_at, mask=real[:, None] & (feature < WIDTH)[None, :], other=0.0)
+    query_tile = tl.load(query_at, mask=valid[:, None] & (feature < WIDTH)[None, :], other=0.0)
     keys += kv_head * key_head
     values += kv_head * value_head
     state = tl.zeros((ROWS, VALUE_WIDE), tl.float32)
     if sinks is None:
-        top = tl.full((ROWS,), UNSEEN, tl.float32)
+        maximum = tl.full((ROWS,), UNSEEN, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
     else:
-        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        maximum = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
         total = tl.full((ROWS,), 1.0, tl.float32)
     stop = position + tl.minimum(rows_left, ROWS // PACK)
     start = tl.maximum(position - window + 1, 0) // KEYS * KEYS if WINDOW else 0
     for begin in range(start, stop, KEYS):
-        place = begin + slot
-        inside = place < stop
+        key_position = begin + slot
+        key_mask = key_position < stop
         if table is None:
             key_base, value_base = (key_row + begin) * key_slot, (key_row + begin) * value_slot
         else:
@@ -210,27 +212,27 @@ def _attend_kernel(  # noqa: PLR0915 - one pass over the keys
                 page * value_page + begin % PAGE * value_slot,
             )
         key_at = keys + key_base + slot[:, None] * key_slot + feature[None, :]
-        key = tl.load(key_at, mask=inside[:, None] & (feature < WIDTH)[None, :], other=0.0)
-        rated = tl.dot(query_tile, tl.trans(key), input_precision="ieee")
+        key = tl.load(key_at, mask=key_mask[:, None] & (feature < WIDTH)[None, :], other=0.0)
+        scores = tl.dot(query_tile, tl.trans(key), input_precision="ieee")
         if SOFTCAP:
-            rated, factor = softcap * (2.0 * tl.sigmoid(rated * (2.0 * scale / softcap)) - 1.0), LOG2E
+            scores, factor = softcap * (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0), LOG2E
         else:
             factor = scale * LOG2E
-        visible = place[None, :] <= at[:, None]
+        visible = key_position[None, :] <= query_position[:, None]
         if WINDOW:
-            visible &= place[None, :] > at[:, None] - window
-        rated = tl.where(visible, rated, UNSEEN)
-        higher = tl.maximum(top, tl.max(rated, 1) * factor)
-        weight = tl.where(visible, tl.exp2(rated * factor - higher[:, None]), 0.0)
-        decay = tl.exp2(top - higher)
+            visible &= key_position[None, :] > query_position[:, None] - window
+        scores = tl.where(visible, scores, UNSEEN)
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        weight = tl.where(visible, tl.exp2(scores * factor - new_maximum[:, None]), 0.0)
+        decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weight, 1)
         value_at = values + value_base + slot[:, None] * value_slot + value_feature[None, :]
-        value = tl.load(value_at, mask=inside[:, None] & (value_feature < VALUE)[None, :], other=0.0)
+        value = tl.load(value_at, mask=key_mask[:, None] & (value_feature < VALUE)[None, :], other=0.0)
         state = tl.dot(weight.to(value.dtype), value, state * decay[:, None], input_precision="ieee")
-        top = higher
-    place_of = (first + row) * HEADS + head
+        maximum = new_maximum
+    output_row = (first + row) * HEADS + head
     if lse is not None:
-        tl.store(lse + place_of, (top + tl.log2(total)) * (1.0 / LOG2E), mask=real)
-    mask = real[:, None] & (value_feature < VALUE)[None, :]
+        tl.store(lse + output_row, (maximum + tl.log2(total)) * (1.0 / LOG2E), mask=valid)
+    mask = valid[:, None] & (value_feature < VALUE)[None, :]
     result = (state / total[:, None]).to(output.dtype.element_ty)
-    tl.store(output + place_of[:, None] * VALUE + value_feature[None, :], result, mask=mask)
+    tl.store(output + output_row[:, None] * VALUE + value_feature[None, :], result, mask=mask)

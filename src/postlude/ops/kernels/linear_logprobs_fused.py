@@ -2,7 +2,7 @@
 
 `linear_logprobs` with entropy takes 0.99 to 1.08 times the four plain GEMMs it cannot avoid, forward and backward, over
 six shapes in bf16 on an H200 (benchmarks/results/linear_logprobs_h200.json). In the same terms verl's Triton kernel
-takes 1.5 to 2.0 and SkyRL's 1.6 to 2.3 (docs/benchmarks.md).
+takes 1.5 to 2.0 and SkyRL's 1.6 to 2.3 (the same file, "earlier").
 
 cuBLAS multiplies faster than these kernels, but its logits have to be written and read again. In registers the
 statistics cost a tenth of a GEMM and no memory, and the gradient leaves the kernel in the dtype of the next GEMM. Top-k
@@ -29,15 +29,14 @@ from postlude.ops.linear_logprobs.statistics import Results, TokenRows
 # rows × columns × features of a tile, measured on an H200. 8 warps and 3 stages fill its shared memory.
 STATISTICS_TILE = (256, 128, 64)
 GRADIENT_TILE = (128, 256, 64)
-GROUP, WARPS, STAGES = 8, 8, 3
+ROW_TILE_GROUP, WARPS, STAGES = 8, 8, 3
 
 # A tile leaves this many bytes for each of its rows until they are joined: maximum, sum and moment in fp32.
 PARTIAL_BYTES = 12
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
-LOG2_E = tl.constexpr(
-    1.4426950408889634
-)  # e^x is 2^(x · log2 e): one instruction, where tl.exp takes care of denormals
+# e^x is 2^(x · log2 e): one instruction, where tl.exp takes care of denormals.
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def accumulate(
@@ -63,7 +62,7 @@ def accumulate(
         *(rows.targets, rows.factor, bias, partial, state),
     )
     numbers = (count, columns.start, columns.stop, features, 1.0 if rows.inner is None else rows.inner)
-    constants = (rows.inner is not None, *STATISTICS_TILE, GROUP, programs)
+    constants = (rows.inner is not None, *STATISTICS_TILE, ROW_TILE_GROUP, programs)
     _accumulate((programs, 1, 1), tensors, (*numbers, state.stride(0)), constants, WARPS, num_stages=STAGES)
     join_tiles(partial, columns, rows.targets, state)
 
@@ -100,7 +99,7 @@ def differentiate(
     )  # fmt: skip
     inner = 1.0 if rows.inner is None else rows.inner
     numbers = (count, columns.start, columns.stop, features, inner, coefficients.stride(0))
-    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    constants = (rows.inner is not None, *GRADIENT_TILE, ROW_TILE_GROUP, programs)
     _differentiate((programs, 1, 1), tensors, numbers, constants, WARPS, num_stages=STAGES)
     return out
 
@@ -112,13 +111,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+def tile_of(tile, row_tiles, column_tiles, ROW_TILE_GROUP: tl.constexpr):
     """Returns the row tile and column tile of tile number `tile`."""
     # Neighbouring programs share rows and columns, so that both operands are read from the cache.
-    width = GROUP * column_tiles
-    first = tile // width * GROUP
-    size = min(row_tiles - first, GROUP)
-    return first + tile % width % size, tile % width // size
+    group_tiles = ROW_TILE_GROUP * column_tiles
+    first_row_tile = tile // group_tiles * ROW_TILE_GROUP
+    group_rows = min(row_tiles - first_row_tile, ROW_TILE_GROUP)
+    return first_row_tile + tile % group_tiles % group_rows, tile % group_tiles // group_rows
 
 
 @triton.jit
@@ -129,13 +128,13 @@ def products_of(
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(tl.cdiv(features, FEATURES)):
         hidden_tile = hidden.load([row, step * FEATURES])
-        right = weight.load([column, step * FEATURES])
-        products = tl.dot(hidden_tile, right.T, products, input_precision="ieee")
+        weight_tile = weight.load([column, step * FEATURES])
+        products = tl.dot(hidden_tile, weight_tile.T, products, input_precision="ieee")
     return products
 
 
 @triton.jit
-def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
+def logits_of_products(products, factor, inner, bias, SOFTCAP: tl.constexpr):
     """Returns the logits of products with their bias, and the softcap's slope. Only a bias can be minus infinity."""
     slope = 1.0
     if SOFTCAP:
@@ -150,24 +149,26 @@ def scaled(products, factor, inner, bias, SOFTCAP: tl.constexpr):
 def _accumulate_kernel(
     hidden, weight, targets, factors, bias, partial, state, count, start, stop, features, inner, state_stride,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROW_TILE_GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, ROW_TILE_GROUP)
         first = start + column_tile * COLUMNS
         products = products_of(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
         row = row_tile * ROWS + tl.arange(0, ROWS)
-        live = row < count
+        row_mask = row < count
         column = (first + tl.arange(0, COLUMNS))[None, :]
         if bias is not None:
             products += tl.load(bias + column, mask=column < stop, other=0.0)
-        logit, _ = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
+        logit, _ = logits_of_products(
+            products, tl.load(factors + row, mask=row_mask, other=0.0)[:, None], inner, bias, SOFTCAP
+        )
         # Only tiles that hold a target do this: with few features every instruction shows.
-        target = tl.load(targets + row, mask=live, other=-1)
-        has_target = live & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
+        target = tl.load(targets + row, mask=row_mask, other=-1)
+        has_target = row_mask & (target >= first) & (target < tl.minimum(first + COLUMNS, stop))
         if tl.max(has_target.to(tl.int32), 0) > 0:
             at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
             tl.store(state + 3 * state_stride + row, at_target, mask=has_target)
@@ -176,30 +177,30 @@ def _accumulate_kernel(
         maximum = tl.max(logit, 1)
         gap = logit - maximum[:, None]
         share = tl.exp2(gap * LOG2_E)
-        place = partial + column_tile.to(tl.int64) * count + row
-        tl.store(place, maximum, mask=live)
-        tl.store(place + plane, tl.sum(share, 1), mask=live)
-        tl.store(place + 2 * plane, tl.sum(share * gap, 1), mask=live)
+        partial_at = partial + column_tile.to(tl.int64) * count + row
+        tl.store(partial_at, maximum, mask=row_mask)
+        tl.store(partial_at + plane, tl.sum(share, 1), mask=row_mask)
+        tl.store(partial_at + 2 * plane, tl.sum(share * gap, 1), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["tiles", "count", "stop", "state_stride"])
 def _join_kernel(
     partial, targets, state, logprobs, entropies, normalizer, tiles, count, stop, state_stride,
-    BEGINS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    STARTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < count
+    row_mask = row < count
     plane = tiles.to(tl.int64) * count
     maximum = tl.full((TILES, ROWS), _LOWEST, tl.float32)
     total = tl.zeros((TILES, ROWS), tl.float32)
     moment = tl.zeros((TILES, ROWS), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        mask = (tile < tiles)[:, None] & live[None, :]
-        place = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
+        mask = (tile < tiles)[:, None] & row_mask[None, :]
+        partial_at = partial + tile.to(tl.int64)[:, None] * count + row[None, :]
         maximum, total, moment = _merge(
-            maximum, total, moment, tl.load(place, mask=mask, other=_LOWEST),
-            tl.load(place + plane, mask=mask, other=0.0), tl.load(place + 2 * plane, mask=mask, other=0.0),
+            maximum, total, moment, tl.load(partial_at, mask=mask, other=_LOWEST),
+            tl.load(partial_at + plane, mask=mask, other=0.0), tl.load(partial_at + 2 * plane, mask=mask, other=0.0),
         )  # fmt: skip
     # Until here each lane has its own; now they are joined, then with what the state held before.
     highest = tl.max(maximum, 0)
@@ -207,24 +208,24 @@ def _join_kernel(
     decay = tl.exp(gap)
     moment = tl.sum((moment + gap * total) * decay, 0)
     total = tl.sum(total * decay, 0)
-    place = state + row
-    if BEGINS:
-        target = tl.load(targets + row, mask=live, other=0)
-        tl.store(place + 3 * state_stride, _LOWEST, mask=live & ((target < 0) | (target >= stop)))
+    state_at = state + row
+    if STARTS:
+        target = tl.load(targets + row, mask=row_mask, other=0)
+        tl.store(state_at + 3 * state_stride, _LOWEST, mask=row_mask & ((target < 0) | (target >= stop)))
     else:
         highest, total, moment = _merge(
-            highest, total, moment, tl.load(place, mask=live, other=_LOWEST),
-            tl.load(place + state_stride, mask=live, other=0.0),
-            tl.load(place + 2 * state_stride, mask=live, other=0.0),
+            highest, total, moment, tl.load(state_at, mask=row_mask, other=_LOWEST),
+            tl.load(state_at + state_stride, mask=row_mask, other=0.0),
+            tl.load(state_at + 2 * state_stride, mask=row_mask, other=0.0),
         )  # fmt: skip
-    tl.store(place, highest, mask=live)
-    tl.store(place + state_stride, total, mask=live)
-    tl.store(place + 2 * state_stride, moment, mask=live)
+    tl.store(state_at, highest, mask=row_mask)
+    tl.store(state_at + state_stride, total, mask=row_mask)
+    tl.store(state_at + 2 * state_stride, moment, mask=row_mask)
     if logprobs is not None:
-        if BEGINS:
+        if STARTS:
             tl.debug_barrier()  # another thread may have stored the target's logit
-        at_target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
-        store_results(highest, total, moment, at_target, logprobs, entropies, normalizer, row, count, live)
+        at_target = tl.load(state_at + 3 * state_stride, mask=row_mask, other=0.0)
+        store_results(highest, total, moment, at_target, logprobs, entropies, normalizer, row, count, row_mask)
 
 
 @triton.jit
@@ -243,13 +244,13 @@ def _merge(maximum, total, moment, other_maximum, other_total, other_moment):
 def _differentiate_kernel(
     hidden, weight, gradients, targets, factors, bias, coefficients, count, start, stop, features, inner,
     coefficient_stride,
-    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    ROW_TILE_GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop - start, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, ROW_TILE_GROUP)
         offset = column_tile * COLUMNS
         products = products_of(hidden, weight, row_tile * ROWS, start + offset, features, ROWS, COLUMNS, FEATURES)
         row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -275,22 +276,24 @@ def _gradient(
 ):  # fmt: skip
     columns: tl.constexpr = products.shape[1]
     column = first + tl.arange(0, columns)
-    live = row < count
+    row_mask = row < count
     if bias is not None:
         products += tl.load(bias + column, mask=column < stop, other=0.0)[None, :]
-    logit, slope = scaled(products, tl.load(factors + row, mask=live, other=0.0)[:, None], inner, bias, SOFTCAP)
-    place = coefficients + row
-    maximum = tl.load(place, mask=live, other=0.0)
-    log_total = tl.load(place + coefficient_stride, mask=live, other=0.0)
-    constant = tl.load(place + 3 * coefficient_stride, mask=live, other=0.0)
-    linear = tl.load(place + 4 * coefficient_stride, mask=live, other=0.0)
+    logit, slope = logits_of_products(
+        products, tl.load(factors + row, mask=row_mask, other=0.0)[:, None], inner, bias, SOFTCAP
+    )
+    coefficients_at = coefficients + row
+    maximum = tl.load(coefficients_at, mask=row_mask, other=0.0)
+    log_total = tl.load(coefficients_at + coefficient_stride, mask=row_mask, other=0.0)
+    constant = tl.load(coefficients_at + 3 * coefficient_stride, mask=row_mask, other=0.0)
+    linear = tl.load(coefficients_at + 4 * coefficient_stride, mask=row_mask, other=0.0)
     gap = logit - maximum[:, None]
-    share = tl.exp2(gap * LOG2_E - (log_total * LOG2_E)[:, None])
-    gradient = -share * ((constant - linear * log_total)[:, None] + linear[:, None] * gap)
-    target = tl.load(targets + row, mask=live, other=-1)
-    near = (target >= first) & (target < first + columns)
-    if tl.max(near.to(tl.int32), 0) > 0:
-        at_target = tl.load(place + 2 * coefficient_stride, mask=live, other=0.0)
+    probability = tl.exp2(gap * LOG2_E - (log_total * LOG2_E)[:, None])
+    gradient = -probability * ((constant - linear * log_total)[:, None] + linear[:, None] * gap)
+    target = tl.load(targets + row, mask=row_mask, other=-1)
+    has_target = (target >= first) & (target < first + columns)
+    if tl.max(has_target.to(tl.int32), 0) > 0:
+        at_target = tl.load(coefficients_at + 2 * coefficient_stride, mask=row_mask, other=0.0)
         gradient += tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
     if SOFTCAP:
         gradient *= slope

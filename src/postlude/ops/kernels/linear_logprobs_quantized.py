@@ -1,6 +1,6 @@
 """`linear_objective` in one sweep, in half precision on Hopper: logits wait in 16 bits for the objective's gradients.
 
-`linear_objective` takes 0.79 to 0.90 times the four plain GEMMs of a head that projects twice, forward and backward,
+`linear_objective` takes 0.80 to 0.89 times the four plain GEMMs of a head that projects twice, forward and backward,
 over six shapes in bf16 on an H200 (benchmarks/results/linear_logprobs_h200.json).
 
 The kernel that multiplies takes the statistics from its fp32 products, as `linear_logprobs_fused` does, and stores each
@@ -22,15 +22,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.kernels.linear_logprobs_fused import (
     GRADIENT_TILE,
-    GROUP,
     LOG2_E,
     PARTIAL_BYTES,
+    ROW_TILE_GROUP,
     STAGES,
     WARPS,
     join_tiles,
+    logits_of_products,
     multiprocessors,
     products_of,
-    scaled,
     tile_of,
 )
 from postlude.ops.kernels.linear_logprobs_rows import empty_results
@@ -44,11 +44,11 @@ QUANTIZED_BYTES = 2 + PARTIAL_BYTES / TILE_COLUMNS
 DECODED_TILES, DECODING_WARPS = 16, 8
 
 _LOWEST = tl.constexpr(statistics.LOWEST)
-_STEPS = tl.constexpr(2048.0)
+_STEPS_PER_NAT = tl.constexpr(2048.0)
 # The last bits of the float 2²³ + n are the whole number n. So an addition converts between float and integer, at a
 # fraction of the cost of the conversion instructions.
-_WHOLE = tl.constexpr(8388608.0)
-_WHOLE_BITS = tl.constexpr(0x4B000000)
+_INTEGER = tl.constexpr(8388608.0)
+_INTEGER_BITS = tl.constexpr(0x4B000000)
 _FARTHEST = tl.constexpr(8388608.0 + 65535.0)  # 32 nats or more below the tile's largest
 
 
@@ -78,7 +78,7 @@ def encode(
         *(rows.targets, rows.factor, bias, partial, state),
     )
     numbers = (count, columns, features, 1.0 if rows.inner is None else rows.inner)
-    constants = (rows.inner is not None, *GRADIENT_TILE, GROUP, programs)
+    constants = (rows.inner is not None, *GRADIENT_TILE, ROW_TILE_GROUP, programs)
     _encode((programs, 1, 1), tensors, (*numbers, state.stride(0)), constants, WARPS, num_stages=STAGES)
     results = empty_results(state)
     join_tiles(partial, slice(0, columns), rows.targets, state, results)
@@ -92,10 +92,10 @@ def decode(
 
     With `masked`, minus infinity was among the logits and gets no gradient.
     """
-    arriving = upstream.logprob, upstream.entropy, upstream.lse
+    gradients = upstream.logprob, upstream.entropy, upstream.lse
     result_tensors = results.state, results.normalizer, results.entropy
-    tensors = (*arriving, codes, partial, rows.targets, rows.factor, *result_tensors)
-    strides = (0 if row is None else row.stride(0) for row in arriving)
+    tensors = (*gradients, codes, partial, rows.targets, rows.factor, *result_tensors)
+    strides = (0 if row is None else row.stride(0) for row in gradients)
     inner = 1.0 if rows.inner is None else rows.inner
     numbers = (codes.shape[0], results.state.stride(0), *strides, inner)
     tiles = min(DECODED_TILES, triton.next_power_of_2(partial.shape[1]))
@@ -108,13 +108,13 @@ def decode(
 def _encode_kernel(
     hidden, weight, codes, targets, factors, bias, partial, state, count, stop, features, inner, state_stride,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROW_TILE_GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(count, ROWS)
     column_tiles = tl.cdiv(stop, COLUMNS)
     plane = column_tiles.to(tl.int64) * count
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, ROW_TILE_GROUP)
         first = column_tile * COLUMNS
         products = products_of(hidden, weight, row_tile * ROWS, first, features, ROWS, COLUMNS, FEATURES)
         row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -125,27 +125,27 @@ def _encode_kernel(
         second = first + COLUMNS // 2
         right = _logits(right, row, second, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP)
         maximum = tl.maximum(tl.max(left, 1), tl.max(right, 1))
-        total, moment, code = _code(left - maximum[:, None])
+        total, moment, code = _encode_gaps(left - maximum[:, None])
         codes.store([row_tile * ROWS, first], code.to(codes.dtype, bitcast=True))
-        right_total, right_moment, code = _code(right - maximum[:, None])
+        right_total, right_moment, code = _encode_gaps(right - maximum[:, None])
         codes.store([row_tile * ROWS, second], code.to(codes.dtype, bitcast=True))
-        live = row < count
-        place = partial + column_tile.to(tl.int64) * count + row
-        tl.store(place, maximum, mask=live)
-        tl.store(place + plane, total + right_total, mask=live)
-        tl.store(place + 2 * plane, moment + right_moment, mask=live)
+        row_mask = row < count
+        partial_at = partial + column_tile.to(tl.int64) * count + row
+        tl.store(partial_at, maximum, mask=row_mask)
+        tl.store(partial_at + plane, total + right_total, mask=row_mask)
+        tl.store(partial_at + 2 * plane, moment + right_moment, mask=row_mask)
 
 
 @triton.jit
 def _logits(products, row, first, count, stop, targets, scale, inner, bias, state, state_stride, SOFTCAP: tl.constexpr):
     columns: tl.constexpr = products.shape[1]
     column = (first + tl.arange(0, columns))[None, :]
-    live = row < count
+    row_mask = row < count
     if bias is not None:
         products += tl.load(bias + column, mask=column < stop, other=0.0)
-    logit, _ = scaled(products, scale[:, None], inner, bias, SOFTCAP)
-    target = tl.load(targets + row, mask=live, other=-1)
-    has_target = live & (target >= first) & (target < tl.minimum(first + columns, stop))
+    logit, _ = logits_of_products(products, scale[:, None], inner, bias, SOFTCAP)
+    target = tl.load(targets + row, mask=row_mask, other=-1)
+    has_target = row_mask & (target >= first) & (target < tl.minimum(first + columns, stop))
     if tl.max(has_target.to(tl.int32), 0) > 0:
         at_target = tl.sum(tl.where(column == target[:, None], logit, 0.0), 1)
         tl.store(state + 3 * state_stride + row, at_target, mask=has_target)
@@ -155,21 +155,21 @@ def _logits(products, row, first, count, stop, targets, scale, inner, bias, stat
 
 
 @triton.jit
-def _code(gap):
-    share = tl.exp2(gap * LOG2_E)
-    code = tl.minimum(gap * -_STEPS + _WHOLE, _FARTHEST).to(tl.int32, bitcast=True).to(tl.int16)
-    return tl.sum(share, 1), tl.sum(share * gap, 1), code
+def _encode_gaps(gap):
+    weight = tl.exp2(gap * LOG2_E)
+    code = tl.minimum(gap * -_STEPS_PER_NAT + _INTEGER, _FARTHEST).to(tl.int32, bitcast=True).to(tl.int16)
+    return tl.sum(weight, 1), tl.sum(weight * gap, 1), code
 
 
 @triton.jit(do_not_specialize=["count", "state_stride", "logprob_stride", "entropy_stride", "lse_stride", "inner"])
 def _decode_kernel(
-    logprobs, entropies, lses, codes, best, targets, factors, state, normalizer, row_entropies, count, state_stride,
-    logprob_stride, entropy_stride, lse_stride, inner,
+    logprobs, entropies, lses, codes, tile_maxima, targets, factors, state, normalizer, row_entropies, count,
+    state_stride, logprob_stride, entropy_stride, lse_stride, inner,
     STRIDE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     codes += row * STRIDE
-    best += row
+    tile_maxima += row
     maximum = tl.load(normalizer + row)
     log_total = tl.load(normalizer + count + row)
     slope = tl.load(factors + row) * inner
@@ -182,20 +182,20 @@ def _decode_kernel(
     for start in range(0, STRIDE, TILES * COLUMNS):
         tile = tl.arange(0, TILES)[:, None]
         column = start + tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = column < STRIDE
+        mask = column < STRIDE
         tile += start // COLUMNS
-        highest = tl.load(best + tile.to(tl.int64) * count, mask=tile * COLUMNS < STRIDE, other=0.0)
-        bits = tl.load(codes + column, mask=inside, other=0.0).to(tl.int16, bitcast=True)
-        code = ((bits.to(tl.int32) & 0xFFFF) | _WHOLE_BITS).to(tl.float32, bitcast=True)
-        log_p = ((highest - maximum) - log_total) - (code - _WHOLE) * (1.0 / _STEPS)
-        share = tl.exp2(log_p * LOG2_E)
+        tile_maximum = tl.load(tile_maxima + tile.to(tl.int64) * count, mask=tile * COLUMNS < STRIDE, other=0.0)
+        bits = tl.load(codes + column, mask=mask, other=0.0).to(tl.int16, bitcast=True)
+        code = ((bits.to(tl.int32) & 0xFFFF) | _INTEGER_BITS).to(tl.float32, bitcast=True)
+        log_p = ((tile_maximum - maximum) - log_total) - (code - _INTEGER) * (1.0 / _STEPS_PER_NAT)
+        probability = tl.exp2(log_p * LOG2_E)
         if MASKED:
-            share = tl.where(code == _FARTHEST, 0.0, share)
-        gradient = -share * (constant + linear * log_p)
+            probability = tl.where(code == _FARTHEST, 0.0, probability)
+        gradient = -probability * (constant + linear * log_p)
         if SOFTCAP:
             capped = (log_p + log_total + maximum) / tl.load(factors + row)
             gradient *= 1.0 - capped * capped
-        tl.store(codes + column, gradient.to(codes.dtype.element_ty), mask=inside)
+        tl.store(codes + column, gradient.to(codes.dtype.element_ty), mask=mask)
     # The target's logit is known exactly; its gradient overwrites the decoded one.
     logit = tl.load(state + 3 * state_stride + row)
     log_p = (logit - maximum) - log_total

@@ -140,15 +140,15 @@ def _select_kernel(
         target = tl.load(targets + position, mask=inside, other=0)
         ignored = inside & (target == IGNORE_INDEX)
         selected = inside & (target != IGNORE_INDEX) & (target >= low) & (target < high)
-        place = selected_before + tl.cumsum(selected.to(tl.int32), 0) - 1
+        selected_index = selected_before + tl.cumsum(selected.to(tl.int32), 0) - 1
         factor = tl.full((BLOCK,), scale, tl.float32)
         if temperatures is not None:
             temperature = tl.load(temperatures + position * temperature_stride, mask=inside, other=1.0)
             factor = tl.div_rn(factor, temperature.to(tl.float32))
             invalid_temperatures += tl.sum((selected & ~(temperature > 0)).to(tl.int32), 0)
-        tl.store(positions + place, position, mask=selected)
-        tl.store(selected_targets + place, target - vocab_start, mask=selected)
-        tl.store(factors + place, factor, mask=selected)
+        tl.store(positions + selected_index, position, mask=selected)
+        tl.store(selected_targets + selected_index, target - vocab_start, mask=selected)
+        tl.store(factors + selected_index, factor, mask=selected)
         selected_before += tl.sum(selected.to(tl.int32), 0)
         ignored_before += tl.sum(ignored.to(tl.int32), 0)
     tl.store(counts, selected_before)
@@ -166,9 +166,9 @@ def _select_kernel(
                 inside = position < count
                 tl.store(factors + position, float("nan"), mask=inside)
                 # Memory after the last token is uninitialised, and as many rows as expected are read.
-                behind = inside & (position >= selected_before)
-                tl.store(positions + position, 0, mask=behind)
-                tl.store(selected_targets + position, 0, mask=behind)
+                is_unwritten = inside & (position >= selected_before)
+                tl.store(positions + position, 0, mask=is_unwritten)
+                tl.store(selected_targets + position, 0, mask=is_unwritten)
 
 
 @triton.jit
@@ -253,25 +253,25 @@ def _accumulate_kernel(
 @triton.jit(do_not_specialize=["state_stride", "count"])
 def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < count
-    place = state + row
-    maximum = tl.load(place, mask=live, other=0.0)
-    total = tl.load(place + state_stride, mask=live, other=1.0)
-    moment = tl.load(place + 2 * state_stride, mask=live, other=0.0)
-    target = tl.load(place + 3 * state_stride, mask=live, other=0.0)
-    store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live)
+    mask = row < count
+    state_at = state + row
+    maximum = tl.load(state_at, mask=mask, other=0.0)
+    total = tl.load(state_at + state_stride, mask=mask, other=1.0)
+    moment = tl.load(state_at + 2 * state_stride, mask=mask, other=0.0)
+    target = tl.load(state_at + 3 * state_stride, mask=mask, other=0.0)
+    store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, mask)
 
 
 @triton.jit
-def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, live):
+def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, mask):
     """Stores the results of some rows' states."""
     log_total = tl.log(total)
     entropy = log_total - moment / total
-    tl.store(logprobs + row, (target - maximum) - log_total, mask=live)
+    tl.store(logprobs + row, (target - maximum) - log_total, mask=mask)
     # Not tl.maximum, which would turn a NaN into a number and hide it.
-    tl.store(entropies + row, tl.where(entropy < 0, 0.0, entropy), mask=live)
-    tl.store(normalizer + row, maximum, mask=live)
-    tl.store(normalizer + count + row, log_total, mask=live)
+    tl.store(entropies + row, tl.where(entropy < 0, 0.0, entropy), mask=mask)
+    tl.store(normalizer + row, maximum, mask=mask)
+    tl.store(normalizer + count + row, log_total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["logprob_stride", "entropy_stride", "lse_stride", "inner", "count"])
@@ -281,27 +281,27 @@ def _coefficients_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < count
-    place = row
+    mask = row < count
+    gradient_index = row
     if target_positions is not None:
-        place = tl.load(target_positions + row, mask=live, other=0)
-    slope = tl.load(factors + row, mask=live, other=0.0) * inner
-    at_target = _scaled_gradient(logprobs, logprob_stride, place, live, slope)
-    linear = _scaled_gradient(entropies, entropy_stride, place, live, slope)
-    at_all = _scaled_gradient(lses, lse_stride, place, live, slope)
-    constant = at_target + linear * tl.load(row_entropies + row, mask=live, other=0.0) - at_all
-    tl.store(output + row, tl.load(normalizer + row, mask=live, other=0.0), mask=live)
-    tl.store(output + count + row, tl.load(normalizer + count + row, mask=live, other=0.0), mask=live)
-    tl.store(output + 2 * count + row, at_target, mask=live)
-    tl.store(output + 3 * count + row, constant, mask=live)
-    tl.store(output + 4 * count + row, linear, mask=live)
+        gradient_index = tl.load(target_positions + row, mask=mask, other=0)
+    slope = tl.load(factors + row, mask=mask, other=0.0) * inner
+    at_target = _scaled_gradient(logprobs, logprob_stride, gradient_index, mask, slope)
+    linear = _scaled_gradient(entropies, entropy_stride, gradient_index, mask, slope)
+    at_all = _scaled_gradient(lses, lse_stride, gradient_index, mask, slope)
+    constant = at_target + linear * tl.load(row_entropies + row, mask=mask, other=0.0) - at_all
+    tl.store(output + row, tl.load(normalizer + row, mask=mask, other=0.0), mask=mask)
+    tl.store(output + count + row, tl.load(normalizer + count + row, mask=mask, other=0.0), mask=mask)
+    tl.store(output + 2 * count + row, at_target, mask=mask)
+    tl.store(output + 3 * count + row, constant, mask=mask)
+    tl.store(output + 4 * count + row, linear, mask=mask)
 
 
 @triton.jit
-def _scaled_gradient(gradients, stride, place, live, slope):
+def _scaled_gradient(gradients, stride, index, mask, slope):
     scaled = tl.zeros_like(slope)
     if gradients is not None:
-        scaled = tl.load(gradients + place * stride, mask=live, other=0.0) * slope
+        scaled = tl.load(gradients + index * stride, mask=mask, other=0.0) * slope
     return scaled
 
 
@@ -342,14 +342,14 @@ def _differentiate_kernel(
 @Kernel
 @triton.jit
 def _scale_kernel(tensor, size, factor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    by = tl.load(factor).to(tl.float32)
-    if by != 1.0:
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
         first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
         for step in range(BLOCKS):
-            place = first + step * BLOCK + tl.arange(0, BLOCK)
-            inside = place < size
-            value = tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32) * by
-            tl.store(tensor + place, value.to(tensor.dtype.element_ty), mask=inside)
+            index = first + step * BLOCK + tl.arange(0, BLOCK)
+            mask = index < size
+            value = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * scale
+            tl.store(tensor + index, value.to(tensor.dtype.element_ty), mask=mask)
 
 
 _select, _results, _coefficients = Launcher(_select_kernel), Launcher(_results_kernel), Launcher(_coefficients_kernel)

@@ -31,7 +31,7 @@ def sample_next(
     def weigh_blocks(threshold: Tensor | None) -> Tensor:
         """[n, blocks, 2]: the logsumexp of each block and its highest logit, without tokens below the threshold."""
         weights = torch.empty(count, blocks, 2, dtype=torch.float32, device=logits.device)
-        _weigh_kernel[(count, triton.cdiv(blocks, BLOCKS_PER_PROGRAM))](
+        _block_weights_kernel[(count, triton.cdiv(blocks, BLOCKS_PER_PROGRAM))](
             *(logits, logits.stride(0), rows, settings, numbers, numbers.stride(0), threshold, weights, vocab, blocks),
             BLOCK=BLOCK,
             BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM,
@@ -60,7 +60,7 @@ def scaled(logits, temperature):
 
 @Kernel
 @triton.jit
-def _weigh_kernel(
+def _block_weights_kernel(
     logits, logits_row, rows, settings, numbers, numbers_column, threshold, weights, vocab, blocks,
     BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +74,8 @@ def _weigh_kernel(
         if threshold is not None:
             values = tl.where(values < tl.load(threshold + index), float("-inf"), values)
         highest = tl.max(values, 1)
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.log(tl.sum(tl.exp(values - finite[:, None]), 1)) + finite
+        finite_highest = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.log(tl.sum(tl.exp(values - finite_highest[:, None]), 1)) + finite_highest
         at = weights + (index * blocks + block) * 2
         tl.store(at, weight, mask=block < blocks)
         tl.store(at + 1, highest, mask=block < blocks)
@@ -105,7 +105,7 @@ def logsumexp(weight):
 
 
 @triton.jit
-def _likeliest(values):
+def _argmax_without_nan(values):
     return tl.argmax(tl.where(values == values, values, float("-inf")), 0)  # noqa: PLR0124 - excludes NaN
 
 
@@ -134,27 +134,29 @@ def _sample_kernel(
             sampled_total = logsumexp(weight)
 
         key = _mix((key + count * (0x9E3779B97F4A7C15 - (1 << 64))).to(tl.uint64, bitcast=True))
-        noisy = weight.to(tl.float64) + _gumbel(key, block.to(tl.uint64))
-        chosen = tl.where(temperature > 0, _likeliest(noisy), _likeliest(highest))
-        token = chosen * BLOCK + tl.arange(0, BLOCK)
+        noisy_values = weight.to(tl.float64) + _gumbel(key, block.to(tl.uint64))
+        sampled_block = tl.where(temperature > 0, _argmax_without_nan(noisy_values), _argmax_without_nan(highest))
+        token = sampled_block * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(logits + index * logits_row + token, mask=token < vocab, other=float("-inf"))
         values = scaled(values, temperature)
         if threshold is not None:
-            lowest = tl.where(temperature > 0, tl.load(threshold + index), float("-inf"))
-            values = tl.where(values < lowest, float("-inf"), values)
-        noisy = values.to(tl.float64) + _gumbel(key, TOKEN_NOISE + token.to(tl.uint64))
-        offset = tl.where(temperature > 0, _likeliest(noisy), _likeliest(values))
-        logit = tl.sum(tl.where(tl.arange(0, BLOCK) == offset, values, 0.0), 0)
-        sampled_token = tl.minimum(chosen * BLOCK + offset, vocab - 1).to(tl.int64)  # valid for NaN logits too
+            lowest_logit = tl.where(temperature > 0, tl.load(threshold + index), float("-inf"))
+            values = tl.where(values < lowest_logit, float("-inf"), values)
+        noisy_values = values.to(tl.float64) + _gumbel(key, TOKEN_NOISE + token.to(tl.uint64))
+        token_in_block = tl.where(temperature > 0, _argmax_without_nan(noisy_values), _argmax_without_nan(values))
+        logit = tl.sum(tl.where(tl.arange(0, BLOCK) == token_in_block, values, 0.0), 0)
+        sampled_token = tl.minimum(sampled_block * BLOCK + token_in_block, vocab - 1).to(
+            tl.int64
+        )  # valid for NaN logits too
 
         tl.store(results + row * 3, sampled_token.to(tl.float64))
         tl.store(results + row * 3 + 1, (logit - total).to(tl.float64))
         tl.store(results + row * 3 + 2, tl.where(temperature > 0, logit - sampled_total, 0.0).to(tl.float64))
-        ended = count + 1 >= limit
+        has_ended = count + 1 >= limit
         for stop in range(STOPS):
-            ended = ended | (tl.load(stops + stop * stops_column + row) == sampled_token)
+            has_ended = has_ended | (tl.load(stops + stop * stops_column + row) == sampled_token)
         tl.store(numbers + row, sampled_token)
         tl.store(count_at, count + 1)
-        tl.store(length_at, tl.where(ended, 0, length + 1))
+        tl.store(length_at, tl.where(has_ended, 0, length + 1))
     else:
         tl.store(results + row * 3, -1.0)

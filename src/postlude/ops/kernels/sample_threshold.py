@@ -37,42 +37,43 @@ def thresholds(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, s
 
 
 @triton.jit
-def _ordered(values):
-    # fp32 -> int32 in the same order.
+def _to_ordered_int(values):
+    # Returns fp32 as int32 in the same order.
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _number(ordered):
-    # int32 in order -> fp32.
+def _from_ordered_int(ordered):
+    # Returns the fp32 of `_to_ordered_int`.
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _above(logits, temperature, total, vocab, bounds, TOKENS: tl.constexpr):
-    # The number of tokens above each of `bounds` [16] int32, and their probability: fp64 [16] each.
+def _count_and_mass_above(logits, temperature, total, vocab, bounds, TOKENS: tl.constexpr):
+    # Returns the number of tokens above each of `bounds` [16] int32, and their probability: fp64 [16] each.
     count, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
     for first in range(0, vocab, TOKENS):
         token = first + tl.arange(0, TOKENS)
         values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         values = tl.div_rn(values, tl.zeros_like(values) + temperature)
-        share = tl.exp(values - total).to(tl.float64)
-        above = (_ordered(values)[None, :] > bounds[:, None]) & (token < vocab)[None, :]
-        count += tl.sum(above.to(tl.int32), 1).to(tl.float64)
-        mass += tl.sum(tl.where(above, share[None, :], 0.0), 1)
+        probability = tl.exp(values - total).to(tl.float64)
+        is_above = (_to_ordered_int(values)[None, :] > bounds[:, None]) & (token < vocab)[None, :]
+        count += tl.sum(is_above.to(tl.int32), 1).to(tl.float64)
+        mass += tl.sum(tl.where(is_above, probability[None, :], 0.0), 1)
     return count, mass
 
 
 @triton.jit
-def _search(logits, temperature, total, vocab, target_mass, counted, TOKENS: tl.constexpr):
-    # The lowest number with less than `target_mass` above it: tokens where they are `counted`, else probability.
+def _search_threshold(logits, temperature, total, vocab, limit, by_count, TOKENS: tl.constexpr):
+    # Returns the lowest number with less than `limit` above it, as an ordered int: tokens with `by_count`, else their
+    # probability.
     base = tl.full((), -(1 << 31), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)
     for _ in range(8):
         bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
-        count, mass = _above(logits, temperature, total, vocab, bounds.to(tl.int32), TOKENS)
-        base += tl.sum((tl.where(counted, count, mass) >= target_mass).to(tl.int64), 0) * step
+        count, mass = _count_and_mass_above(logits, temperature, total, vocab, bounds.to(tl.int32), TOKENS)
+        base += tl.sum((tl.where(by_count, count, mass) >= limit).to(tl.int64), 0) * step
         step = step >> 4
     return base.to(tl.int32)
 
@@ -88,27 +89,29 @@ def _threshold_kernel(
     logits += index * logits_row
     temperature = tl.load(settings + row)
     temperature = tl.where(temperature > 0, temperature, 1.0)
-    running = tl.load(numbers + numbers_column + row) > 0
+    is_running = tl.load(numbers + numbers_column + row) > 0
     block = tl.arange(0, BLOCKS)
     at = weights + (index * blocks + block) * 2
     weight = tl.load(at, mask=block < blocks, other=float("-inf"))
     highest = tl.max(tl.load(at + 1, mask=block < blocks, other=float("-inf")), 0)
-    top = tl.max(weight, 0)
-    total = tl.log(tl.sum(tl.exp(weight - top), 0)) + top
+    highest_weight = tl.max(weight, 0)
+    total = tl.log(tl.sum(tl.exp(weight - highest_weight), 0)) + highest_weight
 
     threshold = highest + tl.load(settings + 2 * settings_column + row)
     top_k = tl.load(numbers + 5 * numbers_column + row).to(tl.float64)
     kept_mass = tl.full((), 1.0, tl.float64)
-    if running & (top_k < vocab):
-        kth = _search(logits, temperature, total, vocab, top_k, True, TOKENS)
-        count, mass = _above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
-        kth_probability = tl.exp(_number(kth) - total).to(tl.float64)
+    if is_running & (top_k < vocab):
+        kth = _search_threshold(logits, temperature, total, vocab, top_k, True, TOKENS)
+        count, mass = _count_and_mass_above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
+        kth_probability = tl.exp(_from_ordered_int(kth) - total).to(tl.float64)
         kept_mass = (tl.sum(mass, 0) + (16 * top_k - tl.sum(count, 0)) * kth_probability) / 16
-        threshold = tl.maximum(threshold, _number(kth))
-    share = tl.load(settings + settings_column + row)
-    if running & (share < 1.0):
+        threshold = tl.maximum(threshold, _from_ordered_int(kth))
+    top_p = tl.load(settings + settings_column + row)
+    if is_running & (top_p < 1.0):
         threshold = tl.maximum(
             threshold,
-            _number(_search(logits, temperature, total, vocab, share.to(tl.float64) * kept_mass, False, TOKENS)),
+            _from_ordered_int(
+                _search_threshold(logits, temperature, total, vocab, top_p.to(tl.float64) * kept_mass, False, TOKENS)
+            ),
         )
     tl.store(result + index, threshold)
