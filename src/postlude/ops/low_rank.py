@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_LAYERS = 4
+MAX_LAYERS = 4
 STEP = 64  # layers have multiples of this many features
 MAX_RANK = 256
 
@@ -32,8 +32,8 @@ class LowRank:
         """Returns why kernels cannot take it, or None."""
         if self.rank % 16 or self.rank > max_rank:
             return f"adapters of rank {self.rank} are no multiple of 16 up to {max_rank}"
-        if len(self.sizes) > MOST_LAYERS or any(size % STEP for size in self.sizes):
-            return f"layers of {list(self.sizes)} features are more than {MOST_LAYERS} or no multiples of {STEP}"
+        if len(self.sizes) > MAX_LAYERS or any(size % STEP for size in self.sizes):
+            return f"layers of {list(self.sizes)} features are more than {MAX_LAYERS} or no multiples of {STEP}"
         if not (self.a.dtype == self.b.dtype == rows.dtype and self.a.is_contiguous() and self.b.is_contiguous()):
             return "rows and adapters are not dense and of one dtype"
         return None
