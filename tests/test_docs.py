@@ -110,7 +110,7 @@ PATHS = re.findall(r"\| file \| lines \|.*?is [\d,]+ lines in \d+ files", ARCHIT
 LONGEST_PATH = 6000  # lines
 
 
-@pytest.mark.parametrize("path", PATHS, ids=["GRPO step", "vLLM request"])
+@pytest.mark.parametrize("path", PATHS, ids=["GRPO step", "vLLM request", "decode step"])
 def test_a_reading_path_exists_and_is_as_long_as_it_says(path: str) -> None:
     """Its line counts are right to within 10 %."""
     stated = {file: int(lines) for file, lines in re.findall(r"\| `([\w/]+\.py)` \| (\d+) \|", path)}
