@@ -25,9 +25,9 @@ from tests.ops.watch import Waits
 LAYERS = 4  # of both models
 LENGTHS = (12, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # pairs fit the budget
 HOST = {
-    "language_model.py:_embed_or_receive",
+    "language_model.py:_stage_input",
     "normalizer.py:count",
-    "executor.py:send",
+    "channels.py:send",
 }  # on the CPU, or through it, as gloo sends
 OBJECTIVES: dict[str, Objective] = {
     "own": policy,
