@@ -114,5 +114,5 @@ def serve(calls: Connection, replies: Connection, timeout: float) -> None:
 def main() -> None:
     """Runs a worker. Its command line ends with two pipe descriptors and the time limit."""
     calls, replies, timeout = sys.argv[-3:]
-    with contextlib.suppress(BrokenPipeError):  # the trainer was killed, and nobody waits for a reply
+    with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
         serve(Connection(int(calls), writable=False), Connection(int(replies), readable=False), float(timeout))

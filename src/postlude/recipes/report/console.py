@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 class RunConsole(Console):
-    """A console that prints nothing more once nobody reads its output; rich's own ends the process."""
+    """A console that prints nothing more once the reader of its output is gone; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
         """Discards all later output."""
