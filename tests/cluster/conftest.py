@@ -1,4 +1,4 @@
-"""A local Ray for the tests of a file, with a folder of its own, gone when they are done."""
+"""Fixture `local_ray`: a Ray instance for the tests of one file, in a temporary directory."""
 
 from __future__ import annotations
 

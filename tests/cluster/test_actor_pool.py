@@ -1,4 +1,4 @@
-"""Workers and servers that are actors are those of this machine, and what a lost one was at is done by another."""
+"""Ray actors as workers and servers: same results as local processes; work of a lost actor is redone by another."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TIMEOUT = 4.0
 FAKE = replace(HERES, command=(*HERES.command, "{host}"))
 
 
-def busy(pool: WorkerPool, count: int) -> list[Any]:
-    """Some workers, once they are at work."""
+def wait_for_running_workers(pool: WorkerPool, count: int) -> list[Any]:
+    """Waits until `count` workers run a call, and returns them."""
     assert isinstance(pool, ActorPool)
     until = time.monotonic() + 300
     while time.monotonic() < until:
@@ -43,7 +43,7 @@ def busy(pool: WorkerPool, count: int) -> list[Any]:
     raise AssertionError("no worker was given anything")
 
 
-def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
+def call_results(pool_factory: PoolFactory | None) -> list[CallResult]:
     calls = [
         ("", completion, {})
         for completion in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")
@@ -52,16 +52,17 @@ def outcomes(pool_factory: PoolFactory | None) -> list[CallResult]:
         return workers.call_all(calls)
 
 
-def test_outcomes_are_those_of_processes_here(local_ray: None) -> None:
-    assert str(outcomes(partial(ActorPool, cpus=0.5))) == str(outcomes(None))  # as text: not every number equals itself
+def test_actor_pool_results_equal_process_pool_results(local_ray: None) -> None:
+    actor_results, process_results = call_results(partial(ActorPool, cpus=0.5)), call_results(None)
+    assert str(actor_results) == str(process_results)  # as text, since NaN does not equal itself
 
 
-def test_calls_of_a_lost_worker_are_made_by_another(local_ray: None) -> None:
+def test_calls_of_killed_worker_are_retried_on_another(local_ray: None) -> None:
     import ray
 
     with closing(RewardPool(functions.slow_length, workers=2, timeout=30.0, pool_factory=ActorPool)) as pool:
         call_ids = [pool.submit(("", "x" * size, {})) for size in range(12)]
-        (victim,) = busy(pool.pool, 1)
+        (victim,) = wait_for_running_workers(pool.pool, 1)
         ray.kill(victim.actor)
         scores: dict[int, Any] = {}
         while len(scores) < len(call_ids):
@@ -72,7 +73,7 @@ def test_calls_of_a_lost_worker_are_made_by_another(local_ray: None) -> None:
 
 
 @pytest.mark.thorough
-def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None:
+def test_function_that_cannot_be_loaded_raises_worker_error(local_ray: None) -> None:
     with (
         closing(open_pool("no/such/file.py:reward", count=1, timeout=TIMEOUT, pool_factory=ActorPool)) as workers,
         pytest.raises(WorkerError, match=r"no/such/file.py:reward cannot be loaded: .*no/such/file.py"),
@@ -81,7 +82,7 @@ def test_a_function_that_cannot_be_loaded_is_a_sentence(local_ray: None) -> None
 
 
 @pytest.mark.thorough
-def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ray: None) -> None:
+def test_call_fails_after_losing_max_number_of_workers(local_ray: None) -> None:
     with closing(open_pool(functions.end_parent, count=2, timeout=30.0, pool_factory=ActorPool)) as workers:
         good, bad, second_good = workers.call_all([("stay",), ("go",), ("stay",)])
         assert (good.value, second_good.value) == ("stay", "stay")
@@ -89,8 +90,8 @@ def test_a_call_over_which_workers_are_lost_again_and_again_is_given_up(local_ra
         assert workers.lost == TRIES
 
 
-def answered(engine: SupervisedClient, request_ids: set[int]) -> None:
-    """Every answer comes, by the weights that were given out."""
+def await_completions(engine: SupervisedClient, request_ids: set[int]) -> None:
+    """Polls until every request has its completion, and checks that it used the sent weights."""
     while request_ids:
         for done in engine.poll(None):
             assert done.completion is not None, done.error
@@ -99,10 +100,10 @@ def answered(engine: SupervisedClient, request_ids: set[int]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_server_whose_actor_is_killed_is_started_again(
+def test_server_is_restarted_after_its_actor_is_killed(
     local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None of its answers is lost, and its process ends with the actor."""
+    """No completion is lost, and the server process ends with its actor."""
     import ray
 
     with closing(
@@ -114,17 +115,17 @@ def test_a_server_whose_actor_is_killed_is_started_again(
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         running: Any = engine.supervisor._slots[0].process
         ray.kill(running.actor)
-        answered(engine, request_ids)
+        await_completions(engine, request_ids)
         check(engine)
         until(lambda: engine.pool.count_up() == 2)
-        until(lambda: not reached(running.url))
+        until(lambda: not is_reachable(running.url))
         assert engine.supervisor.restarted == 1
         assert f"{running.url} was lost with its actor: it was killed by `ray.kill`. It is restarted" in caplog.text
         urls = [server.url for server in engine.pool.servers]
-    assert not any(reached(url) for url in urls), "they end with the engine"
+    assert not any(is_reachable(url) for url in urls), "they end with the engine"
 
 
-def reached(url: str) -> bool:
+def is_reachable(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=1.0)
     except OSError:

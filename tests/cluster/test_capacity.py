@@ -1,4 +1,4 @@
-"""Resources of a run on a cluster: shares of GPUs, and waiting for one that grows. All clusters but one are fake."""
+"""Cluster resources of a run: fractional GPUs, and waiting for nodes to join. All tests but one use a fake cluster."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.cluster.conftest import QUIET
 from tests.serving.test_supervisor import saying, until
 
 
-class MadeUp:
-    """As much of Ray as is asked here: its nodes, and actors that never find a place."""
+class FakeRay:
+    """Fake of the parts of the ray module used here: nodes, and actors that are never scheduled."""
 
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
@@ -59,9 +59,9 @@ class MadeUp:
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
-    """Two nodes of four CPUs and two GPUs each."""
-    ray = MadeUp({"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0})
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """Two nodes with four CPUs and two GPUs each."""
+    ray = FakeRay({"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0})
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
 
@@ -81,13 +81,13 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
         (1, 1.0, 1, 4.0, False),
     ],
 )
-def test_shares_of_gpus_are_counted_gpu_by_gpu(
-    made_up: MadeUp, ranks: int, share: float, servers: int, gpus: float, room: bool
+def test_fractional_gpus_are_counted_per_gpu(
+    fake_ray: FakeRay, ranks: int, share: float, servers: int, gpus: float, room: bool
 ) -> None:
     assert (missing_capacity(ResourceNeeds(ranks, 1.0, share, 0.0, servers, gpus)) == "") is room
 
 
-def test_the_resources_that_a_config_needs(made_up: MadeUp, tmp_path: Path) -> None:
+def test_resource_needs_of_a_config(fake_ray: FakeRay, tmp_path: Path) -> None:
     def needs(*words: str) -> ResourceNeeds:
         config = load(GRPOConfig, None, [f"--run={tmp_path}", "--environment.workers=2", *words])
         return RayJob(RECIPES["grpo"], config, "cuda", RESUME_NEWEST, 2, 60.0).needs(LOCAL)
@@ -104,8 +104,8 @@ def test_the_resources_that_a_config_needs(made_up: MadeUp, tmp_path: Path) -> N
             needs("--rollout=vllm", wrong)
 
 
-def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
-    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_server_that_no_node_can_host_times_out_with_clear_error(
+    fake_ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "WARN_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
@@ -118,15 +118,15 @@ def test_a_server_asks_for_its_share_and_without_a_place_is_a_sentence(
         "a server that was to be started was not ready within 0.2 s: it found no node with 2 free CPU(s) and "
         "0.4 GPU(s). Add nodes, or lower rollout.count, cpus or gpus."
     )
-    assert [(request["num_cpus"], request["num_gpus"]) for request in made_up.requests] == [(2.0, 0.4)] * 2, (
+    assert [(request["num_cpus"], request["num_gpus"]) for request in fake_ray.requests] == [(2.0, 0.4)] * 2, (
         "both at once"
     )
     assert "2 server(s) wait for a machine with 2 CPU(s) and 0.4 GPU(s) each." in caplog.text
-    assert len(made_up.killed) >= 2
+    assert len(fake_ray.killed) >= 2
 
 
-def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said(
-    made_up: MadeUp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ranks_wait_for_nodes_and_report_missing_resources(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
 
@@ -150,14 +150,14 @@ def test_nodes_that_are_not_there_yet_are_waited_for_and_what_is_missing_is_said
     ]
     assert lacks in error_lines[0]
 
-    def come(seconds: float) -> bool:
-        made_up.nodes_resources.append({"CPU": 4.0})
-        return len(made_up.nodes_resources) > 4
+    def add_node(seconds: float) -> bool:
+        fake_ray.nodes_resources.append({"CPU": 4.0})
+        return len(fake_ray.nodes_resources) > 4
 
-    RankActors._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=come)), lambda: None, 10.0)  # type: ignore[arg-type]
+    RankActors._wait(SimpleNamespace(needs=needs, group=SimpleNamespace(wait=add_node)), lambda: None, 10.0)  # type: ignore[arg-type]
 
 
-def test_workers_without_resources_are_awaited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_wait_for_resources_with_warning_then_error(caplog: pytest.LogCaptureFixture) -> None:
     with (
         closing(ActorPool(b"", "judge", 1, timeout=1.0, cpus=0.5, start_timeout=100.0)) as pool,
         caplog.at_level(logging.WARNING, "postlude"),
@@ -173,8 +173,8 @@ def test_workers_without_resources_are_awaited_and_logged(caplog: pytest.LogCapt
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_server_shares_the_gpu_of_a_rank(tmp_path: Path) -> None:
-    """Ray counts the GPUs it is told of: there is none."""
+def test_server_shares_gpu_with_rank(tmp_path: Path) -> None:
+    """Uses a Ray instance that is configured with one GPU; no real GPU is needed."""
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
         ray.init("local", num_cpus=4, num_gpus=1, _temp_dir=place, **QUIET)

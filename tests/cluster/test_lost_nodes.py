@@ -1,4 +1,4 @@
-"""A node that is killed: what was there is done elsewhere. The nodes are processes of this machine."""
+"""Killed nodes: their work is redone on other nodes. The nodes are processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from postlude.pool.worker_pool import CallResult
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
-from tests.cluster.test_actor_pool import FAKE, answered, busy
-from tests.cluster.test_rank_actors import grpo
+from tests.cluster.test_actor_pool import FAKE, await_completions, wait_for_running_workers
+from tests.cluster.test_rank_actors import run_grpo
 from tests.recipes.test_killed import logged_files, place
 from tests.rollout import functions
 from tests.serving.test_server_pool import PROMPTS, THREE, check
@@ -34,14 +34,14 @@ __all__ = ["place"]  # a fixture
 
 @pytest.fixture
 def two_nodes() -> Iterator[Any]:
-    """A cluster of two nodes of two CPUs; `other` is the one that this process is not on."""
-    with nodes(2, 2) as cluster:
+    """A cluster of two nodes with two CPUs each; `other` is the node without this process."""
+    with start_cluster(2, 2) as cluster:
         yield cluster
 
 
 @contextmanager
-def nodes(*cpus: int) -> Iterator[Any]:
-    """A cluster of nodes of so many CPUs; `other` is the last. This process is on the first."""
+def start_cluster(*cpus: int) -> Iterator[Any]:
+    """Starts a cluster with one node per CPU count. This process is on the first node; `other` is the last."""
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -62,10 +62,10 @@ def nodes(*cpus: int) -> Iterator[Any]:
             cluster.shutdown()
 
 
-def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
+def test_killed_node_only_affects_its_own_calls(two_nodes: Any) -> None:
     with closing(open_pool(functions.slow_length, count=4, timeout=30.0, pool_factory=ActorPool)) as workers:
         call_ids = [workers.submit(("", "x" * size, {})) for size in range(60)]
-        busy(workers, 4)
+        wait_for_running_workers(workers, 4)
         two_nodes.remove_node(two_nodes.other, allow_graceful=False)
         results: dict[int, CallResult] = {}
         while len(results) < len(call_ids):
@@ -74,43 +74,44 @@ def test_a_lost_node_costs_its_own_calls_alone(two_nodes: Any) -> None:
         assert workers.lost == 2, "half of them were there"
 
 
-def one_with(cluster: Any, actor: bytes) -> Any:
-    """A node, and not the one that this process is on, with such an actor."""
+def node_with_actor(cluster: Any, actor: bytes) -> Any:
+    """Returns a node other than this process's that runs such an actor."""
 
-    def has(node: Any) -> bool:
+    def runs_actor(node: Any) -> bool:
         raylet = node.all_processes["raylet"][0].process.pid
         workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
         return any(actor in Path(f"/proc/{worker}/cmdline").read_bytes() for worker in workers)
 
-    return next(filter(has, cluster.worker_nodes))
+    return next(filter(runs_actor, cluster.worker_nodes))
 
 
-def test_a_server_on_a_lost_node_is_started_on_another(tmp_path: Path) -> None:
+def test_server_on_killed_node_restarts_on_another_node(tmp_path: Path) -> None:
     with (
-        nodes(1, 1, 1) as cluster,
+        start_cluster(1, 1, 1) as cluster,
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path)), **QUICK)) as engine,
     ):
         engine.connect()
         engine.reload(Weights("/weights/1", "start.1"))
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
-        cluster.remove_node(one_with(cluster, b"ServerActor"), allow_graceful=False)
-        answered(engine, request_ids)
+        cluster.remove_node(node_with_actor(cluster, b"ServerActor"), allow_graceful=False)
+        await_completions(engine, request_ids)
         until(lambda: engine.supervisor.restarted and engine.pool.count_up() == 2, 120.0)
         check(engine)
 
 
-def test_ranks_that_lose_a_node_restart_on_another(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_on_killed_node_restart_on_another_node(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ("--steps=16", "--layout=dp_shard=2", "--timeout=120")
-    assert grpo(place, "whole", *words) == 0
-    with nodes(0, 1, 1, 1) as cluster:
+    assert run_grpo(place, "whole", *words) == 0
+    with start_cluster(0, 1, 1, 1) as cluster:
 
-        def lose() -> None:
+        def kill_node() -> None:
             until(lambda: len(logged_files(place / "parts")["metrics"]) >= 6, 100.0)
-            cluster.remove_node(one_with(cluster, b"RankActor"), allow_graceful=False)
+            cluster.remove_node(node_with_actor(cluster, b"RankActor"), allow_graceful=False)
 
-        thread = threading.Thread(target=lose)
+        thread = threading.Thread(target=kill_node)
         thread.start()
-        assert grpo(place, "parts", "--ray", "--cluster.cpus_per_rank=1", "--cluster.cpus_per_worker=0", *words) == 0
+        ray_words = ("--ray", "--cluster.cpus_per_rank=1", "--cluster.cpus_per_worker=0")
+        assert run_grpo(place, "parts", *ray_words, *words) == 0
         thread.join()
     logged = logged_files(place / "parts")
     for row in logged["metrics"]:

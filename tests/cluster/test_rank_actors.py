@@ -1,4 +1,4 @@
-"""A run on Ray is the run without it; lost ranks start again from the last checkpoint, and a mistake ends a run."""
+"""Runs on Ray equal runs without it; lost ranks restart from the last checkpoint; user errors end the run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.slow
 __all__ = ["place"]  # a fixture
 
 
-def grpo(place: Path, name: str, *words: str) -> int:
+def run_grpo(place: Path, name: str, *words: str) -> int:
     return main(["grpo", str(place / "small.yaml"), "--run", str(place / name), *words])
 
 
 @pytest.mark.thorough
-def test_killed_ranks_restart_from_their_checkpoint(
+def test_killed_rank_restarts_from_last_checkpoint(
     local_ray: None, place: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert grpo(place, "whole") == 0
+    assert run_grpo(place, "whole") == 0
     order(place, "backward")
-    assert grpo(place, "parts", "--ray") == 0
+    assert run_grpo(place, "parts", "--ray") == 0
     assert not (place / "order").exists(), "the moment never came"
     logged = logged_files(place / "parts")
     for row in logged["metrics"]:
@@ -53,19 +53,19 @@ def test_killed_ranks_restart_from_their_checkpoint(
     )
 
 
-def test_a_run_larger_than_the_cluster_is_refused_at_once(
+def test_run_that_needs_more_than_the_cluster_has_is_refused(
     local_ray: None, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert grpo(place, "run", "--ray", "--layout", "dp_shard=3", "--cluster.cpus_per_rank", "4") == 2
+    assert run_grpo(place, "run", "--ray", "--layout", "dp_shard=3", "--cluster.cpus_per_rank", "4") == 2
     sentence = "3 rank(s) of 4 CPU(s) are needed, but the cluster has room for 2: 8 CPU(s) and 0 GPU(s) on 1 node(s)."
     assert sentence in capsys.readouterr().err
     assert not (place / "run" / "metrics.jsonl").exists()
 
 
-def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
+def test_servers_of_local_ray_listen_on_localhost_only(
     local_ray: None, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster that is joined by its address may have nodes to come, so that servers listen for them."""
+    """On a cluster given by its address, servers listen on all interfaces, since nodes may join later."""
     states: list[bool] = []
 
     def make_launcher(logs: Path, *, single_machine: bool) -> RayLauncher:
@@ -74,12 +74,12 @@ def test_servers_of_a_local_ray_are_reached_from_this_machine_alone(
 
     monkeypatch.setattr(driver, "RayLauncher", make_launcher)
     for address in ("local", "auto"):
-        assert grpo(place, "run", "--ray", address) == 2
+        assert run_grpo(place, "run", "--ray", address) == 2
         assert "postlude grpo: seen" in capsys.readouterr().err
     assert states == [True, False]
 
 
-def test_without_ray_there_is_a_sentence_about_how_to_get_it(
+def test_missing_ray_package_gives_install_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -90,20 +90,20 @@ def test_without_ray_there_is_a_sentence_about_how_to_get_it(
     assert "--ray needs Ray, which is not installed. Install it: pip install 'postlude[ray]'" in capsys.readouterr().err
 
 
-def answered(error: BaseException, at: float = 0.0) -> RankResult:
+def failed_rank(error: BaseException, at: float = 0.0) -> RankResult:
     word = RankStatus.of(error)
     return RankResult(status=RankStatus(word.state, word.text, word.traceback, at, word.user_error), error=error)
 
 
-def test_failures_that_are_worth_a_restart() -> None:
-    lost, mistake = RankLost("its node has died."), answered(ValueError("no such row"), 2.0)
+def test_lost_ranks_are_restarted_and_user_errors_are_not() -> None:
+    lost, mistake = RankLost("its node has died."), failed_rank(ValueError("no such row"), 2.0)
     stopped, own_outcome = (
-        answered(RankError("rank 1 of 2 does not reply any more"), 1.0),
-        answered(AssertionError("ours"), 3.0),
+        failed_rank(RankError("rank 1 of 2 does not reply any more"), 1.0),
+        failed_rank(AssertionError("ours"), 3.0),
     )
     assert failure_of({0: stopped, 1: lost}, 2).can_restart
     assert str(failure_of({0: stopped, 1: lost}, 2).error) == "rank 1 of 2 was lost: its node has died."
-    assert failure_of({0: stopped, 1: answered(RuntimeError("NCCL timed out"), 4.0)}, 2).can_restart, "a lost peer"
+    assert failure_of({0: stopped, 1: failed_rank(RuntimeError("NCCL timed out"), 4.0)}, 2).can_restart, "a lost peer"
     for results in ({0: stopped, 1: mistake}, {0: lost, 1: mistake}, {0: stopped, 1: own_outcome}):
         assert not failure_of(results, 2).can_restart  # type: ignore[arg-type]
     named = failure_of({0: stopped, 1: mistake}, 2).error
@@ -112,7 +112,7 @@ def test_failures_that_are_worth_a_restart() -> None:
     assert isinstance(failure_of({0: mistake}, 1).error, USER_ERRORS), "alone, it is told as without ranks"
 
 
-def test_errors_of_ray_are_shown_without_its_advice() -> None:
+def test_ray_errors_are_shortened_to_the_reason() -> None:
     long = "The actor died.\n\tpid: 7\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM"
     assert death_reason(RuntimeError(long)) == "its worker process has died."
     assert death_reason(RuntimeError("The actor is dead because its node has died.\nmore")) == "its node has died."
@@ -139,12 +139,12 @@ def deadly(inputs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mistaken", "deadly"])
-def test_user_errors_end_a_run_at_once_and_lost_ranks_after_max_restarts(
+def test_user_error_ends_run_immediately_and_lost_ranks_after_max_restarts(
     local_ray: None, place: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (place / "mistaken.py").write_text(MISTAKEN)
     words = [f"--objective.file={place}/mistaken.py:{name}", "--objective.settings={}", "--reference=false"]
-    code = grpo(place, "parts", "--ray", "--cluster.max_restarts=1", *words)
+    code = run_grpo(place, "parts", "--ray", "--cluster.max_restarts=1", *words)
     sentence = capsys.readouterr().err.splitlines()[-1]
     if name == "mistaken":
         assert code == 1, "there was a step before it"
@@ -159,7 +159,7 @@ def test_user_errors_end_a_run_at_once_and_lost_ranks_after_max_restarts(
         assert caplog.text.count("All ranks start again from the beginning (1 of 1)") == 1
 
 
-def started(place: Path, *words: str) -> subprocess.Popen[str]:
+def start_command(place: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "postlude", "grpo", "small.yaml", "--run", "parts", "--ray", *words],
         cwd=place,
@@ -170,7 +170,7 @@ def started(place: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def until(command: subprocess.Popen[str], begins: str) -> None:
+def read_until(command: subprocess.Popen[str], begins: str) -> None:
     assert command.stdout is not None
     for line in command.stdout:
         if line.startswith(begins):
@@ -179,15 +179,15 @@ def until(command: subprocess.Popen[str], begins: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) -> None:
+def test_same_command_resumes_after_driver_is_killed(place: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     steps = ("--steps=20",)
-    assert grpo(place, "whole", *steps) == 0
-    first = started(place, *steps)
-    until(first, "step 6/21")
+    assert run_grpo(place, "whole", *steps) == 0
+    first = start_command(place, *steps)
+    read_until(first, "step 6/21")
     first.kill()
     first.wait()
-    second = started(place, *steps)  # at once: the ranks of the first may not have noticed yet
+    second = start_command(place, *steps)  # at once: the ranks of the first may not have noticed yet
     output, _ = second.communicate(timeout=2 * PATIENCE)
     assert second.returncode == 0, output
     logged = logged_files(place / "parts")
@@ -200,10 +200,10 @@ def test_a_driver_that_is_killed_is_followed_by_the_same_command(place: Path) ->
 
 
 @pytest.mark.thorough
-def test_a_signal_lets_two_ranks_finish_the_step_and_save(place: Path) -> None:
+def test_signal_lets_two_ranks_finish_step_and_save(place: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
-    command = started(place, "--steps=60", "--layout=dp_shard=2")
-    until(command, "step 4/61")
+    command = start_command(place, "--steps=60", "--layout=dp_shard=2")
+    read_until(command, "step 4/61")
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=2 * PATIENCE)
     assert command.returncode == 128 + signal.SIGINT, output
