@@ -1,4 +1,4 @@
-"""NCCL ranks that share the GPUs of this machine and outlive a test. They run with CUDA's default settings."""
+"""NCCL ranks that share this machine's GPUs and are kept between tests. They run with CUDA's default settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def mesh(layout: Layout) -> Mesh:
-    """The mesh of a layout on the GPU, made once in a process: its communicators take seconds."""
+    """Returns the mesh of a layout on the GPU, made once per process: its communicators take seconds."""
     return Mesh(layout, "cuda")
 
 
@@ -41,7 +41,7 @@ def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> Non
 
 
 def _port(rendezvous: str, rank: int) -> str:
-    """A free port that the first rank picks and writes down for the others."""
+    """Returns a free port that the first rank picks and writes to a file for the others."""
     path = Path(f"{rendezvous}.port")
     if rank == 0:
         with socket.socket() as free:
@@ -55,7 +55,7 @@ def _port(rendezvous: str, rank: int) -> str:
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """As the fixture `ranks`, with NCCL on the GPU in place of gloo on the CPU."""
+    """Like the fixture `ranks`, with NCCL on the GPU instead of gloo on the CPU."""
     pools = Ranks(tmp_path_factory.mktemp("nccl"), _serve)
     yield pools
     pools.close()

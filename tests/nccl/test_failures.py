@@ -1,4 +1,4 @@
-"""A rank that raises, is killed or is late over NCCL is named in one sentence, and no other line is printed."""
+"""A rank that raises, is killed or hangs under NCCL is named in one error line, and nothing else is printed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from postlude.world.launcher import launch
 from tests.engine.training import batch, config
 
 
-def fail(fault: str, failing_rank: int, layout: str) -> None:
-    """Two steps; in the second, rank `who` does not do what the others wait for."""
+def fail_in_second_step(fault: str, failing_rank: int, layout: str) -> None:
+    """Runs two steps; in the second, `failing_rank` raises, is killed or hangs."""
     engine = Engine(config("tiny-dense"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=32)
     rank = int(os.environ["RANK"])
 
@@ -39,17 +39,19 @@ def fail(fault: str, failing_rank: int, layout: str) -> None:
     [
         ("raises", "pp=2", "rank 1 of 2 failed: ValueError: no such column"),
         ("is killed", "dp_shard=2", "rank 1 of 2 was killed by SIGKILL."),
-        ("is late", "pp=2", "rank 1 of 2 did not come: it is in fail "),
+        ("is late", "pp=2", "rank 1 of 2 did not come: it is in fail_in_second_step "),
     ],
 )
-def test_it_is_named_and_all_end(fault: str, sentence: str, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_names_failing_rank_and_all_ranks_exit(
+    fault: str, sentence: str, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RankError) as failure:
-        launch(fail, fault, 1, layout, nproc=2, timeout=20.0, backend="nccl", device="cuda")
+        launch(fail_in_second_step, fault, 1, layout, nproc=2, timeout=20.0, backend="nccl", device="cuda")
     assert str(failure.value).startswith(sentence)
-    _assert_quiet(capfd)
+    _assert_only_gpu_sharing_warning(capfd)
 
 
-def steps(layout: str) -> float:
+def run_two_passes(layout: str) -> float:
     engine = Engine(config("tiny-moe"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=32)
     losses = [engine.forward_backward(batch(seed), _nll).loss for seed in range(2)]
     engine.optimizer_step()
@@ -60,13 +62,13 @@ def _nll(inputs: OutputInputs) -> Loss:
     return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob)
 
 
-def test_a_run_without_a_failure_prints_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    launch(steps, "pp=2,dp_shard=2,ep=2", nproc=4, timeout=100.0, backend="nccl", device="cuda")
-    _assert_quiet(capfd)
+def test_run_without_failure_prints_at_most_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(run_two_passes, "pp=2,dp_shard=2,ep=2", nproc=4, timeout=100.0, backend="nccl", device="cuda")
+    _assert_only_gpu_sharing_warning(capfd)
 
 
-def _assert_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    """One warning that ranks share a GPU, and no other line."""
+def _assert_only_gpu_sharing_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """Allows one warning that ranks share a GPU, and no other line."""
     printed = capfd.readouterr()
     lines = [line for line in (printed.out + printed.err).splitlines() if line.strip()]
     assert len(lines) <= 1, "\n".join(lines)

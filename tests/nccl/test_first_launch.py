@@ -1,4 +1,4 @@
-"""A pipeline goes on when kernels are launched for the first time while receives wait, in the first step and later.
+"""A pipeline does not hang when kernels are launched for the first time while receives are posted.
 
 CUDA loads a kernel at its first launch and waits for the kernels that run. A receive that was launched runs until the
 other rank sends, so this is where ranks could wait for each other for ever. Each test runs in new processes, which have
@@ -28,21 +28,21 @@ RARE = (
 )  # fmt: skip
 
 
-class FirstLaunches(torch.autograd.Function):
-    """Returns its input. Launches a kernel that the process has not launched yet, forward and backward."""
+class LaunchNewKernel(torch.autograd.Function):
+    """Returns its input. Launches a kernel that this process has not launched yet, in forward and backward."""
 
     unused: ClassVar = list(RARE)
 
     @staticmethod
     def forward(context: Any, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        if FirstLaunches.unused:
-            FirstLaunches.unused.pop()(hidden.detach().float())
+        if LaunchNewKernel.unused:
+            LaunchNewKernel.unused.pop()(hidden.detach().float())
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        if FirstLaunches.unused:
-            FirstLaunches.unused.pop()(gradient.float())
+        if LaunchNewKernel.unused:
+            LaunchNewKernel.unused.pop()(gradient.float())
         return gradient
 
 
@@ -52,11 +52,11 @@ def policy(inputs: OutputInputs) -> Loss:
 
 
 def policy_with_new_kernels(inputs: OutputInputs) -> Loss:
-    return policy(replace(inputs, hidden=FirstLaunches.apply(inputs.hidden)))
+    return policy(replace(inputs, hidden=LaunchNewKernel.apply(inputs.hidden)))
 
 
 def train(layout: str, options: dict[str, Any], steps: int, late: int | None) -> list[float]:
-    """The losses of some steps. In step `late` every stage launches new kernels, and with other lengths come others."""
+    """Returns the losses of some steps. In step `late` every stage launches new kernels, for each new length."""
     assert "CUDA_MODULE_LOADING" not in os.environ
     engine = Engine(config("tiny-moe"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=64, **options)
     earlier = [stage for stage in engine.local_stages.executor.stages.values() if not stage.stage.last]
@@ -65,7 +65,7 @@ def train(layout: str, options: dict[str, Any], steps: int, late: int | None) ->
         hooks, objective, lengths = [], policy, (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)
         if step == late:
             hooks = [
-                stage.register_forward_hook(lambda *arguments: FirstLaunches.apply(arguments[2])) for stage in earlier
+                stage.register_forward_hook(lambda *arguments: LaunchNewKernel.apply(arguments[2])) for stage in earlier
             ]
             objective, lengths = policy_with_new_kernels, (61, 47, 33, 64, 5, 59, 21, 37)
         losses.append(engine.forward_backward(batch(step, lengths), objective).loss)
@@ -88,13 +88,13 @@ def on_one_rank(steps: int, late: int | None) -> list[float]:
         pytest.param("pp=2", {"overlap": "zero_bubble"}, id="zero bubble"),
     ],
 )
-def test_in_the_first_step(layout: str, options: dict[str, Any]) -> None:
+def test_new_kernels_in_first_step_do_not_hang(layout: str, options: dict[str, Any]) -> None:
     expected = on_one_rank(2, None)
     actual = launch(train, layout, options, 2, None, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
     assert actual == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_kernel_that_is_first_used_in_step_40() -> None:
+def test_new_kernels_in_step_40_do_not_hang() -> None:
     expected = on_one_rank(42, 40)
     actual = launch(train, "pp=2", {}, 42, 40, nproc=2, backend="nccl", device="cuda", timeout=TIMEOUT)[0]
     assert actual == pytest.approx(expected, rel=1e-3)

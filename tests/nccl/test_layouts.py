@@ -52,7 +52,7 @@ def check(nccl_ranks: Ranks, source: Any, layout: str, **options: Any) -> None:
         ("tiny-moe", "pp=2,cp=2,tp=2,ep=2"),
     ],
 )
-def test_every_axis_alone_and_in_company(nccl_ranks: Ranks, model: str, layout: str) -> None:
+def test_layout_equals_one_rank(nccl_ranks: Ranks, model: str, layout: str) -> None:
     check(nccl_ranks, model, layout)
 
 
@@ -68,10 +68,12 @@ def test_every_axis_alone_and_in_company(nccl_ranks: Ranks, model: str, layout: 
         pytest.param(HYBRID, "pp=2,cp=2,ep=2", {"overlap": True, "recompute": "selective"}, id="hybrid"),
     ],
 )
-def test_overlap(nccl_ranks: Ranks, source: Any, layout: str, options: dict[str, Any]) -> None:
+def test_overlapped_layout_equals_one_rank(
+    nccl_ranks: Ranks, source: Any, layout: str, options: dict[str, Any]
+) -> None:
     check(nccl_ranks, source, layout, **options)
 
 
 @pytest.mark.parametrize(("source", "layout"), [("tiny-dense", "pp=2"), (MTP, "pp=2,vpp=2"), ("tiny-dense", "cp=2")])
-def test_in_bf16(nccl_ranks: Ranks, source: Any, layout: str) -> None:
+def test_bf16_layout_equals_one_rank(nccl_ranks: Ranks, source: Any, layout: str) -> None:
     check(nccl_ranks, source, layout, compute_dtype=torch.bfloat16)

@@ -46,7 +46,9 @@ def train(group: Any, source: str, layout: str, options: dict[str, Any]) -> dict
     ],
     ids=str,
 )
-def test_a_layout_trains_as_one_rank(nccl_ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
+def test_lora_training_in_layout_equals_one_rank(
+    nccl_ranks: Ranks, source: str, layout: str, options: dict[str, Any]
+) -> None:
     expected = nccl_ranks(1, train, source, "", {})[0]
     actual = nccl_ranks(Layout.parse(layout).world_size, train, source, layout, options)[0]
     assert actual.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Weights sent to another process over NCCL arrive to the bit, on the GPU that both share."""
+"""Weights sent to another process over NCCL arrive bit-exact, on a GPU that both processes share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def digest(data: torch.Tensor) -> str:
 
 
 def receive(unique_id: str, connection: Connection) -> None:
-    """Does what a worker of vLLM does: joins by the id, takes part in the first all-reduce, receives broadcasts."""
+    """Receives as a vLLM worker does: joins by the NCCL id, takes part in the first all-reduce, receives broadcasts."""
     os.environ.update(ALONE_ON_A_HOST, NCCL_HOSTID="receiver")
     torch.cuda.set_device(0)
     nccl_id, communicator = UniqueId.from_buffer_copy(base64.b64decode(unique_id)), ctypes.c_void_p()
@@ -39,7 +39,7 @@ def receive(unique_id: str, connection: Connection) -> None:
         connection.send(digest(data))
 
 
-def test_bytes_arrive_in_another_process(monkeypatch) -> None:
+def test_weights_arrive_bit_exact_in_another_process(monkeypatch) -> None:
     for name, value in {**ALONE_ON_A_HOST, "NCCL_HOSTID": "sender"}.items():
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)

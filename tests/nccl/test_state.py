@@ -1,4 +1,4 @@
-"""Checkpoints move between layouts over NCCL, and weights leave every layout as they are."""
+"""Checkpoints load in another layout over NCCL, and weights are exported bit-exact from every layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in engine.stream_weights()}
 
 
-def save_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
+def save_and_continue(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
     engine = build(layout)
     train(engine, range(2))
     engine.save(directory)
@@ -44,7 +44,7 @@ def save_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, T
     return saved, train(engine, range(2, 5))
 
 
-def load_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
+def load_and_continue(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[float]]:
     engine = build(layout, seed=1)
     engine.load(directory)
     return weights(engine), train(engine, range(2, 5))
@@ -53,10 +53,12 @@ def load_and_go_on(group: Any, layout: str, directory: str) -> tuple[dict[str, T
 @pytest.mark.parametrize(
     ("before", "after"), [("pp=2", "dp_shard=2,ep=2"), ("dp_shard=2,ep=2", "pp=2,tp=2"), ("pp=2,tp=2", "")]
 )
-def test_a_checkpoint_continues_in_another_layout(nccl_ranks: Ranks, before: str, after: str, tmp_path: Path) -> None:
+def test_training_continues_from_checkpoint_in_another_layout(
+    nccl_ranks: Ranks, before: str, after: str, tmp_path: Path
+) -> None:
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]
-    saved, losses = nccl_ranks(sizes[0], save_and_go_on, before, str(tmp_path / "saved"))[0]
-    loaded, actual = nccl_ranks(sizes[1], load_and_go_on, after, str(tmp_path / "saved"))[0]
+    saved, losses = nccl_ranks(sizes[0], save_and_continue, before, str(tmp_path / "saved"))[0]
+    loaded, actual = nccl_ranks(sizes[1], load_and_continue, after, str(tmp_path / "saved"))[0]
     assert bitwise_equal(saved, loaded)
     assert_equal(torch.tensor(actual), torch.tensor(losses), "losses after the checkpoint", tolerance=1e-4)
 
@@ -66,7 +68,7 @@ def stream(group: Any, layout: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2,ep=2", "pp=2,vpp=2,tp=2"])
-def test_weights_leave_every_layout_to_the_bit(nccl_ranks: Ranks, layout: str) -> None:
+def test_weights_streamed_from_layout_are_bit_exact(nccl_ranks: Ranks, layout: str) -> None:
     expected = nccl_ranks(1, stream, "")[0]
     for actual in nccl_ranks(Layout.parse(layout).world_size, stream, layout):
         assert bitwise_equal(actual, expected)

@@ -1,4 +1,4 @@
-"""Calls an ASGI application in this process, and a Tinker server in it with a fake backend."""
+"""Calls an ASGI application in this process: a Tinker server with a fake backend."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def request(
 
 
 def pass_body(model_id: str, seq_id: int, *weights: float, loss: str = "cross_entropy", **fields: Any) -> bytes:
-    """A forward_backward request: one datum of two tokens per weight, each token with half of it."""
+    """Returns a forward_backward request with one two-token datum per weight; each token has half of the weight."""
     message = ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss, **fields)
     for weight in weights:
         datum = message.data.add()
@@ -91,7 +91,7 @@ def pass_body(model_id: str, seq_id: int, *weights: float, loss: str = "cross_en
 
 
 class Client:
-    """Does what the real client does, without its retries."""
+    """Sends what the real client sends, without its retries."""
 
     def __init__(self, app: Any, key: str = KEY) -> None:
         self.app, self.key = app, key
@@ -145,7 +145,7 @@ class Client:
 async def running_server(
     state: Path, backend: FakeBackend | None = None, *, keys: list[str] | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Any, FakeBackend, TinkerService]]:
-    """Runs a server on a state directory. Leaving it is as sudden as a kill: nothing is written."""
+    """Runs a server on a state directory. Leaving the context is like a kill: nothing more is written."""
     directory = StateDirectory(state)
     directory.open()
     backend = backend or FakeBackend()

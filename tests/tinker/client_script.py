@@ -73,12 +73,12 @@ def loop(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
 
 
 def custom_loss(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
-    """Minus the sum of the log-probs, which is the cross-entropy."""
+    """Returns minus the sum of the log-probs, which is the cross-entropy."""
     return -sum(tensor.sum() for tensor in logprobs), {"mine": 1.0}
 
 
-def killed(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
-    """Trains and samples; waits while the server is killed and started again; and goes on."""
+def train_across_restart(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
+    """Trains and samples, waits while the server is killed and restarted, and continues."""
     training = service.create_lora_training_client(base, rank=4)
     training.forward_backward(DATA, "cross_entropy").result()
     training.optim_step(ADAM).result()
@@ -102,7 +102,7 @@ def killed(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
 
 
 def post(path: str, body: dict[str, Any], **headers: str) -> Any:
-    """Sends a request that the client has no method for."""
+    """Sends a request for which the client has no method."""
     sent = {"Content-Type": "application/json", "X-API-Key": os.environ["TINKER_API_KEY"]} | headers
     request = urllib.request.Request(f"{os.environ['TINKER_BASE_URL']}/{path}", json.dumps(body).encode(), sent)
     with urllib.request.urlopen(request) as reply:
@@ -110,15 +110,15 @@ def post(path: str, body: dict[str, Any], **headers: str) -> Any:
 
 
 def create_full(service: tinker.ServiceClient, base: str) -> tinker.TrainingClient:
-    """Makes a model without lora_config: the protocol has that, but the client has no method for it."""
+    """Creates a model without lora_config, which the protocol allows but the client has no method for."""
     number = service.holder.get_training_client_id()
     body = {"session_id": service.holder.get_session_id(), "model_seq_id": number, "base_model": base}
     created = post("api/v1/retrieve_future", post("api/v1/create_model", body))
     return tinker.TrainingClient(service.holder, model_seq_id=number, model_id=created["model_id"])
 
 
-def full(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
-    """Trains all weights beside an adapter; saves, samples and loads them."""
+def train_full_model(service: tinker.ServiceClient, base: str) -> dict[str, Any]:
+    """Trains all weights next to an adapter; saves, samples and loads them."""
     training, adapter = create_full(service, base), service.create_lora_training_client(base, rank=4, seed=1)
     before = adapter.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
     losses = []
@@ -154,7 +154,7 @@ def messages() -> dict[str, Any]:
 
 
 def complete(model: str) -> Any:
-    """Returns the reply of OpenAI's route."""
+    """Returns the reply of the OpenAI completions route."""
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     return post("oai/api/v1/chat/completions", body, Authorization=f"Bearer {os.environ['TINKER_API_KEY']}")
 
@@ -167,5 +167,7 @@ if __name__ == "__main__":
     else:
         client = tinker.ServiceClient()
         models = client.get_server_capabilities().supported_models
-        outcome = {"loop": loop, "killed": killed, "full": full}[sys.argv[1]](client, models[0].model_name)
+        outcome = {"loop": loop, "killed": train_across_restart, "full": train_full_model}[sys.argv[1]](
+            client, models[0].model_name
+        )
     print(json.dumps(outcome), flush=True)

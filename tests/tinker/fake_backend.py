@@ -1,4 +1,4 @@
-"""A backend of one number per model, which records its calls: it shows what the server runs, when and how often."""
+"""Fake backend with one number per model. Records its calls, so tests can check what ran, when and how often."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class FakeBackend:
 
     async def stop(self) -> None: ...
 
-    def _called(self, *call: Any) -> None:
+    def _record_call(self, *call: Any) -> None:
         self.calls.append(call)
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        self._called("create", model_id, spec)
+        self._record_call("create", model_id, spec)
         self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
 
     def stage(self, model_id: str, request: PassRequest) -> None:
@@ -73,7 +73,7 @@ class FakeBackend:
         self.staged.discard(request)
         data = request.data
         total = float(sum(datum.loss_fn_inputs["weights"].sum() for datum in data))
-        self._called("forward" if request.forward_only else "pass", model_id, total, dict(request.config))
+        self._record_call("forward" if request.forward_only else "pass", model_id, total, dict(request.config))
         await self.gate.wait()
         await asyncio.sleep(0)
         if not request.forward_only:
@@ -85,53 +85,53 @@ class FakeBackend:
         if self.results is not None and ran is not None:
             ran()
             await self.results.wait()
-            self._called("result")
+            self._record_call("result")
         return ForwardBackwardResult(outputs, {"loss:sum": total})
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        self._called("step", model_id, adam)
+        self._record_call("step", model_id, adam)
         await asyncio.sleep(0)
         self.weights[model_id] += adam.learning_rate * self.gradients[model_id]
         self.gradients[model_id] = 0.0
         return {"weight": self.weights[model_id]}
 
     async def discard_gradients(self, model_id: str) -> None:
-        self._called("discard", model_id)
+        self._record_call("discard", model_id)
         self.gradients[model_id] = 0.0
 
     async def save_state(self, model_id: str, directory: Path) -> None:
         (directory / "state.json").write_text(json.dumps(self.weights[model_id]))
-        self._called("save_state", model_id)
+        self._record_call("save_state", model_id)
 
     async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        self._called("load_state", model_id, optimizer)
+        self._record_call("load_state", model_id, optimizer)
         self.weights[model_id] = json.loads((directory / "state.json").read_text())
 
     async def save_for_sampler(self, model_id: str, directory: Path) -> None:
         (directory / "adapter_model.safetensors").write_text(json.dumps(self.weights[model_id]))
-        self._called("save_for_sampler", model_id)
+        self._record_call("save_for_sampler", model_id)
 
     async def remove_model(self, model_id: str) -> None:
-        self._called("remove", model_id)
+        self._record_call("remove", model_id)
         self.weights.pop(model_id, None)
 
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
-        self._called("open_sampler", sampler_id, base_model)
+        self._record_call("open_sampler", sampler_id, base_model)
         file = directory / "adapter_model.safetensors" if directory is not None else None
         self.samplers[sampler_id] = json.loads(file.read_text()) if file is not None else 0.0
 
     async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
-        self._called("snapshot", model_id, sampler_id)
+        self._record_call("snapshot", model_id, sampler_id)
         self.samplers[sampler_id] = self.weights[model_id]
 
     async def close_sampler(self, sampler_id: str) -> None:
-        self._called("close_sampler", sampler_id)
+        self._record_call("close_sampler", sampler_id)
         self.samplers.pop(sampler_id, None)
 
     async def sample(
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
     ) -> SampleResult:
-        self._called("sample", sampler_id, request)
+        self._record_call("sample", sampler_id, request)
         weight = self.samplers[sampler_id]
         try:
             await self.gate.wait()

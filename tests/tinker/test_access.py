@@ -1,4 +1,4 @@
-"""A key sees its own, names stay inside the state directory, and beyond this machine a key is needed."""
+"""Access control: a key sees only its own models, names stay in the state directory, remote access needs a key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .asgi_client import Client, request, running_server
 SAMPLE = {"seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
 
 
-def test_a_key_of_the_file_is_needed(tmp_path: Path) -> None:
+def test_request_without_valid_key_gets_401(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, keys=["tml-one"]) as (app, _, _service):
             path = "/api/v1/get_server_capabilities"
@@ -34,7 +34,7 @@ def test_a_key_of_the_file_is_needed(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_one_key_sees_nothing_of_another(tmp_path: Path) -> None:
+def test_key_cannot_access_models_of_another_key(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             first, second = await Client(app).open(), await Client(app, "tml-two").open()
@@ -81,7 +81,7 @@ def test_one_key_sees_nothing_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "..", "/etc/passwd", "a/b", ".hidden", "", "a\x00b", "x" * 300, "a\nb"])
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_checkpoint_name_outside_state_directory_is_refused(tmp_path: Path, name: str) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -126,7 +126,7 @@ def test_a_symbolic_link_in_the_state_directory_is_not_followed(tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_links_to_external_weights_work_without_a_key_and_cannot_be_changed(tmp_path: Path) -> None:
+def test_signed_download_links_work_without_key_and_reject_tampering(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -147,7 +147,7 @@ def test_links_to_external_weights_work_without_a_key_and_cannot_be_changed(tmp_
     asyncio.run(run())
 
 
-def test_other_machines_need_keys(tmp_path: Path) -> None:
+def test_listening_on_other_interfaces_requires_key_file(tmp_path: Path) -> None:
     check_key_file("127.0.0.1", None)
     with pytest.raises(ValueError, match="--key-file FILE"):
         check_key_file("0.0.0.0", None)

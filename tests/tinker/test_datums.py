@@ -1,4 +1,4 @@
-"""A client's data becomes a batch of one more token per sequence; what is wrong with it is one sentence."""
+"""Client data becomes a batch with one more token per sequence; invalid data gives one clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_targets_are_shifted_to_the_position_that_predicts_them() -> None:
     assert request.counts == {"tokens": 1.0, "all_tokens": 7.0}
 
 
-def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_shape() -> None:
+def test_positions_with_several_targets_are_padded_and_results_keep_their_shape() -> None:
     wide = datum(2, target_tokens=np.array([[4, 5, 6], [7, 8, 9]]), weights=np.full((2, 3), 0.5, np.float32))
     narrow = datum(2, target_tokens=np.array([[3], [2]]), weights=np.ones((2, 1), np.float32))
     data = [wide, datum(2), narrow]
@@ -50,7 +50,7 @@ def test_positions_with_several_targets_are_padded_and_come_back_in_their_own_sh
     assert result.metrics == {"loss:sum": 1.5}
 
 
-def test_settings_reach_the_loss() -> None:
+def test_loss_settings_are_passed_to_the_loss() -> None:
     policy = {"weights": None, "logprobs": np.zeros(3, np.float32), "advantages": np.ones(3, np.float32)}
     request = read([datum(**policy)], "ppo", {"clip_low_threshold": 0.5})
     assert request.objective == PPO(clip_low_threshold=0.5)
@@ -81,20 +81,20 @@ def test_settings_reach_the_loss() -> None:
         ([datum(weights=np.array([1, np.nan, 1], np.float32))], "cross_entropy", {}, "a value that is not finite"),
     ],
 )
-def test_mistakes_are_refused_in_one_sentence(data: list[Datum], loss_fn: str, config: Any, sentence: str) -> None:
+def test_invalid_data_is_refused_with_clear_error(data: list[Datum], loss_fn: str, config: Any, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError)) as refusal:
         read(data, loss_fn, config)
     assert sentence in str(refusal.value)
 
 
-def test_several_targets_are_refused_where_the_loss_has_one() -> None:
+def test_several_targets_are_refused_for_single_target_loss() -> None:
     pair = np.ones((3, 2), np.float32)
     data = [datum(target_tokens=pair.astype(np.int64), weights=None, logprobs=pair, advantages=pair)]
     with pytest.raises(ValueError, match=r"has shape \[3, 2\], but ppo takes \[N\] for N = 3 input tokens"):
         read(data, "ppo")
 
 
-def test_an_input_of_some_data_only_is_refused() -> None:
+def test_loss_input_missing_in_some_data_is_refused() -> None:
     policy = {"weights": None, "logprobs": np.zeros(3, np.float32), "advantages": np.ones(3, np.float32)}
     bounds = np.full(3, 0.9, np.float32)
     with pytest.raises(ValueError, match="datum 1 has 'clip_low_threshold', but datum 0 has not"):

@@ -1,4 +1,4 @@
-"""Saved state is served after a kill, unsaved state gets a sentence, and a full disk ends nothing else."""
+"""Saved state survives a kill, unsaved state gives a clear error, and a full disk fails only the save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .asgi_client import Client, running_server
 from .fake_backend import FakeBackend
 
 
-def test_a_new_server_serves_what_was_saved_and_says_what_was_not(tmp_path: Path) -> None:
+def test_restarted_server_serves_saved_state_and_reports_lost_state(tmp_path: Path) -> None:
     async def before() -> tuple[str, str, str, str, str, str]:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -89,7 +89,7 @@ for n in itertools.count(int(first) + 1):
 """
 
 
-def test_a_checkpoint_is_whole_or_absent_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+def test_checkpoint_is_complete_or_absent_after_kill(tmp_path: Path) -> None:
     for kill in range(3):
         process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -121,8 +121,8 @@ def test_a_checkpoint_is_whole_or_absent_after_a_kill_at_any_moment(tmp_path: Pa
         state.close()
 
 
-def test_a_replacement_that_a_kill_interrupted_is_finished(tmp_path: Path) -> None:
-    """The kill comes between the two renames, when neither name has the checkpoint."""
+def test_checkpoint_replacement_interrupted_by_kill_is_completed(tmp_path: Path) -> None:
+    """The kill happens between the two renames, when neither name has the checkpoint."""
     process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("own2"):
@@ -139,7 +139,7 @@ def test_a_replacement_that_a_kill_interrupted_is_finished(tmp_path: Path) -> No
     state.close()
 
 
-def test_a_full_disk_is_a_sentence_and_training_continues(tmp_path: Path) -> None:
+def test_full_disk_fails_save_with_clear_error_and_training_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -164,7 +164,7 @@ def test_a_full_disk_is_a_sentence_and_training_continues(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
-def test_a_state_directory_has_one_server(tmp_path: Path) -> None:
+def test_second_server_on_state_directory_is_refused(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     state.open()
     with pytest.raises(OSError, match=r"is in use by process .* another directory \(--state\)"):
@@ -175,7 +175,7 @@ def test_a_state_directory_has_one_server(tmp_path: Path) -> None:
     reopened.close()
 
 
-def test_a_session_without_heartbeats_expires_and_the_others_stay(tmp_path: Path) -> None:
+def test_session_without_heartbeats_expires_and_others_stay(tmp_path: Path) -> None:
     async def run() -> None:
         backend = FakeBackend()
         async with running_server(tmp_path, backend, session_seconds=0.4) as (app, _, service):

@@ -1,4 +1,4 @@
-"""Models of which all weights are trained: how many there may be, who sees them, what is kept, and what a failure ends.
+"""Models with all weights trained: their limit, access, checkpoints, and failures that end one model only.
 
 `test_worker.py` compares their results with those of adapters and of one rank.
 """
@@ -35,7 +35,7 @@ async def create_full(client: Client, number: int = 0) -> Reply:
     return await client.post("create_model", body)
 
 
-def test_more_models_than_the_limit_are_refused_until_one_ends(tmp_path: Path) -> None:
+def test_full_models_over_limit_are_refused_until_one_ends(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, full_models=1) as (app, _, _service):
             first, second = await Client(app).open(), await Client(app, "tml-two").open()
@@ -56,7 +56,7 @@ def test_more_models_than_the_limit_are_refused_until_one_ends(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_server_may_refuse_them_all(tmp_path: Path) -> None:
+def test_max_full_models_0_refuses_full_models(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, full_models=0) as (app, _, _service):
             refused = await create_full(await Client(app).open())
@@ -65,7 +65,7 @@ def test_a_server_may_refuse_them_all(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_model_that_does_not_fit_gets_the_sentence_and_another_may_be_made(tmp_path: Path) -> None:
+def test_full_model_that_does_not_fit_gives_clear_error_and_frees_its_slot(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -80,7 +80,7 @@ def test_a_model_that_does_not_fit_gets_the_sentence_and_another_may_be_made(tmp
     asyncio.run(run())
 
 
-def test_a_checkpoint_of_all_weights_outlives_the_server_and_fits_no_adapter(tmp_path: Path) -> None:
+def test_full_checkpoint_loads_after_restart_and_not_into_adapter(tmp_path: Path) -> None:
     async def before() -> tuple[str, str]:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_all_weights_outlives_the_server_and_fits_no_adapter(tmp
     asyncio.run(after(*asyncio.run(before())))
 
 
-def test_old_snapshots_are_closed_since_each_is_a_copy_of_all_weights(tmp_path: Path) -> None:
+def test_oldest_full_model_sampler_is_closed_over_limit(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, full_snapshots=2) as (app, backend, _):
             client = await Client(app).open()
@@ -128,7 +128,7 @@ SETTINGS = WorkerSettings(name="tiny", source="tiny-dense", budget=64, max_batch
 
 
 def failures(group: dist.ProcessGroup) -> list[Any]:
-    """Returns the refusal of a rank without memory; then what is left after an optimizer step fails half-way."""
+    """Returns the refusal of a rank without memory, then the state after an optimizer step fails half-way."""
     models = RankModels(SETTINGS, load_tokenizer("tiny-dense"))
     with pytest.raises(ValueError, match="Give a lora_config") as refused:
         check_memory(models.engine, free=10 << 20)
@@ -152,7 +152,7 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
     return [str(refused.value), str(lost.value), models.refusal, step["step"]]
 
 
-def test_a_failure_ends_that_model_alone(ranks: Ranks) -> None:
+def test_failed_optimizer_step_ends_only_its_model(ranks: Ranks) -> None:
     ((refused, lost, refusal, step),) = ranks(1, failures)
     assert "needs 0.0153 GiB on each rank, but 0.00977 GiB are free" in refused  # 0.82 M parameters, 20 bytes each
     assert lost.startswith("model full is lost: this engine's optimizer_step failed (RuntimeError: no memory for the")
@@ -160,7 +160,7 @@ def test_a_failure_ends_that_model_alone(ranks: Ranks) -> None:
 
 
 def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Samples two snapshots of one model and the base, all at once, and closes one."""
+    """Samples two snapshots of one model and the base concurrently, and closes one."""
     call, results = Calls(), dict[str, Any]()
     request = SampleRequest(
         np.arange(60, 72, dtype=np.int32), SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
@@ -193,7 +193,7 @@ def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
     return results
 
 
-def test_weights_that_take_turns_on_the_device_give_the_samples_of_each_alone(ranks: Ranks) -> None:
+def test_samples_of_swapped_weights_equal_sampling_each_alone(ranks: Ranks) -> None:
     (results,) = ranks(1, sample_in_turn)
     assert results["together"] == results["alone"]
     first, base, second, *_ = results["alone"]

@@ -1,4 +1,4 @@
-"""OpenAI's routes answer with a base model or with weights that were saved for sampling."""
+"""OpenAI routes complete with a base model or with weights saved for sampling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def events(reply: Reply) -> list[Any]:
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
-def test_completions_and_chat_of_saved_weights_and_of_a_base(tmp_path: Path, prefix: str) -> None:
+def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: Path, prefix: str) -> None:
     async def run() -> None:
         async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, backend, _service):
             path = await saved_weights(app)
@@ -64,7 +64,7 @@ def test_completions_and_chat_of_saved_weights_and_of_a_base(tmp_path: Path, pre
     asyncio.run(run())
 
 
-def test_a_request_that_cannot_be_answered_gets_openais_error(tmp_path: Path) -> None:
+def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
             path = await saved_weights(app)

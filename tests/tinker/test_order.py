@@ -1,4 +1,4 @@
-"""Training requests run in order, once each, and models take turns; no step is made of a part of its data."""
+"""Training requests run in order and once each, models alternate, and no step uses a part of its data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .asgi_client import Client, pass_body, running_server
 from .fake_backend import OTHER, FakeBackend
 
 
-def test_requests_run_by_seq_id_in_whatever_order_they_arrive(tmp_path: Path) -> None:
+def test_requests_run_in_order_of_seq_id(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -60,7 +60,7 @@ def test_a_retried_request_runs_once_and_gets_the_same_result(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_models_of_one_base_take_turns_and_keep_their_weights_apart(tmp_path: Path) -> None:
+def test_models_of_one_base_alternate_with_separate_weights(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             first_client, second_client = await Client(app).open(), await Client(app).open()
@@ -83,7 +83,7 @@ def test_models_of_one_base_take_turns_and_keep_their_weights_apart(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_forward_only_leaves_gradients_alone(tmp_path: Path) -> None:
+def test_forward_only_does_not_change_gradients(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -95,7 +95,7 @@ def test_forward_only_leaves_gradients_alone(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_failed_pass_fails_its_step_and_the_next_step_is_whole(tmp_path: Path) -> None:
+def test_failed_pass_fails_its_step_and_next_step_is_complete(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -118,10 +118,10 @@ def test_a_failed_pass_fails_its_step_and_the_next_step_is_whole(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_large_requests_are_read_before_their_turn_and_fail_in_it(
+def test_large_requests_are_staged_ahead_and_errors_reported_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next `PREPARED`, which the backend gets too. What it got of those that do not run is freed."""
+    """The next `PREPARED` requests are staged, in the backend too. Staged data of requests that do not run is freed."""
     read = list[int]()
 
     def read_pass_request(message: Any, *limits: int) -> Any:
@@ -161,7 +161,7 @@ def test_large_requests_are_read_before_their_turn_and_fail_in_it(
     assert "never retrieved" not in caplog.text
 
 
-def test_a_request_is_read_when_few_are_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_staged_once_few_requests_are_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_requests, "LARGE", 0)
 
     async def run() -> None:
@@ -181,7 +181,7 @@ def test_a_request_is_read_when_few_are_before_it(tmp_path: Path, monkeypatch: p
     asyncio.run(run())
 
 
-def test_the_next_request_runs_while_the_result_of_a_pass_is_still_to_come(tmp_path: Path) -> None:
+def test_next_request_runs_before_result_of_previous_pass_arrives(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -207,7 +207,7 @@ def test_the_next_request_runs_while_the_result_of_a_pass_is_still_to_come(tmp_p
     asyncio.run(run())
 
 
-def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path) -> None:
+def test_client_can_resend_step_after_seeing_failure(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -220,7 +220,7 @@ def test_a_client_that_has_seen_the_failure_sends_the_step_again(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_lost_model_gets_a_sentence_and_the_others_continue(tmp_path: Path) -> None:
+def test_lost_model_gives_clear_error_and_others_continue(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -240,7 +240,7 @@ def test_a_lost_model_gets_a_sentence_and_the_others_continue(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_a_flood_gets_429_but_the_request_that_is_waited_for_does_not(tmp_path: Path) -> None:
+def test_too_many_requests_get_429_except_the_next_in_order(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, queued_per_model=3) as (app, _, _service):
             client = await Client(app).open()
@@ -260,7 +260,7 @@ def test_a_flood_gets_429_but_the_request_that_is_waited_for_does_not(tmp_path: 
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_pass_that_is_too_large_does_not_block_the_ones_after_it(tmp_path: Path, compressed: bool) -> None:
+def test_too_large_request_gets_413_and_does_not_block_later_ones(tmp_path: Path, compressed: bool) -> None:
     import zstandard
 
     async def run() -> None:
@@ -283,7 +283,7 @@ def test_a_pass_that_is_too_large_does_not_block_the_ones_after_it(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_a_zstd_request_is_read(tmp_path: Path) -> None:
+def test_zstd_compressed_request_is_read(tmp_path: Path) -> None:
     import zstandard
 
     async def run() -> None:
@@ -301,7 +301,7 @@ def test_a_zstd_request_is_read(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_requests_after_one_that_never_arrives_fail_and_the_model_continues(tmp_path: Path) -> None:
+def test_requests_after_missing_seq_id_time_out_and_model_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, gap_seconds=0.2) as (app, _, _service):
             client = await Client(app).open()
@@ -315,7 +315,7 @@ def test_requests_after_one_that_never_arrives_fail_and_the_model_continues(tmp_
     asyncio.run(run())
 
 
-def test_a_wrong_step_fails_in_its_turn(tmp_path: Path) -> None:
+def test_invalid_optim_step_is_refused_and_model_continues(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -332,7 +332,7 @@ def test_a_wrong_step_fails_in_its_turn(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_pending_request_is_held_and_reports_its_queue(tmp_path: Path) -> None:
+def test_poll_of_pending_request_reports_queue_state(tmp_path: Path) -> None:
     async def run() -> None:
         backend = FakeBackend()
         async with running_server(tmp_path, backend, poll_seconds=0.2) as (app, _, _service):
@@ -356,7 +356,7 @@ def test_a_pending_request_is_held_and_reports_its_queue(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-def test_polls_end_when_the_server_stops(tmp_path: Path) -> None:
+def test_open_polls_return_when_server_stops(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, poll_seconds=60.0) as (app, backend, service):
             client = await Client(app).open()

@@ -1,4 +1,4 @@
-"""Ranks on Ray train and sample as those without; when an actor is killed, clients are told, and new ranks start."""
+"""Ranks on Ray train and sample like local ranks; if an actor is killed, clients get an error and ranks restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 async def train(backend: EngineBackend, name: str) -> list[Any]:
-    """Returns log-probs after a step, and what is sampled then."""
+    """Returns log-probs and samples after one step."""
     await backend.create_model(name, SPECS["one"])
     await backend.forward_backward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=False))
     await backend.optim_step(name, ADAM)
@@ -54,8 +54,8 @@ async def use_until_lost(backend: EngineBackend, name: str) -> NoReturn:
             await asyncio.sleep(0.1)
 
 
-def actors() -> list[int]:
-    """Returns the actors that are ranks among the processes that this one started, and those that they started."""
+def rank_actor_processes() -> list[int]:
+    """Returns the rank actors among the descendants of this process."""
     lines = subprocess.check_output(["ps", "-eww", "-o", "pid=,ppid=,args="], text=True).splitlines()
     processes = [(int(pid), int(parent), name) for pid, parent, name in (line.split(None, 2) for line in lines)]
     descendants = {os.getpid()}
@@ -64,7 +64,7 @@ def actors() -> list[int]:
     return [pid for pid, _, name in processes if pid in descendants and "ray::RankActor" in name]
 
 
-def test_ranks_on_ray_train_and_sample_as_those_without_and_are_started_again(tmp_path: Path) -> None:
+def test_ray_ranks_equal_local_ranks_and_restart_after_kill(tmp_path: Path) -> None:
     async def run(ray: str | None) -> list[Any]:
         settings: dict[str, Any] = {"layout": Layout(tp=2), "device": "cpu", "budget": 64, "max_batch_tokens": 512}
         backend = EngineBackend(["tiny=tiny-dense"], ray=ray, scratch=tmp_path, **settings)
@@ -72,12 +72,12 @@ def test_ranks_on_ray_train_and_sample_as_those_without_and_are_started_again(tm
         try:
             results = await train(backend, "first")
             if ray is not None:
-                before = set(actors())
+                before = set(rank_actor_processes())
                 os.kill(max(before), signal.SIGKILL)
                 with pytest.raises(ModelLost, match=r"rank \d of 2 was lost"):
                     await use_until_lost(backend, "first")
                 results += await train(backend, "second")
-                assert not before & set(actors())
+                assert not before & set(rank_actor_processes())
             return results
         finally:
             await backend.stop()
@@ -87,4 +87,4 @@ def test_ranks_on_ray_train_and_sample_as_those_without_and_are_started_again(tm
     for actual, expected in ((first, sampled), (second, sampled_again)):
         np.testing.assert_allclose(actual, logprobs, rtol=1e-5)
         assert expected == tokens
-    assert actors() == []
+    assert rank_actor_processes() == []

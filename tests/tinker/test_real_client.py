@@ -1,4 +1,4 @@
-"""The real client of the Tinker API, newest and oldest, against `postlude tinker` (`make test-tinker`)."""
+"""The newest and oldest real Tinker API client against `postlude tinker` (`make test-tinker`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Server:
-    """`postlude tinker` in a process of its own."""
+    """Runs `postlude tinker` in another process."""
 
     def __init__(self, state: Path, port: int = 0, model: str = "tiny-dense") -> None:
         self.state, self.model = state, model
@@ -63,15 +63,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running.stop()
 
 
-def outcome(process: subprocess.Popen[str]) -> Any:
+def read_client_result(process: subprocess.Popen[str]) -> Any:
     output, errors = process.communicate(timeout=CLIENT_SECONDS)
     assert process.returncode == 0, errors
     return json.loads(output.splitlines()[-1])
 
 
 @pytest.mark.parametrize("which", CLIENTS)
-def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -> None:
-    result = outcome(server.client("loop", which))
+def test_client_trains_saves_loads_and_samples(server: Server, which: str) -> None:
+    result = read_client_result(server.client("loop", which))
     assert result["version"].startswith("0.36" if which == "newest" else "0.34")
     losses = result["losses"]
     assert losses == sorted(losses, reverse=True)
@@ -83,8 +83,8 @@ def test_the_client_trains_saves_loads_and_samples(server: Server, which: str) -
     assert "'no_such_loss' is not supported" in result["refused"]
 
 
-def test_all_weights_are_trained_beside_an_adapter(server: Server) -> None:
-    result = outcome(server.client("full"))
+def test_full_model_trains_next_to_adapter(server: Server) -> None:
+    result = read_client_result(server.client("full"))
     assert result["losses"] == sorted(result["losses"], reverse=True)
     assert result["losses"][-1] < 0.9 * result["losses"][0]
     assert result["adapter"][0] == result["adapter"][1]  # the base is as it was
@@ -95,15 +95,15 @@ def test_all_weights_are_trained_beside_an_adapter(server: Server) -> None:
     assert (server.state / "runs" / run / kind / name / "model.safetensors").is_file()
 
 
-def test_clients_that_train_at_the_same_time_do_not_see_each_other(server: Server) -> None:
-    alone = outcome(server.client("loop"))
-    together = [outcome(process) for process in [server.client("loop") for _ in range(2)]]
+def test_concurrent_clients_are_isolated(server: Server) -> None:
+    alone = read_client_result(server.client("loop"))
+    together = [read_client_result(process) for process in [server.client("loop") for _ in range(2)]]
     for result in together:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-5)
         assert result["sequences"] == alone["sequences"]
 
 
-def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not(tmp_path: Path) -> None:
+def test_restarted_server_serves_saved_state_and_client_gets_error_for_lost_state(tmp_path: Path) -> None:
     first = Server(tmp_path / "state")
     client = first.client("killed")
     assert client.stdout is not None
@@ -114,7 +114,7 @@ def test_a_killed_server_serves_what_was_saved_and_the_client_hears_what_was_not
     second = Server(tmp_path / "state", first.port)
     client.stdin.write("\n")
     client.stdin.flush()
-    result = outcome(client)
+    result = read_client_result(client)
     second.stop()
     assert result["same"]
     assert "was started again" in result["sentence"]
@@ -131,13 +131,13 @@ def rank_of(server: subprocess.Popen[bytes]) -> int:
     return rank
 
 
-def test_a_killed_rank_is_started_again_and_only_what_was_not_saved_is_lost(tmp_path: Path) -> None:
+def test_killed_rank_restarts_and_only_unsaved_state_is_lost(tmp_path: Path) -> None:
     server = Server(tmp_path / "state")
     client = server.client("killed")
     assert client.stdout is not None
     assert json.loads(client.stdout.readline())["ready"]
     os.kill(rank_of(server.process), signal.SIGKILL)
-    result = outcome(client)  # its input ends, so it goes on
+    result = read_client_result(client)  # its input ends, so it goes on
     server.stop()
     assert result["same"]
     assert "the ranks of tiny-dense have ended: its process was killed" in result["sentence"]
@@ -146,7 +146,7 @@ def test_a_killed_rank_is_started_again_and_only_what_was_not_saved_is_lost(tmp_
 
 
 def run_recipe(server: Server, module: str, logs: Path, **settings: Any) -> list[dict[str, Any]]:
-    """Runs a recipe of the cookbook in the directory of its logs. Returns the lines of its metrics."""
+    """Runs a cookbook recipe in its log directory. Returns its metrics."""
     logs.parent.mkdir(exist_ok=True)
     settings |= {"model_name": server.model, "renderer_name": "role_colon", "log_path": logs}
     command = [PYTHON, "-m", f"tinker_cookbook.recipes.{module}", *(f"{name}={settings[name]}" for name in settings)]
@@ -159,7 +159,7 @@ def run_recipe(server: Server, module: str, logs: Path, **settings: Any) -> list
 
 @pytest.fixture(scope="module")
 def recipe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model directory, whose tokenizer recipes load by the model's name."""
+    """Serves a model directory whose tokenizer the recipes load by the model's name."""
     directory = tmp_path_factory.mktemp("recipes")
     model = directory / "model"
     subprocess.run([sys.executable, "-m", "postlude", "convert", "tiny-dense", str(model)], check=True)
@@ -168,8 +168,8 @@ def recipe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running.stop()
 
 
-def test_a_recipe_of_the_cookbook_trains(recipe_server: Server, tmp_path: Path) -> None:
-    """Its RL recipe on sums, unchanged. The log-probs of samples are the trainer's, so their KL is 0."""
+def test_cookbook_rl_recipe_trains(recipe_server: Server, tmp_path: Path) -> None:
+    """The unchanged RL recipe on sums. The log-probs of samples equal the trainer's, so their KL is 0."""
     settings = {"env": "arithmetic", "groups_per_batch": 4, "group_size": 4, "max_steps": 2, "lora_rank": 4}
     metrics = run_recipe(recipe_server, "math_rl.train", tmp_path / "logs", eval_every=0, **settings)
     kl = [line["optim/kl_sample_train_v2"] for line in metrics if "optim/kl_sample_train_v2" in line]
@@ -186,7 +186,7 @@ def test_a_recipe_of_the_cookbook_trains(recipe_server: Server, tmp_path: Path) 
     assert json.loads(answer)["usage"]["completion_tokens"] == 4
 
 
-def test_the_supervised_recipe_learns(recipe_server: Server, tmp_path: Path) -> None:
+def test_cookbook_supervised_recipe_trains(recipe_server: Server, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 64))
     settings = {"dataset": "data.jsonl", "learning_rate": 1e-2, "batch_size": 8, "max_steps": 8, "eval_every": 0}
@@ -196,8 +196,8 @@ def test_the_supervised_recipe_learns(recipe_server: Server, tmp_path: Path) -> 
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_preference_recipe_learns_with_its_own_loss(recipe_server: Server, tmp_path: Path) -> None:
-    """DPO, which uses forward_backward_custom. Its dataset is a directory of the name that it has on the hub."""
+def test_cookbook_dpo_recipe_trains_with_custom_loss(recipe_server: Server, tmp_path: Path) -> None:
+    """DPO uses forward_backward_custom. Its dataset is a directory with the dataset's name on the Hub."""
     data = tmp_path / "Anthropic" / "hh-rlhf"
     data.mkdir(parents=True)
     row = {name: f"\n\nHuman: Hello.\n\nAssistant: {text}" for name, text in (("chosen", "Yes."), ("rejected", "No!"))}
@@ -212,7 +212,7 @@ def test_the_preference_recipe_learns_with_its_own_loss(recipe_server: Server, t
     assert metrics[-1]["accuracy"] == 1.0
 
 
-def test_our_messages_are_the_clients() -> None:
+def test_protobuf_messages_match_the_client() -> None:
     client_messages = json.loads(subprocess.check_output([PYTHON, str(SCRIPT), "messages"], text=True))
     for name in MESSAGES:
         fields = message_class(name).DESCRIPTOR.fields

@@ -1,4 +1,4 @@
-"""Sampling requests: once each, at the same time, within limits, with sentences for what cannot be sampled."""
+"""Sampling requests run once each and concurrently within limits; invalid ones get clear errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def open_sampler(client: Client, number: int = 0, **fields: Any) -> str:
     return sampler
 
 
-def test_a_sample_has_what_was_asked_for(tmp_path: Path) -> None:
+def test_sample_returns_requested_fields(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -118,7 +118,7 @@ def test_invalid_sampling_requests_are_refused(tmp_path: Path, change: dict[str,
         ([4, 5], SamplingParams(max_new_tokens=3, stop_tokens=(4, 5), ignore_eos=True)),
     ],
 )
-def test_stops_are_text_or_tokens_and_replace_the_end_of_sequence(tmp_path: Path, stop: Any, expected: Any) -> None:
+def test_stop_strings_or_tokens_replace_the_eos_token(tmp_path: Path, stop: Any, expected: Any) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -129,7 +129,7 @@ def test_stops_are_text_or_tokens_and_replace_the_end_of_sequence(tmp_path: Path
     asyncio.run(run())
 
 
-def test_a_sample_has_room_for_all_that_fit_and_a_random_seed_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_max_tokens_defaults_to_context_and_seed_to_random(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
@@ -178,7 +178,7 @@ def test_too_many_samples_of_one_key_get_429_and_another_key_continues(tmp_path:
     asyncio.run(run())
 
 
-def test_a_sampler_keeps_the_weights_of_its_time(tmp_path: Path) -> None:
+def test_sampler_keeps_weights_from_its_creation(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()
@@ -195,7 +195,7 @@ def test_a_sampler_keeps_the_weights_of_its_time(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_samplers_beyond_the_limit_are_closed_and_saved_ones_open_again(tmp_path: Path) -> None:
+def test_samplers_over_limit_are_closed_and_saved_ones_reopen(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path, samplers=2) as (app, backend, _):
             client = await Client(app).open()
@@ -218,7 +218,7 @@ def test_samplers_beyond_the_limit_are_closed_and_saved_ones_open_again(tmp_path
     asyncio.run(run())
 
 
-def test_a_sampler_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_sampler_of_invalid_path_is_refused(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
             client = await Client(app).open()

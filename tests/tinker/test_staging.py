@@ -1,4 +1,4 @@
-"""A pass that is sent before its turn is read while others run, and gives the results of one that is not."""
+"""A pass that is sent ahead is decoded while others run, and gives the same results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PASS = PassRequest(data(1), "cross_entropy", {}, forward_only=True)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
-    """The two ends of a connection."""
+def connection_pair() -> Iterator[tuple[Connection, Connection]]:
+    """Both ends of a connection."""
     connection, child_connection = multiprocessing.Pipe()
     with connection, child_connection:
         yield connection, child_connection
 
 
-def test_calls_keep_their_order_and_passes_before_them_have_been_read(ends: tuple[Connection, Connection]) -> None:
+def test_calls_keep_order_and_earlier_passes_are_staged(connection_pair: tuple[Connection, Connection]) -> None:
     readers = list[str]()
 
     def read(request: PassRequest) -> Any:
@@ -44,10 +44,12 @@ def test_calls_keep_their_order_and_passes_before_them_have_been_read(ends: tupl
         return request.loss_fn
 
     staged, first, second = StagedPasses(read), Call(3, "run_staged", {}), Call(4, "run_staged", {})
-    ends[1].send([StagePass(0, PASS), StagePass(1, replace(PASS, loss_fn="unknown")), StagePass(2, PASS), first])
-    ends[1].send([UnstagePass(2), second])
-    ends[1].send([Cancel(4), None])
-    with RankConnection(ends[0], staged) as connection:
+    connection_pair[1].send(
+        [StagePass(0, PASS), StagePass(1, replace(PASS, loss_fn="unknown")), StagePass(2, PASS), first]
+    )
+    connection_pair[1].send([UnstagePass(2), second])
+    connection_pair[1].send([Cancel(4), None])
+    with RankConnection(connection_pair[0], staged) as connection:
         assert connection.recv() == first
         assert staged.take(0) == "cross_entropy"
         with pytest.raises(ValueError, match="the loss is unknown"):
@@ -61,34 +63,34 @@ def test_calls_keep_their_order_and_passes_before_them_have_been_read(ends: tupl
         assert connection.recv() is None
         assert not connection.poll(0.01)
         connection.send_at_once((RAN, 0, None))
-        assert ends[1].recv() == [(RAN, 0, None)]
+        assert connection_pair[1].recv() == [(RAN, 0, None)]
         for number in range(100):
             connection.send((RESULT, number, "result"))
     assert readers == ["tinker calls"] * 3
     received = list[Any]()
-    while ends[1].poll():
-        received += ends[1].recv()
+    while connection_pair[1].poll():
+        received += connection_pair[1].recv()
     assert received == [(RESULT, number, "result") for number in range(100)]  # the last ones too
 
 
-def test_the_calls_end_if_the_http_process_does(ends: tuple[Connection, Connection]) -> None:
-    with RankConnection(ends[0], StagedPasses(Any)) as connection:
-        ends[1].send([Call(1, "optim_step", {})])
-        ends[1].close()
+def test_call_stream_ends_when_http_process_exits(connection_pair: tuple[Connection, Connection]) -> None:
+    with RankConnection(connection_pair[0], StagedPasses(Any)) as connection:
+        connection_pair[1].send([Call(1, "optim_step", {})])
+        connection_pair[1].close()
         assert connection.recv() == Call(1, "optim_step", {})
         assert connection.recv() is None
         connection.send((RESULT, 1, {}))
 
 
-def test_a_message_that_cannot_be_read_is_an_error(ends: tuple[Connection, Connection]) -> None:
-    with RankConnection(ends[0], StagedPasses(Any)) as connection:
-        ends[1].send_bytes(b"no pickle")
+def test_message_that_cannot_be_unpickled_raises(connection_pair: tuple[Connection, Connection]) -> None:
+    with RankConnection(connection_pair[0], StagedPasses(Any)) as connection:
+        connection_pair[1].send_bytes(b"no pickle")
         with pytest.raises(Exception, match=r"pickle|load key"):
             connection.recv()
 
 
-def test_a_result_that_cannot_be_sent_is_an_error(ends: tuple[Connection, Connection]) -> None:
-    with RankConnection(ends[0], StagedPasses(Any)) as connection:
+def test_result_that_cannot_be_pickled_raises(connection_pair: tuple[Connection, Connection]) -> None:
+    with RankConnection(connection_pair[0], StagedPasses(Any)) as connection:
         connection.send((RESULT, 1, threading.Lock()))  # cannot be pickled
         assert connection.poll(60)
         with pytest.raises(Exception, match="pickle"):
@@ -96,7 +98,7 @@ def test_a_result_that_cannot_be_sent_is_an_error(ends: tuple[Connection, Connec
 
 
 @pytest.mark.slow  # ranks start twice: the second time after a kill
-def test_staged_passes_give_the_same_results_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_passes_equal_unstaged_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         others = multiprocessing.active_children()
         backend = EngineBackend(["tiny=tiny-dense"], device="cpu", budget=64, max_batch_tokens=512)

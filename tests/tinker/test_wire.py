@@ -1,4 +1,4 @@
-"""Protobuf requests become arrays, wrong ones a sentence, and results come back with their shapes."""
+"""Protobuf requests become arrays, invalid ones give clear errors, and results keep their shapes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_dense_sparse_and_bfloat16_inputs_are_read() -> None:
     assert datum.tokens.dtype == np.int32
 
 
-def test_the_config_prefers_its_second_version() -> None:
+def test_config_v2_takes_precedence() -> None:
     message = ForwardBackwardRequest.FromString(pass_body("model", 1, 1.0, loss_fn_config={"a": 1.0, "b": 2.0}))
     message.loss_fn_config_v2["a"].number = 3.0
     message.loss_fn_config_v2["c"].text = "word"
@@ -90,14 +90,14 @@ def test_the_config_prefers_its_second_version() -> None:
         ),
     ],
 )
-def test_a_wrong_tensor_gets_a_sentence(tensor: dict[str, Any], sentence: str) -> None:
+def test_invalid_tensor_gives_clear_error(tensor: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the sentence is compared
         read(request_with(**tensor))
     assert sentence in str(caught.value)
     assert str(caught.value).startswith("data[0]")
 
 
-def test_wrong_tokens_get_a_sentence() -> None:
+def test_invalid_tokens_give_clear_error() -> None:
     message = ForwardBackwardRequest.FromString(pass_body("model", 1, 1.0))
     for tokens, sentence in (
         ([1, 10], "has token 10,"),
@@ -134,7 +134,7 @@ def test_results_keep_the_shapes_of_each_datum() -> None:
 
 
 @pytest.mark.parametrize("seq_id", [1, 127, 128, 70_000, 2**31 - 1])
-def test_the_head_of_a_request_names_model_and_number(seq_id: int) -> None:
+def test_request_header_has_model_id_and_seq_id(seq_id: int) -> None:
     body = pass_body("0123456789abcdef:train:0", seq_id, 1.0)
     assert head_of_forward_backward(body[:64]) == ("0123456789abcdef:train:0", seq_id)
     assert head_of_forward_backward(body[:5]) is None

@@ -1,4 +1,4 @@
-"""Models that share a base give the results of each alone, in every layout; sampling and training agree."""
+"""Models that share a base equal each trained alone, in every layout; sampling and training agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Script = Callable[[Replies], Iterator[list[Call | Cancel]]]
 
 
 class ScriptedConnection:
-    """Gives the worker the messages of a script: a list at once, when all before it is done."""
+    """Feeds the worker a script of messages: each list at once, after all earlier messages are handled."""
 
     def __init__(self, script: Script) -> None:
         self.replies: Replies = {}
@@ -80,7 +80,7 @@ class ScriptedConnection:
 
 
 class Calls:
-    """Numbers calls."""
+    """Makes calls with increasing numbers."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -134,7 +134,7 @@ def losses(replies: Mapping[int, Any]) -> list[float]:
 
 
 def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], disturbed: bool) -> list[Any]:
-    """Trains models in turn. `disturbed`: with mistakes, passes without a backward and sampling in between."""
+    """Trains models alternately; with `disturbed`, also sends invalid calls, forward-only passes and samples."""
     call = Calls()
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
@@ -165,7 +165,7 @@ def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], distur
     return [[output["logprobs"] for output in reply.loss_fn_outputs] for reply in last]
 
 
-def test_models_that_take_turns_equal_each_alone_to_the_bit(ranks: Ranks) -> None:
+def test_alternating_models_equal_each_trained_alone_bit_exactly(ranks: Ranks) -> None:
     (together,) = ranks(1, train, "tp=1", ("one", "two", "full"), True)
     for name, shared in zip(("one", "two", "full"), together, strict=True):
         ((alone,),) = ranks(1, train, "tp=1", (name,), False)
@@ -174,7 +174,7 @@ def test_models_that_take_turns_equal_each_alone_to_the_bit(ranks: Ranks) -> Non
     assert not np.array_equal(together[0][0], together[2][0])
 
 
-def everything(group: dist.ProcessGroup, layout: str, directory: Path, name: str = "one") -> dict[str, Any]:
+def run_all_calls(group: dist.ProcessGroup, layout: str, directory: Path, name: str = "one") -> dict[str, Any]:
     """Trains, samples, saves and loads."""
     call, prompt = Calls(), np.arange(60, 72, dtype=np.int32)
     sample_request = SampleRequest(
@@ -229,12 +229,12 @@ def _score(tokens: Any) -> Datum:
 
 @pytest.fixture(scope="module", params=["one", "full"])
 def one_rank(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of a model with adapters, and of one with all weights trained."""
-    (results,) = ranks(1, everything, "tp=1", tmp_path_factory.mktemp("tinker"), request.param)
+    """Results on one rank of a model with adapters, and of one with all weights trained."""
+    (results,) = ranks(1, run_all_calls, "tp=1", tmp_path_factory.mktemp("tinker"), request.param)
     return {"model": request.param, **results}
 
 
-def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_steps(one_rank: dict[str, Any]) -> None:
+def test_snapshot_prompt_logprobs_equal_trainer_before_later_steps(one_rank: dict[str, Any]) -> None:
     sampled: SampleResult = one_rank["samples"]["first"]
     assert sampled.prompt_logprobs is not None
     assert np.isnan(sampled.prompt_logprobs[0])
@@ -242,7 +242,7 @@ def test_prompt_logprobs_of_a_snapshot_are_those_of_the_trainer_before_later_ste
     assert not np.allclose(one_rank["samples"]["base"].prompt_logprobs[1:], one_rank["trained"], atol=1e-3)
 
 
-def test_saved_weights_sample_as_the_snapshot(one_rank: dict[str, Any]) -> None:
+def test_saved_weights_sample_like_the_snapshot(one_rank: dict[str, Any]) -> None:
     first, saved = one_rank["samples"]["first"], one_rank["samples"]["saved"]
     for sequence, saved_sequence in zip(first.sequences, saved.sequences, strict=True):
         assert sequence.tokens.tolist() == saved_sequence.tokens.tolist()
@@ -253,7 +253,7 @@ def test_saved_weights_sample_as_the_snapshot(one_rank: dict[str, Any]) -> None:
     )  # each sample has a seed of its own
 
 
-def test_top_and_target_logprobs_agree_with_those_of_the_prompt(one_rank: dict[str, Any]) -> None:
+def test_topk_and_target_logprobs_agree_with_prompt_logprobs(one_rank: dict[str, Any]) -> None:
     sampled: SampleResult = one_rank["samples"]["first"]
     assert sampled.topk_prompt is not None
     assert sampled.target_prompt_logprobs is not None
@@ -270,7 +270,7 @@ def test_top_and_target_logprobs_agree_with_those_of_the_prompt(one_rank: dict[s
         assert (sequence.topk.logprobs[:, 0] >= sequence.logprobs - 1e-4).all()
 
 
-def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str, Any]) -> None:
+def test_loaded_model_continues_like_the_saved_one_bit_exactly(one_rank: dict[str, Any]) -> None:
     assert np.array_equal(*one_rank["resumed"])
     assert one_rank["errors"] == []
     assert one_rank["gone"] == [
@@ -280,10 +280,8 @@ def test_a_loaded_model_continues_as_the_saved_one_to_the_bit(one_rank: dict[str
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
-def test_layouts_give_the_losses_and_samples_of_one_rank(
-    ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path
-) -> None:
-    results, _ = ranks(2, everything, layout, tmp_path, one_rank["model"])
+def test_layout_equals_one_rank(ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    results, _ = ranks(2, run_all_calls, layout, tmp_path, one_rank["model"])
     np.testing.assert_allclose(results["losses"], one_rank["losses"], rtol=10 * TOLERANCE)  # after optimizer steps
     for name, sampled in results["samples"].items():
         for sequence, expected_sequence in zip(sampled.sequences, one_rank["samples"][name].sequences, strict=True):
@@ -291,8 +289,8 @@ def test_layouts_give_the_losses_and_samples_of_one_rank(
             np.testing.assert_allclose(sequence.logprobs, expected_sequence.logprobs, rtol=1e-4, atol=1e-4)
 
 
-def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Requests of the base model, and what they get."""
+def sample_base_model(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Returns requests of the base model and their results."""
     call, prompt = Calls(), np.frombuffer(b"abc", np.uint8).astype(np.int32)
     tokenizer = load_tokenizer("tiny-dense")
     requests: dict[str, Call] = {}
@@ -334,8 +332,8 @@ def sampling(group: dist.ProcessGroup) -> dict[str, Any]:
     return replies_by_name
 
 
-def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
-    (replies,) = ranks(1, sampling)
+def test_sampling_parameters_are_applied(ranks: Ranks) -> None:
+    (replies,) = ranks(1, sample_base_model)
 
     def tokens(name: str) -> list[int]:
         return list(replies[name].sequences[0].tokens.tolist())
@@ -363,7 +361,7 @@ def test_sampling_follows_its_parameters(ranks: Ranks) -> None:
 
 
 class LateConnection(ScriptedConnection):
-    """Gives one call of `late` whenever the worker waits for more."""
+    """Provides one call from `late` each time the worker waits for more."""
 
     def __init__(self, script: Script, late: list[Call]) -> None:
         super().__init__(script)
@@ -385,7 +383,7 @@ class LateConnection(ScriptedConnection):
         return message
 
 
-def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: Path) -> None:
+def test_burst_of_samples_is_batched_and_streamed_sample_starts_immediately(tmp_path: Path) -> None:
     batches = list[list[int]]()
 
     def run_command(command: Any) -> list[SampleEvents]:
@@ -409,7 +407,7 @@ def test_samples_of_a_burst_begin_together_and_a_streamed_one_at_once(tmp_path: 
     assert connection.waited_after == {1, 2, 3, 5}
 
 
-def test_layer_flags_choose_the_adapted_layers() -> None:
+def test_layer_flags_select_adapted_layers() -> None:
     groups = {"attention", "mlp", "none"}
     assert to_lora(LoRAConfig(4), groups).targets == ("attention", "mlp")
     assert to_lora(LoRAConfig(4, train_mlp=False), groups).targets == ("attention",)
@@ -419,7 +417,7 @@ def test_layer_flags_choose_the_adapted_layers() -> None:
         to_lora(LoRAConfig(4, train_mlp=False, train_attn=False), groups)
 
 
-def test_a_model_may_have_another_name() -> None:
+def test_model_can_be_served_under_another_name() -> None:
     assert parse_model("tiny-dense") == ("tiny-dense", "tiny-dense")
     assert parse_model("org/model=/data/model") == ("org/model", "/data/model")
     with pytest.raises(ValueError, match="write NAME=MODEL"):

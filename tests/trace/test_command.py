@@ -1,4 +1,4 @@
-"""`postlude trace`: it writes a picture and a trace of every rank; a mistake is a sentence, and no rank is started."""
+"""`postlude trace`: writes an SVG and a Chrome trace of every rank; user errors exit before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from postlude.commands import trace
 from postlude.trace.spans import Span
 
 
-def on_pool(group: Any, chosen: list[trace.Traced]) -> list[list[Span]]:
+def run_on_pool(group: Any, chosen: list[trace.Traced]) -> list[list[Span]]:
     return trace.record_all(chosen)
 
 
 @pytest.mark.slow
-def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_trace_contains_plain_and_overlapped_step_of_each_rank(
+    ranks: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     def run_on_ranks(function: Any, *arguments: Any, nproc: int, **options: Any) -> Any:
-        first, second = ranks(nproc, on_pool, *arguments)
+        first, second = ranks(nproc, run_on_pool, *arguments)
         assert second == []
         return first
 
@@ -54,7 +56,9 @@ def test_both_steps_of_both_ranks_are_drawn(ranks: Any, tmp_path: Path, monkeypa
         ("--to FILE/below", "FILE is a file. Give it another directory."),
     ],
 )
-def test_a_mistake_is_a_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_invalid_arguments_give_clear_error(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setattr(trace, "run_on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
     (tmp_path / "FILE").touch()
     arguments = [*words.replace("FILE", str(tmp_path / "FILE")).split()]

@@ -1,4 +1,4 @@
-"""On a GPU a span is as long as the device takes, and recording waits for nothing."""
+"""Spans on a GPU have the duration of the device work, and recording does not synchronise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 CYCLES = 100_000_000  # some 50 ms
 
 
-def test_moments_are_the_devices() -> None:
+def test_span_times_are_device_times() -> None:
     with ranks(device="cuda") as rank:
         group = dist.group.WORLD
         assert group is not None

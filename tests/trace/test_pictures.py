@@ -1,4 +1,4 @@
-"""Pictures of spans show their lengths, places and names, and the share of exchanges that is hidden."""
+"""Exported timelines show span durations, lanes and names, and the fraction of exchanges hidden behind compute."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SPANS = [
 ]
 
 
-def test_the_hidden_share_of_exchanges() -> None:
+def test_exchange_seconds_counts_total_and_hidden_time() -> None:
     # rank 0: under way 3 to 9, computing 0 to 5 and 7 to 8; rank 1: 1 to 3, computing 0 to 2 less half a second.
     assert exchange_seconds(SPANS) == pytest.approx((6 + 2, (2 + 1) + 0.5))
     assert exchange_seconds([]) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["wait", "fsdp"])
-def test_a_rank_that_stands_still_hides_nothing(kind: SpanKind) -> None:
+def test_exchange_during_wait_is_not_hidden(kind: SpanKind) -> None:
     assert exchange_seconds([span("forward", 0, 2), span(kind, 0, 2), span("exchange", 0, 2)]) == (2, 0)
 
 
-def test_labels() -> None:
+def test_span_labels() -> None:
     assert [span.label for span in SPANS[:3]] == [
         "F1 layers.0 attention+moe.route",
         "F1 layers.0 moe.dispatch",
@@ -51,12 +51,12 @@ def test_labels() -> None:
     assert Span(0, "fsdp", "weights", 0, 1).label == "weights"
 
 
-def test_from_zero_keeps_lengths_and_order() -> None:
+def test_shift_to_zero_keeps_durations_and_order() -> None:
     shifted = starting_at_zero([span("forward", 12, 15), span("forward", 10, 11)])
     assert [(span.start, span.end) for span in shifted] == [(0, 1), (2, 5)]
 
 
-def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
+def test_chrome_trace_has_one_process_per_rank_and_one_row_per_lane() -> None:
     events = chrome_events(SPANS, first_process=4, title="plain")
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {4: "plain rank 0", 5: "plain rank 1"}
@@ -70,7 +70,7 @@ def test_chromes_json_has_a_process_a_rank_and_a_row_a_lane() -> None:
     assert [event["tid"] for event in spans] == [0, 1, 0, 0, 2, 0, 0, 1, 0]
 
 
-def test_the_picture_is_to_scale() -> None:
+def test_svg_is_to_scale() -> None:
     half = [span("forward", 0, 4.5), span("exchange", 1, 2)]
     text = render_svg([Timeline("one & all", SPANS), Timeline("half", half)])
     root = ElementTree.fromstring(text)
@@ -92,5 +92,5 @@ def test_the_picture_is_to_scale() -> None:
     assert lowest < float(root.attrib["height"])
 
 
-def test_a_picture_of_nothing() -> None:
+def test_svg_of_empty_timeline() -> None:
     assert "nothing: 0.0 ms, no exchange" in render_svg([Timeline("nothing", [])])

@@ -1,4 +1,4 @@
-"""A recorded step does what it does unrecorded, to the bit, and tells every piece, exchange and wait once."""
+"""A recorded step equals an unrecorded one bit for bit, and has one span per compute piece, exchange and wait."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def step(engine: Engine, recorder: Recorder = NO_RECORDER) -> tuple[float, dict[
     return loss, gradients
 
 
-def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool, list[Span]]:
-    """Whether the gradients are those of an unrecorded step, and the spans."""
+def run_recorded_step(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool, list[Span]]:
+    """Returns whether the gradients equal those of an unrecorded step, and the spans."""
     engine = build(layout, config(pattern), overlap=overlap)
     loss, gradients = step(engine)
     recording = Recording(dist.get_rank(), engine.device)
@@ -46,16 +46,16 @@ def recorded(group: Any, layout: str, pattern: str, overlap: bool) -> tuple[bool
     return is_equal and all(torch.equal(gradients[name], later_spans[name]) for name in gradients), recording.spans()
 
 
-def counted(spans: list[Span]) -> Counter[str]:
+def count_kinds(spans: list[Span]) -> Counter[str]:
     return Counter(span.kind for span in spans)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool) -> None:
-    for rank, (is_equal, spans) in enumerate(ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
+def test_recording_changes_no_gradient_and_has_every_span(ranks: Any, overlap: bool) -> None:
+    for rank, (is_equal, spans) in enumerate(ranks(2, run_recorded_step, "dp_shard=2,ep=2", "[*E]{2}", overlap)):
         assert is_equal
         assert all(span.rank == rank and span.start <= span.end for span in spans)
-        counts, exchanges = counted(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
+        counts, exchanges = count_kinds(spans), 2 * 2 * MICROBATCHES  # there and back in each of two layers
         assert counts["exchange"] == counts["exchange back"] == exchanges
         # What is exchanged is handed over and waited for, and so is how much it will be; at the end nothing.
         assert counts["wait"] == 4 * exchanges + exchanges // 2 + 1
@@ -71,9 +71,9 @@ def test_recording_changes_nothing_and_misses_nothing(ranks: Any, overlap: bool)
         assert {"F0 layers.1 moe.dispatch", "B1 layers.0 moe.combine", "wait 1 layers.0 moe.combine"} <= names
 
 
-def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
-    """And an exchange goes on beside another microbatch's compute: it is begun before that and waited for after."""
-    for _, spans in ranks(2, recorded, "dp_shard=2,ep=2", "[*E]{2}", True):
+def test_compute_spans_do_not_overlap(ranks: Any) -> None:
+    """An exchange overlaps another microbatch's compute: it starts before it and is waited for after it."""
+    for _, spans in ranks(2, run_recorded_step, "dp_shard=2,ep=2", "[*E]{2}", True):
         computed = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start)
         assert all(first.end <= second.start for first, second in itertools.pairwise(computed))
         sent = next(span for span in spans if span.label == "B0 layers.1 moe.combine")
@@ -84,19 +84,19 @@ def test_no_two_things_are_computed_at_a_time(ranks: Any) -> None:
         assert {"forward"} <= {span.kind for span in between if span.microbatch != 0}
 
 
-def test_a_recorded_pipeline_names_what_a_rank_waits_for(ranks: Any) -> None:
-    (first, spans), (second, other_spans) = ranks(2, recorded, "pp=2", "[*-]{2}", False)
+def test_wait_spans_of_pipeline_name_the_awaited_action(ranks: Any) -> None:
+    (first, spans), (second, other_spans) = ranks(2, run_recorded_step, "pp=2", "[*-]{2}", False)
     assert first
     assert second
     assert [span.label for span in spans if span.kind == "wait"] == [
         *(f"wait {index} for B{index}@1" for index in range(MICROBATCHES)),
         "wait for pending sends",
     ]
-    assert counted(other_spans)["forward"] == MICROBATCHES
+    assert count_kinds(other_spans)["forward"] == MICROBATCHES
     assert {span.label for span in other_spans if span.kind == "forward"} == {"F0 stage 1", "F1 stage 1", "F2 stage 1"}
 
 
-def test_a_recording_of_a_failed_step_has_the_spans_that_ended() -> None:
+def test_recording_of_failed_step_has_completed_spans_only() -> None:
     recording = Recording(0, torch.device("cpu"))
     with recording.span("forward", "whole"):
         pass
