@@ -12,13 +12,15 @@ import torch
 from postlude.model.recompute import recomputed
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels import attention as attention_kernels
-from postlude.ops.kernels.attention import Tile, Tiles, triton_attention
+from postlude.ops.kernels.attention import AttentionTile, AttentionTiles, triton_attention
 from postlude.ops.packing import Packing
 from tests.ops.test_attention import LENGTHS, PARTS, assert_alike, dense, tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(Tile(16, 16, 1, 1), Tile(16, 16, 1, 1), Tile(16, 16, 1, 1))
-BY_TMA = Tiles(Tile(16, 16, 1, 1, True), Tile(16, 16, 1, 1, True), Tile(16, 16, 1, 1, True))
+SMALL = AttentionTiles(AttentionTile(16, 16, 1, 1), AttentionTile(16, 16, 1, 1), AttentionTile(16, 16, 1, 1))
+BY_TMA = AttentionTiles(
+    AttentionTile(16, 16, 1, 1, True), AttentionTile(16, 16, 1, 1, True), AttentionTile(16, 16, 1, 1, True)
+)
 LONGER = (70, 1, 33, 5)
 TAILS = (40, 1, 2, 5)
 

@@ -39,7 +39,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch_and_tile(dtype, out
     rows, weight, bias = normal(count, width, dtype=dtype), normal(columns, width, dtype=dtype, seed=1), None
     tiles = invariant_linear.HALF_TILES if dtype == HALF else (invariant_linear.FP32_TILE,)
 
-    def product(some: Tensor, tile: invariant_linear.Tile | None = None) -> Tensor:
+    def product(some: Tensor, tile: invariant_linear.InvariantLinearTile | None = None) -> Tensor:
         out = torch.full((len(some), columns), torch.nan, dtype=out_dtype or dtype, device=DEVICE)
         return invariant_linear.product(some, weight, bias, out, tile)
 

@@ -65,11 +65,15 @@ def test_the_tiles_of_an_h200_are_those_of_the_measurements() -> None:
     with launches_on(GPUS["H200"], compiles=False):
         heads = torch.empty(4, 2, 128, dtype=torch.bfloat16)
         wide = torch.empty(4, 2, 256, dtype=torch.bfloat16)
-        assert attention.tiles_for(heads, heads, heads) == attention.Tiles(
-            attention.Tile(64, 64, 4, 3, True), attention.Tile(128, 64, 8, 3, True), attention.Tile(64, 64, 4, 2, True)
+        assert attention.tiles_for(heads, heads, heads) == attention.AttentionTiles(
+            attention.AttentionTile(64, 64, 4, 3, True),
+            attention.AttentionTile(128, 64, 8, 3, True),
+            attention.AttentionTile(64, 64, 4, 2, True),
         )
-        assert attention.tiles_for(wide, wide, wide) == attention.Tiles(
-            attention.Tile(128, 64, 8, 2, True), attention.Tile(64, 64, 8, 2, True), attention.Tile(32, 64, 8, 2, True)
+        assert attention.tiles_for(wide, wide, wide) == attention.AttentionTiles(
+            attention.AttentionTile(128, 64, 8, 2, True),
+            attention.AttentionTile(64, 64, 8, 2, True),
+            attention.AttentionTile(32, 64, 8, 2, True),
         )
 
 

@@ -32,7 +32,7 @@ from postlude.ops.linear import (
 )
 from postlude.ops.norm import Norm
 from postlude.ops.packing import Packing
-from postlude.ops.rotary import HeadNorms, Table
+from postlude.ops.rotary import HeadNorms, RotaryTable
 
 
 def fused_mlp_block(
@@ -54,7 +54,7 @@ def fused_attention_block(
     layers: tuple[Tensor, Tensor, Tensor],
     down: Tensor,
     width: int,
-    table: Table,
+    table: RotaryTable,
     norms: HeadNorms | None,
     packing: Packing,
     score_config: ScoreConfig,

@@ -17,7 +17,7 @@ from postlude.ops.norm import rms_norm
 
 WIDEST = 1024  # features of a head that the Triton kernels take
 
-Table = tuple[Tensor, Tensor]
+RotaryTable = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class RotaryConfig:
         return stretch * plain / self.factor + (1 - stretch) * plain
 
 
-def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> Table:
+def rotary_table(config: RotaryConfig, positions: Tensor, width: int) -> RotaryTable:
     """Returns cosine and sine for `positions` [T], fp32 [T, 1, width], to broadcast over heads.
 
     Both halves have the same angles; in the second, the pair's other member, the sine has the opposite sign.
@@ -101,7 +101,7 @@ def _frequencies(config: RotaryConfig, width: int, device: torch.device) -> Tens
     return config.frequencies(width, device)
 
 
-def rotate(vectors: Tensor, table: Table) -> Tensor:
+def rotate(vectors: Tensor, table: RotaryTable) -> Tensor:
     """Rotates `vectors` [T, heads, width] by their positions; pair i is (i, i + width / 2).
 
     Where the table is narrower, only that many first features are rotated.
@@ -129,7 +129,7 @@ class HeadNorms:
 
 
 def rotate_heads(
-    query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None = None, *, backend: Backend = "auto"
+    query: Tensor, key: Tensor, table: RotaryTable, norms: HeadNorms | None = None, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Normalises queries [T, heads, width] and keys [T, kv_heads, width] if `norms` are given, and rotates them.
 
@@ -153,7 +153,7 @@ def rotate_heads(
     return rotated
 
 
-def _use_kernel(query: Tensor, key: Tensor, table: Table, norms: HeadNorms | None, backend: Backend) -> bool:
+def _use_kernel(query: Tensor, key: Tensor, table: RotaryTable, norms: HeadNorms | None, backend: Backend) -> bool:
     if not query.is_cuda and backend == "auto":
         return False
     refused = None

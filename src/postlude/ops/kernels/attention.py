@@ -39,7 +39,7 @@ LARGE_SHARED_MEMORY = 147_456
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The size of a tile, in rows of queries (heads of a group counted) and keys, and launch options."""
 
     rows: int
@@ -50,15 +50,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """The tiles of the three kernels."""
 
-    forward: Tile
-    queries: Tile
-    keys: Tile
+    forward: AttentionTile
+    queries: AttentionTile
+    keys: AttentionTile
 
 
-def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
+def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> AttentionTiles:
     """Returns the tiles for the wider of key and value heads on the GPU of these tensors.
 
     The tensor memory accelerator loads whole tiles, where heads are as wide as a tile and rows start at 16 bytes.
@@ -76,12 +76,20 @@ def tiles_for(query: Tensor, key: Tensor, value: Tensor) -> Tiles:
 
 
 @functools.cache
-def _tiles(wide: bool, tma: bool, large: bool) -> Tiles:
+def _tiles(wide: bool, tma: bool, large: bool) -> AttentionTiles:
     if wide and large:
-        return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(32, 64, 8, 2, tma))
+        return AttentionTiles(
+            AttentionTile(128, 64, 8, 2, tma), AttentionTile(64, 64, 8, 2, tma), AttentionTile(32, 64, 8, 2, tma)
+        )
     if wide:
-        return Tiles(Tile(64, 32, 4, 2, tma), Tile(64, 32, 8, 1, tma), Tile(32, 32, 8, 2, tma))
-    return Tiles(Tile(64, 64, 4, 3, tma), Tile(128, 64, 8, 3 if large else 2, tma), Tile(64, 64, 4, 2, tma))
+        return AttentionTiles(
+            AttentionTile(64, 32, 4, 2, tma), AttentionTile(64, 32, 8, 1, tma), AttentionTile(32, 32, 8, 2, tma)
+        )
+    return AttentionTiles(
+        AttentionTile(64, 64, 4, 3, tma),
+        AttentionTile(128, 64, 8, 3 if large else 2, tma),
+        AttentionTile(64, 64, 4, 2, tma),
+    )
 
 
 def triton_attention(
@@ -95,7 +103,7 @@ def triton_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """See `postlude.ops.attention.PackedAttention`. There is at least one sequence."""
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
@@ -169,7 +177,7 @@ def _forward(
     """Returns the output [T, heads, v] and the lse, fp32 [T, heads]."""
     (tokens, heads, _), group = query.shape, query.shape[1] // key.shape[1]
     rows, columns, warps, stages, tma = tile
-    tile_sizes = Tile(rows, columns, warps, stages, bool(tma))
+    tile_sizes = AttentionTile(rows, columns, warps, stages, bool(tma))
     pack = _packed_heads(group, tile_sizes.rows)
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
@@ -203,7 +211,7 @@ class AttentionCall:
     scale: float
     window: int | None
     softcap: float | None
-    tiles: Tiles
+    tiles: AttentionTiles
 
     @classmethod
     def of(
@@ -214,7 +222,7 @@ class AttentionCall:
         scale: float,
         window: int | None,
         softcap: float | None,
-        tiles: Tiles | None = None,
+        tiles: AttentionTiles | None = None,
     ) -> AttentionCall:
         """Builds the call for `inputs` (query, key, value), with the tiles for their widths unless given."""
         needed_window = None if window is not None and window >= keys.max_length else window
@@ -329,7 +337,7 @@ class _Attention(Function):
         return *backward(query, key, value, sinks, output, lse, gradients[0], ctx.call), None
 
 
-def _as_operand(tensor: Tensor, rows: int, heads: int, tile: Tile) -> Tensor | TensorDescriptor:
+def _as_operand(tensor: Tensor, rows: int, heads: int, tile: AttentionTile) -> Tensor | TensorDescriptor:
     """Returns the tensor, or a descriptor that loads blocks of so many rows and heads."""
     if not tile.tma:
         return tensor
@@ -343,7 +351,7 @@ def _strides_and_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, 
 
 
 def _constants(
-    query: Tensor, value: Tensor, group: int, pack: int, tile: Tile, window: int | None, softcap: float | None
+    query: Tensor, value: Tensor, group: int, pack: int, tile: AttentionTile, window: int | None, softcap: float | None
 ) -> tuple[int, ...]:
     """Returns the kernels' constants from WIDTH on."""
     width, value_width = query.shape[-1], value.shape[-1]

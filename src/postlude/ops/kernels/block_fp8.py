@@ -50,7 +50,7 @@ class QuantizedRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockFP8Tile:
     """Tokens and columns of a program, its pipeline stages and warps, and the programs that share a column's sum."""
 
     tokens: int
@@ -107,27 +107,27 @@ def product(
     return output
 
 
-def tile_for(gpu: GPU, count: int, features: int, width: int, counters: int) -> Tile:
+def tile_for(gpu: GPU, count: int, features: int, width: int, counters: int) -> BlockFP8Tile:
     """Returns the fastest tile of those measured. Programs share sums if there are `counters` for all tiles."""
     blocks = features // BLOCK.value
     if gpu.shared_memory < LARGE_SHARED_MEMORY:
-        tile = Tile(64 if count <= 64 else 128, 64, 4, 4)
+        tile = BlockFP8Tile(64 if count <= 64 else 128, 64, 4, 4)
     elif count > 128:
-        tile = Tile(128, 128, 5, 8)
+        tile = BlockFP8Tile(128, 128, 5, 8)
     elif count > 64:
         shares = counters > 0 and 4 * blocks <= PROGRAMS
-        tile = Tile(64, 128, 6, 4) if shares else Tile(128, 64, 6 if 2 * blocks <= PROGRAMS else 4, 4)
+        tile = BlockFP8Tile(64, 128, 6, 4) if shares else BlockFP8Tile(128, 64, 6 if 2 * blocks <= PROGRAMS else 4, 4)
     elif blocks > PROGRAMS:
-        tile = Tile(64, 128, 4, 4)  # two programs on each multiprocessor
+        tile = BlockFP8Tile(64, 128, 4, 4)  # two programs on each multiprocessor
     else:
-        tile = Tile(64, 128, 6, 4) if count <= 32 else Tile(64, 64, 8, 4)
+        tile = BlockFP8Tile(64, 128, 6, 4) if count <= 32 else BlockFP8Tile(64, 64, 8, 4)
     tiles, splits = triton.cdiv(features, tile.columns) * triton.cdiv(count, tile.tokens), 1
     while tiles <= counters and 2 * splits * tiles <= PROGRAMS and width % (2 * splits * BLOCK.value) == 0:
         splits *= 2
     return replace(tile, splits=splits)
 
 
-def prefers_cublas(gpu: GPU, count: int, width: int, tile: Tile) -> bool:
+def prefers_cublas(gpu: GPU, count: int, width: int, tile: BlockFP8Tile) -> bool:
     """Whether torch's product of this format, which cuBLAS has for Hopper GPUs, is there and faster than this tile."""
     is_faster = count > 128 or (count > 64 and tile.splits == 1)
     if not is_faster or gpu.capability[0] != HOPPER or width // BLOCK.value % 4:

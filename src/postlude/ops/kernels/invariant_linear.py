@@ -28,7 +28,7 @@ OTHER_SHARED_MEMORY = 4096  # bytes of shared memory besides the tiles
 
 
 @dataclass(frozen=True)
-class Tile:
+class InvariantLinearTile:
     """Rows, columns and features of a tile, and launch options."""
 
     rows: int
@@ -43,16 +43,16 @@ class Tile:
 
 
 NARROW_TILE, SMALL_TILE, MEDIUM_TILE, LARGE_TILE = (
-    Tile(64, 16, 128, 4, 4),
-    Tile(64, 32, 128, 4, 4),
-    Tile(64, 64, 64, 4, 4),
-    Tile(128, 128, 64, 8, 3),
+    InvariantLinearTile(64, 16, 128, 4, 4),
+    InvariantLinearTile(64, 32, 128, 4, 4),
+    InvariantLinearTile(64, 64, 64, 4, 4),
+    InvariantLinearTile(128, 128, 64, 8, 3),
 )
 HALF_TILES = (NARROW_TILE, SMALL_TILE, MEDIUM_TILE, LARGE_TILE)
-FP32_TILE = Tile(32, 32, 32, 4, 2)  # without tensor cores, which would round the operands
+FP32_TILE = InvariantLinearTile(32, 32, 32, 4, 2)  # without tensor cores, which would round the operands
 
 
-def tile_for(count: int, columns: int, dtype: torch.dtype, shared_memory: int) -> Tile:
+def tile_for(count: int, columns: int, dtype: torch.dtype, shared_memory: int) -> InvariantLinearTile:
     """Returns the tile for so many rows and columns on a GPU with so much shared memory."""
     if dtype == torch.float32:
         return FP32_TILE
@@ -60,11 +60,13 @@ def tile_for(count: int, columns: int, dtype: torch.dtype, shared_memory: int) -
     if count <= NARROW_TILE.rows:
         tile = NARROW_TILE if columns <= 2048 else SMALL_TILE
     while tile.stages > 1 and tile.shared_memory(dtype.itemsize) > shared_memory:
-        tile = Tile(tile.rows, tile.columns, tile.features, tile.warps, tile.stages - 1)
+        tile = InvariantLinearTile(tile.rows, tile.columns, tile.features, tile.warps, tile.stages - 1)
     return tile
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, tile: Tile | None = None) -> Tensor:
+def product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, tile: InvariantLinearTile | None = None
+) -> Tensor:
     """Computes `output` [T, out] = `rows` [T, in] · `weight`ᵀ [out, in] + `bias` [out], summed in fp32."""
     (count, width), features = rows.shape, weight.shape[0]
     rows, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (rows, weight))
@@ -78,7 +80,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, t
     return output
 
 
-def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, tile: Tile | None = None) -> Tensor:
+def grouped_product(rows: Tensor, weight: Tensor, counts: Tensor, tile: InvariantLinearTile | None = None) -> Tensor:
     """Returns each of `rows` [R, in] times its expert's matrix of `weight` [E, out, in]: [R, out].
 
     Rows are sorted by expert and `counts` [E] has the rows of each. The host does not wait for them.

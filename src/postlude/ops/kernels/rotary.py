@@ -23,12 +23,11 @@ from postlude.ops.kernels.norm import multiprocessors, sum_partial
 TILE, WARPS = 2048, 4  # features of one token that a program takes
 BACKWARD_PROGRAMS = 2  # programs of the backward on each multiprocessor; measured, like the tile
 
-Table = tuple[Tensor, Tensor]
-Weights = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 def forward(
-    query: Tensor, key: Tensor, table: Table, weights: Weights | None, eps: float, offset: float
+    query: Tensor, key: Tensor, table: TensorPair, weights: TensorPair | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """See `rotate_heads`."""
     query, key = _with_adjacent_features(query), _with_adjacent_features(key)
@@ -44,8 +43,8 @@ def forward(
 def backward(
     query: Tensor | None,
     key: Tensor | None,
-    table: Table,
-    weights: Weights | None,
+    table: TensorPair,
+    weights: TensorPair | None,
     eps: float,
     offset: float,
     gradients: tuple[Tensor, Tensor],
